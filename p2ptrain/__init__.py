@@ -1,0 +1,49 @@
+"""p2ptrain: train one neural network together over the open internet, peer to peer, with no server in charge.
+
+    with p2ptrain.join(model, run_id="my-run", initial_peers=[...]) as peer:
+        for batch in batches(seed=peer.data_seed):
+            ...                      # any training step
+            peer.step(loss=loss.item(), samples=len(batch))
+
+Names are imported when they are first used: torch and the network cost seconds that `p2ptrain --help` need not pay.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from p2ptrain.version import __version__
+
+if TYPE_CHECKING:
+    from p2ptrain.api import DiLoCo, Sparta, join
+    from p2ptrain.errors import ConfigError, RunMismatchError
+    from p2ptrain.peer import Peer
+    from p2ptrain.protocol.exchange import RoundReport, StepReport
+
+_HOMES = {
+    "ConfigError": "p2ptrain.errors",
+    "DiLoCo": "p2ptrain.api",
+    "Peer": "p2ptrain.peer",
+    "RoundReport": "p2ptrain.protocol.exchange",
+    "RunMismatchError": "p2ptrain.errors",
+    "Sparta": "p2ptrain.api",
+    "StepReport": "p2ptrain.protocol.exchange",
+    "join": "p2ptrain.api",
+}
+
+__all__ = [
+    "ConfigError",
+    "DiLoCo",
+    "Peer",
+    "RoundReport",
+    "RunMismatchError",
+    "Sparta",
+    "StepReport",
+    "__version__",
+    "join",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,113 @@
+"""Which blocks one step pushes: a seeded, shuffled partition that every peer can compute from two numbers.
+
+SPARTA draws a fresh random set of parameters at each step. Walking a shuffled partition of round(1/p) slots instead,
+reshuffled each cycle, covers every parameter in 1/p steps (fresh draws: 63 %) and leaves 0.41 times the disagreement
+at the same bytes (measured in simulation). Fresh draws are kept as the paper's mode.
+
+A shuffle of N blocks would take O(N) time and memory. A keyed bijection gives any part of it in O(pN): a four-round
+Feistel network permutes the numbers below the next power of two, and *cycle walking* (encrypting again until the
+result is below N) restricts it to N (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is integer
+arithmetic only, so every machine gets the same blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS = 4
+# Small domains are permuted inside 2^8: with halves of one or two bits four rounds are far from a random shuffle.
+_MIN_BITS = 8
+
+
+def num_slots(fragment_fraction: float) -> int:
+    """Number of slots that the model is cut into when each step pushes `fragment_fraction` (above 0) of it."""
+    return max(1, round(1 / fragment_fraction))
+
+
+def slot_blocks(
+    seed: int, cycle: int, slot: int, slot_count: int, num_slots: int, num_blocks: int
+) -> npt.NDArray[np.int64]:
+    """The blocks of slots [slot, slot + slot_count) of one cycle: SPARTA's fragment, cyclic selection.
+
+    The slots of a cycle are disjoint and together hold every block once. When there are more slots than blocks, some
+    are empty.
+
+    Args:
+        seed: the run's seed.
+        cycle: each has its own shuffle.
+        slot, slot_count: must lie within the cycle, which has `num_slots` slots.
+        num_blocks: blocks of the model.
+
+    Returns:
+        (n,) int64 distinct blocks in no particular order, n within 1 of slot_count · num_blocks / num_slots.
+    """
+    assert 0 <= slot < slot + slot_count <= num_slots, (slot, slot_count, num_slots)
+    start, stop = slot * num_blocks // num_slots, (slot + slot_count) * num_blocks // num_slots
+    return permute(np.arange(start, stop), num_blocks, f"cycle {seed} {cycle}")
+
+
+def fresh_blocks(seed: int, draw: int, slot_count: int, num_slots: int, num_blocks: int) -> npt.NDArray[np.int64]:
+    """Uniformly random blocks, drawn anew each time: SPARTA's fragment as in the paper.
+
+    Args:
+        seed: the run's seed.
+        draw: number of this draw; each is independent of the others.
+        slot_count, num_slots: the draw takes the fraction slot_count / num_slots of all blocks.
+        num_blocks: blocks of the model.
+
+    Returns:
+        (n,) int64 distinct blocks. When the fraction is no whole number of blocks, n varies with `draw` around it.
+    """
+    count = (draw + slot_count) * num_blocks // num_slots - draw * num_blocks // num_slots
+    return permute(np.arange(min(count, num_blocks)), num_blocks, f"draw {seed} {draw}")
+
+
+def coverage(fragment_fraction: float, draws: int) -> float:
+    """Expected share of the parameters touched by `draws` fresh draws: 1 - (1 - p)^n (SPARTA, section 3)."""
+    return 1.0 - (1.0 - fragment_fraction) ** draws
+
+
+def permute(positions: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArray[np.int64]:
+    """Send each position in [0, size) to its place in a pseudo-random permutation of [0, size).
+
+    Args:
+        positions: (n,) int64, only read.
+        size: length of the permutation.
+        key: names the permutation; distinct keys give unrelated ones.
+
+    Returns:
+        (n,) int64, distinct where the positions are.
+    """
+    bits = max(_MIN_BITS, (size - 1).bit_length())
+    keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), "<u8").astype(np.uint64)
+    walked = _feistel(positions.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(walked >= size)
+    while outside.size:
+        again = _feistel(walked[outside], bits, keys)
+        walked[outside] = again
+        outside = outside[again >= size]
+    return walked.astype(np.int64)
+
+
+def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """One pass of the network over [0, 2^bits). The halves swap places, and widths, in each round."""
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    left, right = values >> np.uint64(right_bits), values & _mask(right_bits)
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & _mask(left_bits))
+        left_bits, right_bits = right_bits, left_bits
+    return (left << np.uint64(right_bits)) | right
+
+
+def _mask(bits: int) -> np.uint64:
+    return np.uint64((1 << bits) - 1)
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash without collisions: SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

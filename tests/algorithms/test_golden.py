@@ -1,0 +1,106 @@
+"""The bits that peers must agree on, as literal hashes, under every vector unit that torch and numpy can choose.
+
+Run as a program, this file prints the digests of the interpreter it runs in.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from p2ptrain.algorithms.codec import codec
+from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
+from p2ptrain.algorithms.outer import outer_step, weighted_mean
+
+NUM_BLOCKS = 1500  # above the chunks that codec and outer step work in
+CODECS = ("int8", "fp16", "none")
+
+GOLDEN = {
+    "input": "24ecc7a17a62a2f6b085da3946e8ac4914a791edb6bb594283c2d72a05358572",
+    "int8 encode": "f3b3405ad5f7d4b1925d1c91de8819c8d347c3018446cdebc37244bd6494110d",
+    "int8 decode": "976bb5dfaf75353db1dfc06df6648fc82a33ace645313fe153d998b9b86c0835",
+    "int8 weighted_mean": "18293fb11562b7752c16a91d12aace1454dc7a86bcc690b95291219731771511",
+    "int8 outer_step": "6c1eced7f2e8494e5fcd2183dffc8ea37d3843ebce76f90891ce114f1102f88a",
+    "fp16 encode": "aa398212df0480558fd192cb09e60b1e9179f36539f6a694562f572fc940c98b",
+    "fp16 decode": "875b3790bc2274ceedbb6bb9962d4ecb7fd81084c81c437a0cac5a89a1dd4181",
+    "fp16 weighted_mean": "d5ccad399e609a0de452b9ef59a0f612f32daf2891c6ae30225e0c15cb625369",
+    "fp16 outer_step": "44ef5eba6878e57b2ba05cff7aa539771b606a03fd1a2c8b00fdddcd92322e60",
+    "none encode": "adcea13069db2d2d1e7cb2fb607fa1dc149c9ee861d84d24dea37e62ad58c7f8",
+    "none decode": "adcea13069db2d2d1e7cb2fb607fa1dc149c9ee861d84d24dea37e62ad58c7f8",
+    "none weighted_mean": "18df2894fbbb4d06f230ced54fbf0b822fabe7eb336cda2fc88b1f1851d74b14",
+    "none outer_step": "6d2e31c5ea34c7498ad2b7b49c75aed3f845b6ccdef2f3eb9e9f7b3b9bba574c",
+    "slot_blocks": "42e6477d3d4ce0e9391fd5c00dddde9768bd5d8a8e07aebb488b6a350dbf206d",
+    "fresh_blocks": "9dcb118c0414185acce96b25bb1d28fba8bc55353e245e03562b6d48c51831d0",
+}
+
+# Names of numpy's vector units; those that a build or machine does not have are ignored.
+NUMPY_UNITS = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL"
+ENVIRONMENTS = [
+    {"ATEN_CPU_CAPABILITY": "default"},
+    {"ATEN_CPU_CAPABILITY": "avx2"},
+    {"ATEN_CPU_CAPABILITY": "avx512"},
+    {"ATEN_CPU_CAPABILITY": "default", "NPY_DISABLE_CPU_FEATURES": NUMPY_UNITS},
+]
+
+
+def integer_blocks(seed: int) -> np.ndarray:
+    """(NUM_BLOCKS, 64) float32 from integer arithmetic alone: SplitMix64 as sign and mantissa, exponents by block.
+
+    Block 0 is zero, block 1 subnormal, block 2 beyond half precision.
+    """
+    words = np.arange(NUM_BLOCKS * 64, dtype=np.uint64) + np.uint64(seed << 32)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words = (words ^ (words >> np.uint64(31))).reshape(NUM_BLOCKS, 64)
+    exponents = 127 - 20 + np.arange(NUM_BLOCKS, dtype=np.uint64)[:, None] % 24 + (words >> np.uint64(60)) % 4
+    exponents[1], exponents[2] = 0, 127 + 17
+    bits = ((words & np.uint64(1)) << np.uint64(31)) | (exponents << np.uint64(23)) | (words >> np.uint64(20)) % 2**23
+    bits[0] = 0
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def digests() -> dict[str, str]:
+    found = {"input": digest(integer_blocks(1).astype("<f4").tobytes())}
+    for name in CODECS:
+        chosen = codec(name)
+        encoded = [chosen.encode(integer_blocks(seed)) for seed in (1, 2, 3)]
+        decoded = [chosen.decode(data, NUM_BLOCKS) for data in encoded]
+        mean = weighted_mean(list(zip(encoded, [3.0, 1.0, 7.0], strict=True)), chosen, NUM_BLOCKS)
+        anchor, momentum = integer_blocks(4), integer_blocks(5)
+        for gradient in (mean, *decoded):
+            outer_step(anchor, momentum, gradient, 0.7, 0.9)
+        outer_step(anchor, momentum, mean, 1.0, 0.0)
+        found[f"{name} encode"] = digest(b"".join(encoded))
+        found[f"{name} decode"] = digest(np.stack(decoded).astype("<f4").tobytes())
+        found[f"{name} weighted_mean"] = digest(mean.astype("<f4").tobytes())
+        found[f"{name} outer_step"] = digest(np.stack([anchor, momentum]).astype("<f4").tobytes())
+    cyclic = np.concatenate([slot_blocks(1, 2, slot, 1, 200, 1_944_372) for slot in (0, 77, 199)])
+    found["slot_blocks"] = digest(cyclic.astype("<i8").tobytes())
+    found["fresh_blocks"] = digest(fresh_blocks(1, 2, 3, 200, 1_944_372).astype("<i8").tobytes())
+    return found
+
+
+def test_digests_here() -> None:
+    assert digests() == GOLDEN
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=["default", "avx2", "avx512", "no-vectors"])
+def test_digests_under_every_vector_unit(environment: dict[str, str]) -> None:
+    result = subprocess.run(
+        [sys.executable, __file__], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == GOLDEN
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests(), indent=4))

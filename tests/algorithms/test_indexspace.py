@@ -1,0 +1,253 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.algorithms.indexspace import BLOCK, IndexSpace, ParameterView, Plan
+
+# Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
+SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]
+
+
+def make_tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def make_view(tensors: list[torch.Tensor]) -> ParameterView:
+    return ParameterView(IndexSpace([(f"t{i}", tuple(t.shape)) for i, t in enumerate(tensors)]), tensors)
+
+
+def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The flat layout, the plain way."""
+    lines = []
+    for tensor in tensors:
+        line = tensor.detach().float().flatten().tolist()
+        lines += line + [0.0] * (-len(line) % BLOCK)
+    return torch.tensor(lines).view(-1, BLOCK)
+
+
+def some_plan(view: ParameterView) -> Plan:
+    """Every second block, tails among them."""
+    blocks = np.arange(view.space.num_blocks)[::-2]
+    return view.space.plan(blocks)
+
+
+def randn(plan: Plan, seed: int = 1) -> torch.Tensor:
+    return torch.randn(len(plan.blocks), BLOCK, generator=torch.Generator().manual_seed(seed))
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1) if tensor.dim() > 1 else tensor
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+def inside_a_larger_storage(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.full((5,), 9.0, dtype=tensor.dtype), tensor.flatten()])[5:].view(tensor.shape)
+
+
+LAYOUTS = [lambda tensor: tensor, channels_last, transposed, strided, inside_a_larger_storage, torch.nn.Parameter]
+
+
+def test_the_layout_pads_each_tensor_to_whole_blocks() -> None:
+    space = IndexSpace([("a", (4, 64)), ("b", (65,)), ("c", ())])
+    assert space.names == ["a", "b", "c"]
+    assert space.numels == [256, 65, 1]
+    assert space.tensor_starts.tolist() == [0, 4, 6, 7]
+    assert (space.num_blocks, space.numel) == (7, 322)
+
+
+def test_a_plan_sorts_its_blocks_and_counts_true_parameters() -> None:
+    plan = IndexSpace([("a", (4, 64)), ("b", (65,)), ("c", ())]).plan(np.array([6, 0, 5, 3]))
+    assert plan.blocks.tolist() == [0, 3, 5, 6]
+    assert plan.numel == 64 + 64 + 1 + 1
+
+
+@pytest.mark.parametrize("blocks", [[-1], [3], [0, 1, 1], [2, 0, 2]])
+def test_a_plan_refuses_blocks_out_of_range_or_given_twice(blocks: list[int]) -> None:
+    with pytest.raises(ValueError, match="block"):
+        IndexSpace([("a", (150,))]).plan(np.array(blocks))
+
+
+def test_a_view_refuses_tensors_of_other_sizes() -> None:
+    with pytest.raises(ValueError, match="sizes"):
+        ParameterView(IndexSpace([("a", (3,))]), [torch.zeros(4)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_every_operation_agrees_with_the_plain_flat_vector(layout, dtype: torch.dtype) -> None:
+    tensors = [layout(tensor) for tensor in make_tensors(dtype)]
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    view = make_view(tensors)
+    plan = some_plan(view)
+    before = flatten(tensors)
+    read = torch.full_like(before, torch.nan)
+
+    view.read(read)
+    assert torch.equal(read, before)
+    assert torch.equal(view.gather(plan), before[plan.blocks])
+
+    received = randn(plan)
+    expected = before.clone()
+    expected[plan.blocks] += 0.25 * (received - expected[plan.blocks])
+    view.mix(plan, received, 0.25)
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
+    mask = flatten([torch.ones(shape) for shape in SHAPES])
+    torch.testing.assert_close(flatten(tensors), expected * mask, rtol=tolerance, atol=tolerance)
+
+    change = torch.randn(before.shape, generator=torch.Generator().manual_seed(2))
+    exact = [t.detach().clone().double() for t in tensors]
+    view.add(change)
+    sums = [(t + c).to(dtype) for t, c in zip(exact, unflatten(change), strict=True)]
+    torch.testing.assert_close(flatten(tensors), flatten(sums), rtol=tolerance, atol=tolerance)
+
+    view.write(before)
+    assert torch.equal(flatten(tensors), before)
+    assert [tensor.data_ptr() for tensor in tensors] == pointers
+
+
+def unflatten(flat: torch.Tensor) -> list[torch.Tensor]:
+    parts, line = [], flat.flatten()
+    for shape in SHAPES:
+        numel = int(np.prod(shape))
+        parts.append(line[:numel].view(shape))
+        line = line[numel + -numel % BLOCK :]
+    return parts
+
+
+def test_blocks_outside_the_plan_keep_their_bits() -> None:
+    tensors = make_tensors()
+    view = make_view(tensors)
+    plan = some_plan(view)
+    before = flatten(tensors)
+    view.mix(plan, randn(plan), 0.5)
+    others = np.setdiff1d(np.arange(view.space.num_blocks), plan.blocks)
+    assert torch.equal(flatten(tensors)[others], before[others])
+    assert not torch.equal(flatten(tensors)[plan.blocks], before[plan.blocks])
+
+
+def test_mix_takes_a_weight_for_each_block() -> None:
+    tensors = make_tensors()
+    view = make_view(tensors)
+    plan = some_plan(view)
+    before, received = view.gather(plan), randn(plan)
+    weight = torch.linspace(0, 1, len(plan.blocks))[:, None]
+    view.mix(plan, received, weight)
+    after = view.gather(plan)
+    assert torch.equal(after[0], before[0])
+    full = after[-1] != 0
+    torch.testing.assert_close(after[-1][full], received[-1][full])
+    mask = flatten([torch.ones(shape) for shape in SHAPES])[plan.blocks]
+    torch.testing.assert_close(after, mask * (before + weight * (received - before)))
+
+
+def test_a_gather_is_a_copy_and_repeats_itself() -> None:
+    view = make_view(make_tensors())
+    plan = some_plan(view)
+    first = view.gather(plan)
+    assert torch.equal(view.gather(plan), first)
+    kept = first.clone()
+    view.mix(plan, randn(plan), 0.5)
+    assert torch.equal(first, kept)
+
+
+def test_mixing_both_ways_keeps_the_mean_exactly() -> None:
+    """Multiples of 2 below 2^20 have exact halves and sums, so not one bit may be lost."""
+    ours, theirs = ([(t * 2**16).round() * 2 for t in make_tensors(seed=seed)] for seed in (1, 2))
+    our_view, their_view = make_view(ours), make_view(theirs)
+    plan = some_plan(our_view)
+    total = flatten(ours) + flatten(theirs)
+    our_blocks, their_blocks = our_view.gather(plan), their_view.gather(plan)
+    our_view.mix(plan, their_blocks, 0.5)
+    their_view.mix(plan, our_blocks, 0.5)
+    assert torch.equal(flatten(ours) + flatten(theirs), total)
+    assert torch.equal(our_view.gather(plan), their_view.gather(plan))
+
+
+def test_mix_clipped_measures_the_difference_and_mixes_below_the_limit() -> None:
+    clipped, plain = make_view(make_tensors()), make_view(make_tensors())
+    plan = some_plan(clipped)
+    own, received = clipped.gather(plan), randn(plan)
+    mask = flatten([torch.ones(shape) for shape in SHAPES])[plan.blocks].bool()
+    expected = float((received - own)[mask].double().square().mean().sqrt())
+    assert clipped.rms(plan) == pytest.approx(float(own[mask].double().square().mean().sqrt()))
+    assert clipped.mix_clipped(plan, received, 0.5, expected * 1.01) == pytest.approx(expected)
+    plain.mix(plan, received, 0.5)
+    assert torch.equal(clipped.gather(plan), plain.gather(plan))
+
+
+@pytest.mark.parametrize(
+    ("poison", "max_rms"), [(0.0, 1e-3), (torch.nan, None), (torch.inf, None), (-torch.inf, 1e9), (3e38, None)]
+)
+def test_mix_clipped_changes_nothing_beyond_the_limit(poison: float, max_rms: float | None) -> None:
+    """3e38 is finite, but its square is not: such a difference cannot be measured, so it is not mixed."""
+    tensors = make_tensors()
+    view = make_view(tensors)
+    plan = some_plan(view)
+    before, received = flatten(tensors), randn(plan)
+    received[1, 3] += poison
+    rms = view.mix_clipped(plan, received, 0.5, max_rms)
+    assert not rms <= (1e-3 if max_rms is None else max_rms)
+    assert torch.equal(flatten(tensors), before)
+
+
+def test_padding_is_neither_measured_nor_written() -> None:
+    clean, dirty = make_view(make_tensors()), make_view(make_tensors())
+    plan = clean.space.plan(np.arange(clean.space.num_blocks))
+    received = randn(plan)
+    padding = flatten([torch.ones(shape) for shape in SHAPES]) == 0
+    spoilt = received.masked_fill(padding, 1e6)
+    assert dirty.mix_clipped(plan, spoilt, 0.5, None) == pytest.approx(clean.mix_clipped(plan, received, 0.5, None))
+    assert torch.equal(dirty.gather(plan), clean.gather(plan))
+    assert torch.equal(dirty.gather(plan)[padding], torch.zeros(int(padding.sum())))
+
+
+def test_an_empty_plan_does_nothing() -> None:
+    view = make_view(make_tensors())
+    plan = view.space.plan(np.array([], np.int64))
+    assert view.gather(plan).shape == (0, BLOCK)
+    view.mix(plan, torch.zeros(0, BLOCK), 0.5)
+    assert view.mix_clipped(plan, torch.zeros(0, BLOCK), 0.5, 1.0) == 0.0
+
+
+def test_an_optimizer_made_earlier_keeps_working() -> None:
+    parameter = torch.nn.Parameter(torch.ones(70))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    view = make_view([parameter])
+    view.write(torch.full((2, BLOCK), 3.0))
+    (parameter.sum() * 2).backward()
+    optimizer.step()
+    assert parameter.detach().tolist() == [1.0] * 70
+    assert view.gather(view.space.plan([1]))[0].tolist() == [1.0] * 6 + [0.0] * 58
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 20), max_size=3).map(tuple), min_size=1, max_size=8),
+    data=st.data(),
+)
+def test_gather_and_mix_agree_with_the_flat_vector_for_any_shapes(shapes, data) -> None:
+    count = 0
+    tensors = []
+    for shape in shapes:
+        numel = int(np.prod(shape))
+        tensors.append(torch.arange(count + 1, count + 1 + numel, dtype=torch.float32).view(shape))
+        count += numel
+    view = make_view(tensors)
+    flat = flatten(tensors)
+    assert flat.shape == (view.space.num_blocks, BLOCK)
+    chosen = data.draw(st.sets(st.integers(0, max(0, view.space.num_blocks - 1)), max_size=view.space.num_blocks))
+    plan = view.space.plan(data.draw(st.permutations(sorted(chosen))))
+    assert torch.equal(view.gather(plan), flat[plan.blocks])
+    view.mix(plan, -flat[plan.blocks], 0.5)
+    flat[plan.blocks] = 0
+    assert torch.equal(flatten(tensors), flat)

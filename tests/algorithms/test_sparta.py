@@ -1,0 +1,176 @@
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.algorithms.codec import codec
+from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
+from p2ptrain.algorithms.indexspace import BLOCK, IndexSpace, ParameterView
+from p2ptrain.algorithms.metrics import disagreement
+from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
+
+
+def make_peers(count: int, num_blocks: int, seed: int = 0) -> list[ParameterView]:
+    space = IndexSpace([("weights", (num_blocks, BLOCK))])
+    generator = torch.Generator().manual_seed(seed)
+    return [ParameterView(space, [torch.randn(num_blocks, BLOCK, generator=generator)]) for _ in range(count)]
+
+
+def weights_of(peers: list[ParameterView]) -> np.ndarray:
+    return np.stack([peer.tensors[0].numpy().reshape(-1) for peer in peers])
+
+
+def push_one_step(peers: list[ParameterView], blocks: np.ndarray, partners: np.ndarray) -> None:
+    """Each peer pushes its int8 fragment of `blocks` to one other, which merges all it gets, as a step does."""
+    plan = peers[0].space.plan(blocks)
+    wire = codec("int8")
+    sent = [wire.encode(peer.gather(plan).numpy()) for peer in peers]
+    merged: list[list[np.ndarray]] = [[] for _ in peers]
+    for data, partner in zip(sent, partners, strict=True):
+        weight = merge_weights(merged[partner], plan.blocks)
+        received = torch.from_numpy(wire.decode(data, len(plan.blocks)))
+        peers[partner].mix(plan, received, weight if isinstance(weight, float) else torch.from_numpy(weight))
+        merged[partner].append(plan.blocks)
+
+
+def random_partners(count: int, generator: np.random.Generator) -> np.ndarray:
+    """For each peer another one, uniformly."""
+    return (np.arange(count) + generator.integers(1, count, count)) % count
+
+
+def test_one_fragment_weighs_half() -> None:
+    assert merge_weights([], np.arange(5)) == 0.5
+    assert merge_weights([np.array([7, 9]), np.array([], np.int64)], np.arange(5)) == 0.5
+
+
+def test_weights_count_earlier_fragments_block_by_block() -> None:
+    weights = merge_weights([np.array([1, 3]), np.array([3, 4])], np.array([0, 1, 2, 3, 4]))
+    assert isinstance(weights, np.ndarray)
+    assert weights.dtype == np.float32
+    np.testing.assert_allclose(weights, [[1 / 2], [1 / 3], [1 / 2], [1 / 4], [1 / 3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 7])
+def test_fragments_on_one_slot_and_the_own_weights_count_equally(fragments: int) -> None:
+    *senders, receiver = make_peers(fragments + 1, 4)
+    plan = receiver.space.plan(np.array([1, 3]))
+    expected = np.mean([peer.gather(plan).numpy() for peer in [*senders, receiver]], axis=0)
+    merged: list[np.ndarray] = []
+    for sender in senders:
+        weight = merge_weights(merged, plan.blocks)
+        receiver.mix(plan, sender.gather(plan), weight if isinstance(weight, float) else torch.from_numpy(weight))
+        merged.append(plan.blocks)
+    np.testing.assert_allclose(receiver.gather(plan).numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gossip_brings_peers_together_and_does_not_move_their_mean_far() -> None:
+    peers = make_peers(8, 40)
+    generator = np.random.default_rng(0)
+    before = weights_of(peers)
+    for step in range(10 * 20):
+        push_one_step(peers, slot_blocks(1, step // 10, step % 10, 1, 10, 40), random_partners(8, generator))
+    after = weights_of(peers)
+    assert disagreement(after) < 1e-4 * disagreement(before)
+    assert np.square(after.mean(axis=0) - before.mean(axis=0)).mean() < disagreement(before) / 4
+
+
+def test_gossip_is_deterministic() -> None:
+    def train() -> bytes:
+        peers, generator = make_peers(4, 10), np.random.default_rng(3)
+        for step in range(20):
+            push_one_step(peers, slot_blocks(1, step // 5, step % 5, 1, 5, 10), random_partners(4, generator))
+        return weights_of(peers).tobytes()
+
+    assert train() == train()
+
+
+def test_equal_peers_stay_equal_but_for_the_codec() -> None:
+    """Mixing a weight with itself changes nothing: what is left is half of what int8 lost, once."""
+    first, second = make_peers(1, 10) + make_peers(1, 10)
+    plan = first.space.plan(np.arange(10))
+    before = first.gather(plan)
+    first.mix(plan, second.gather(plan), 0.5)
+    assert torch.equal(first.gather(plan), before)
+    push_one_step([first, second], plan.blocks, np.array([1, 0]))
+    step = before.abs().amax(dim=1, keepdim=True) / 126
+    assert torch.all((first.gather(plan) - before).abs() <= step / 4)
+
+
+def test_a_cyclic_partition_keeps_peers_closer_than_fresh_draws() -> None:
+    """With noise on every peer in every step. In training 0.41 times was measured."""
+
+    def steady_disagreement(cyclic: bool) -> float:
+        peers, generator = make_peers(8, 40), np.random.default_rng(5)
+        levels = []
+        for step in range(400):
+            for peer in peers:
+                peer.tensors[0] += torch.from_numpy(generator.standard_normal((40, BLOCK)).astype(np.float32))
+            draw = slot_blocks(1, step // 20, step % 20, 1, 20, 40) if cyclic else fresh_blocks(1, step, 1, 20, 40)
+            push_one_step(peers, draw, random_partners(8, generator))
+            if step >= 200:
+                levels.append(disagreement(weights_of(peers)))
+        return statistics.fmean(levels)
+
+    assert steady_disagreement(cyclic=True) < 0.8 * steady_disagreement(cyclic=False)
+
+
+def test_the_clip_rule_starts_from_the_receivers_own_weights() -> None:
+    rule = ClipRule()
+    for seen in range(8):
+        assert not rule.warm
+        assert rule.threshold(3.0) == 3.0
+        rule.accept(0.1 * (seen + 1))
+    assert rule.warm
+    assert rule.threshold(3.0) == pytest.approx(4 * 0.45)
+
+
+def test_the_clip_rule_follows_the_last_64_accepted() -> None:
+    rule = ClipRule()
+    for _ in range(100):
+        rule.accept(1.0)
+    for _ in range(31):
+        rule.accept(3.0)
+    assert rule.threshold(0.0) == 4.0
+    rule.accept(3.0)
+    assert rule.threshold(0.0) == 8.0
+    rule.accept(3.0)
+    assert rule.threshold(0.0) == 12.0
+
+
+def test_identical_weights_do_not_close_the_clip_rule() -> None:
+    rule = ClipRule()
+    for _ in range(100):
+        rule.accept(0.0)
+    assert rule.threshold(2.0) == 2.0
+
+
+def feed(rule: ClipRule, rms: float, own_rms: float = 1.0) -> bool:
+    """One fragment, as the class's docstring shows it. Returns whether it was mixed."""
+    limit = rule.threshold(own_rms)
+    if rms <= limit:
+        rule.accept(rms)
+    else:
+        rule.refuse(limit)
+    return rms <= limit
+
+
+def test_a_clip_rule_recovers_when_all_peers_have_moved() -> None:
+    rule = ClipRule()
+    for _ in range(64):
+        assert feed(rule, 0.01)
+    mixed = [feed(rule, 1.0) for _ in range(200)]
+    assert not mixed[0]
+    assert mixed[-1]
+
+
+def test_one_bad_sender_in_four_stays_refused() -> None:
+    rule = ClipRule()
+    for _ in range(64):
+        assert feed(rule, 0.01)
+    assert [feed(rule, 5.0 if turn % 4 == 0 else 0.01) for turn in range(400)] == [turn % 4 != 0 for turn in range(400)]
+
+
+@pytest.mark.parametrize(("fraction", "steps"), [(0.001, 150.0), (0.005, 30.0), (0.02, 7.5), (0.1, 2.0), (1.0, 2.0)])
+def test_fragments_may_be_as_old_as_p_times_delay_allows(fraction: float, steps: float) -> None:
+    assert max_age_steps(fraction) == pytest.approx(steps)

@@ -1,0 +1,138 @@
+"""The layout of the package (DESIGN.md): imports point up one list only, and what each layer may know of the world."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "p2ptrain"
+
+# Each may import what stands above it. A new module gets its place here.
+LAYERS: list[set[str]] = [
+    {"errors", "version", "interrupt", "memory"},
+    {"config"},
+    {"algorithms"},
+    {"model", "protocol"},
+    {"memory_network", "network"},
+    {"addresses", "checkpoint", "data", "monitor", "rundir"},
+    {"settings"},
+    {"models"},
+    {"peer"},
+    {"lobby"},
+    {"api", "generation", "trainer"},
+    {"training"},
+    {"session", "simulation"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def component(path: Path) -> str:
+    """The name in `LAYERS` of a file: its folder in the package, or its own name."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def files_of(*components: str) -> list[Path]:
+    found = [path for path in FILES if component(path) in components]
+    assert {component(path) for path in found} == set(components)
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, at any depth of it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def outside(path: Path) -> set[str]:
+    """Top-level packages imported from outside of ours."""
+    return {name.split(".")[0] for name in imports(path)} - {"p2ptrain"}
+
+
+def attributes_of(path: Path, module: str) -> set[str]:
+    """Names used as `module.name` in a file."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module
+    }
+
+
+def test_imports_point_up_the_list_only() -> None:
+    for path in FILES:
+        own = component(path)
+        assert own in RANK, f"{own} has no place in LAYERS yet"
+        for name in imports(path):
+            package, _, inner = name.partition(".")
+            other = inner.split(".")[0]
+            if package == "p2ptrain" and other != own:
+                assert RANK[other] < RANK[own], f"{path}: {own} imports {name}"
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        assert not text.strip() or ast.get_docstring(ast.parse(text)), path
+
+
+def test_only_the_network_knows_hivemind_and_asyncio() -> None:
+    for path in FILES:
+        if component(path) != "network":
+            assert not outside(path) & {"hivemind", "asyncio", "uvloop", "multiaddr"}, path
+
+
+def test_nothing_unpickles() -> None:
+    for path in FILES:
+        assert not outside(path) & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, path
+
+
+def test_algorithms_are_pure() -> None:
+    """Torch, numpy and the quiet part of the standard library: no clock, socket, thread, file or randomness."""
+    loud = {
+        "time", "datetime", "random", "secrets", "uuid", "os", "io", "pathlib", "tempfile", "socket", "ssl", "select",
+        "threading", "queue", "concurrent", "multiprocessing", "subprocess", "signal",
+    }  # fmt: skip
+    for path in files_of("algorithms"):
+        ours = {name for name in imports(path) if name.startswith("p2ptrain.")}
+        assert all(name.startswith(("p2ptrain.algorithms.", "p2ptrain.errors.")) for name in ours), path
+        others = outside(path) - {"torch", "numpy"}
+        assert others <= sys.stdlib_module_names - loud, path
+        assert not attributes_of(path, "torch") & {"rand", "randn", "randint", "randperm", "manual_seed"}, path
+        assert "random" not in attributes_of(path, "np"), path
+
+
+def test_below_the_network_time_and_randomness_are_arguments() -> None:
+    """So that a swarm on the memory network is the same every time."""
+    for path in files_of("algorithms", "protocol", "memory_network"):
+        assert not outside(path) & {"time", "datetime", "secrets", "uuid"}, path
+        assert attributes_of(path, "random") <= {"Random"}, path
+        assert "to_thread" not in attributes_of(path, "trio"), path
+
+
+def test_importing_the_package_is_cheap() -> None:
+    """`p2ptrain --help` and tab completion must not pay for torch; names are imported when they are first used."""
+    script = "import sys, p2ptrain; print(sorted({'torch', 'numpy', 'hivemind', 'trio', 'click'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    import p2ptrain
+
+    assert all(getattr(p2ptrain, name) is not None for name in p2ptrain.__all__)
+    assert len(p2ptrain.__all__) <= 12
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        p2ptrain.Nothing  # noqa: B018

@@ -1,0 +1,194 @@
+"""Peers of one process joined by queues: every `send_all` is one packet that can be delayed, dropped or repeated.
+
+Packets arrive whole and in order, unless their stream breaks half-way; long ones in segments, at the bandwidth's pace.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+
+import trio
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.protocol.transport import PeerId
+
+# Segments that one direction of a stream holds before its sender waits, like a socket buffer.
+SEGMENTS_IN_FLIGHT = 64
+# A long packet arrives bit by bit, as on a real path.
+SEGMENT_BYTES = 64 * 1024
+# What an uplink takes in before senders wait: libp2p's daemon buffers megabytes.
+BUFFER_BYTES = 4 * 1024 * 1024
+
+
+class Fault(enum.Enum):
+    """What happens to one packet."""
+
+    NONE = "none"
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    BREAK = "break"
+
+
+FaultRule = Callable[[PeerId, PeerId, bytes], Fault]
+
+
+class MemoryNetwork:
+    """Transports, a shared directory, and the weather between them.
+
+    Attributes:
+        latency_s: one-way delay of every packet; `latency(a, b)` may be replaced for more.
+        bandwidth_bytes_s: of every peer's uplink, shared by its streams in the order of their packets, and with a
+            buffer of 4 MiB before it; infinite by default.
+        fault: decides the fate of each packet.
+    """
+
+    def __init__(self, *, latency_s: float = 0.001, bandwidth_bytes_s: float = math.inf) -> None:
+        self.latency_s = latency_s
+        self.bandwidth_bytes_s = bandwidth_bytes_s
+        self.fault: FaultRule = lambda source, target, packet: Fault.NONE
+        self.transports: dict[PeerId, MemoryTransport] = {}
+        self._groups: dict[PeerId, int] = {}
+        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
+
+    def transport(self, peer_id: PeerId) -> MemoryTransport:
+        """Put a peer on the network; a second call for the same id is that peer restarted."""
+        transport = self.transports[peer_id] = MemoryTransport(self, peer_id)
+        return transport
+
+    def directory(self, peer_id: PeerId) -> MemoryDirectory:
+        return MemoryDirectory(self, peer_id)
+
+    def partition(self, *groups: list[PeerId]) -> None:
+        """Only peers of one group reach each other (unnamed ones form a group too). No groups: heal."""
+        self._groups = {peer: number for number, group in enumerate(groups, start=1) for peer in group}
+        for transport in self.transports.values():
+            for stream in list(transport.streams):
+                if not self.connected(transport.peer_id, stream.remote):
+                    stream.stall()
+
+    def connected(self, a: PeerId, b: PeerId) -> bool:
+        return self._groups.get(a, 0) == self._groups.get(b, 0)
+
+    def crash(self, peer_id: PeerId) -> None:
+        """Take a peer off the network at once: its streams break, and nobody can dial it."""
+        self.transports.pop(peer_id).close()
+
+    def latency(self, a: PeerId, b: PeerId) -> float:
+        return self.latency_s
+
+
+class MemoryTransport:
+    """Implements `protocol.transport.Transport`."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
+        self.peer_id = peer_id
+        self.network = network
+        self.streams: set[MemoryStream] = set()
+        self.closed = False
+        self.uplink_free_s = 0.0
+        self._incoming_send, self._incoming = trio.open_memory_channel[MemoryStream](256)
+
+    @property
+    def maddrs(self) -> list[str]:
+        return [f"/memory/{self.peer_id}/p2p/{self.peer_id}"]
+
+    async def open_stream(self, peer_id: PeerId, maddrs: list[str]) -> MemoryStream:
+        target = self.network.transports.get(peer_id)
+        await trio.sleep(self.network.latency(self.peer_id, peer_id))
+        if target is None or target.closed or self.closed or not self.network.connected(self.peer_id, peer_id):
+            raise PeerLostError(f"{peer_id}: cannot be reached")
+        ours, theirs = MemoryStream(self, peer_id), MemoryStream(target, self.peer_id)
+        ours.other, theirs.other = theirs, ours
+        await target._incoming_send.send(theirs)
+        return ours
+
+    async def accept(self) -> MemoryStream:
+        return await self._incoming.receive()
+
+    def close(self) -> None:
+        self.closed = True
+        for stream in list(self.streams):
+            stream.break_both()
+
+
+class MemoryStream:
+    """One end of a stream; implements `protocol.transport.Stream`."""
+
+    other: MemoryStream
+
+    def __init__(self, owner: MemoryTransport, remote: PeerId) -> None:
+        self.remote = remote
+        self._owner = owner
+        self._send, self._receive = trio.open_memory_channel[tuple[float, bytes]](SEGMENTS_IN_FLIGHT)
+        self._broken = trio.Event()
+        self._stalled = False
+        owner.streams.add(self)
+
+    async def send_all(self, data: bytes) -> None:
+        network = self._owner.network
+        if self._broken.is_set():
+            raise PeerLostError(f"{self.remote}: the stream is broken")
+        fault = network.fault(self._owner.peer_id, self.remote, data)
+        if fault is Fault.BREAK:
+            self.break_both()
+            raise PeerLostError(f"{self.remote}: the stream broke")
+        for _ in range(2 if fault is Fault.DUPLICATE else 1):
+            for start in range(0, len(data), SEGMENT_BYTES):
+                await self._send_segment(data[start : start + SEGMENT_BYTES], lost=fault is Fault.DROP)
+
+    async def _send_segment(self, segment: bytes, *, lost: bool) -> None:
+        owner, network = self._owner, self._owner.network
+        owner.uplink_free_s = max(trio.current_time(), owner.uplink_free_s) + len(segment) / network.bandwidth_bytes_s
+        due = owner.uplink_free_s + network.latency(owner.peer_id, self.remote)
+        await trio.sleep_until(owner.uplink_free_s - BUFFER_BYTES / network.bandwidth_bytes_s)
+        if lost or self._stalled:
+            return
+        try:
+            await self.other._send.send((due, segment))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise PeerLostError(f"{self.remote}: the stream is broken") from None
+
+    async def receive_some(self) -> bytes:
+        try:
+            due, data = await self._receive.receive()
+        except trio.EndOfChannel:
+            return b""
+        except trio.ClosedResourceError:
+            raise PeerLostError(f"{self.remote}: the stream is broken") from None
+        await trio.sleep_until(due)
+        return data
+
+    async def aclose(self) -> None:
+        self.break_both()
+
+    def stall(self) -> None:
+        """Swallow everything from now on, as a network does that has lost its route."""
+        self._stalled = True
+
+    def break_both(self) -> None:
+        """Close both ends; across a partition the other side learns nothing of it."""
+        for end in (self,) if self._stalled else (self, self.other):
+            end._broken.set()
+            end._send.close()
+            end._owner.streams.discard(end)
+
+
+class MemoryDirectory:
+    """Implements `protocol.transport.Directory`, one dict for all."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
+        self._network = network
+        self._peer_id = peer_id
+
+    async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+        await trio.sleep(self._network.latency_s)
+        self._network._records.setdefault(key, {})[self._peer_id] = (value, trio.current_time() + expires_in_s)
+        return True
+
+    async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
+        await trio.sleep(2 * self._network.latency_s)
+        now = trio.current_time()
+        records = self._network._records.get(key, {})
+        return {peer: value for peer, (value, expires_s) in records.items() if expires_s > now}

@@ -1,0 +1,179 @@
+"""SPARTA by gossip: each push goes to a uniformly random live peer, each arrival waits for the receiver's next step.
+
+The papers average a fraction p of the parameters over all workers at every step (SPARTA, Algorithm 1); a push to one
+random partner mixes as fast per byte (simulated), needs no reply and no barrier, and costs O(1) a peer (section 5's
+open question). Values go out as they were at the push; the header lets the receiver recompute the indices.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import trio
+
+from p2ptrain.algorithms.codec import codec as codec_named
+from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, slot_blocks
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.protocol.exchange import Arrival, Epoch, Exchange, Push, PushPlan
+from p2ptrain.protocol.link import Link
+from p2ptrain.protocol.messages import Fragment
+from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.wire import MAX_PAYLOAD_BYTES
+
+# At most about 20 pushes a second (measured, DESIGN.md): faster steps share one push.
+MIN_PUSH_INTERVAL_S = 0.05
+# Below this many blocks coding and planning take less than a hop to the worker thread and back (measured: ~1 ms).
+INLINE_BLOCKS = 2048
+
+T = TypeVar("T")
+
+
+class GossipHost(Protocol):
+    """What gossip needs of its node."""
+
+    run: RunConfig
+    compute: Compute
+
+    def trainers(self) -> Sequence[PeerId]: ...
+
+    def link(self, peer_id: PeerId) -> Link | None: ...
+
+
+class Gossip:
+    """Plans and sends this peer's fragments, checks and queues those of others; for runs with fragments.
+
+    Raises ConfigError when the fragments of this model would not fit a frame.
+    """
+
+    def __init__(self, host: GossipHost, exchange: Exchange, rng: random.Random) -> None:
+        self._host = host
+        self._exchange = exchange
+        self._rng = rng
+        self._codec = codec_named(host.run.fragment_codec)
+        self._num_slots = num_slots(host.run.fragment_fraction)
+        self._position = 0
+        # One is enough: the next plan is offered when the push of the last has come.
+        self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
+        exchange.on_push = self._pushes_send.send_nowait
+        slot_bytes = self._blocks_per_slot * self._codec.bytes_per_block
+        self._most_slots = MAX_PAYLOAD_BYTES // slot_bytes
+        if not self._most_slots:
+            raise ConfigError(
+                f"fragment_fraction = {host.run.fragment_fraction:g}: fragments of this model would have "
+                f"{slot_bytes / 1e6:.1f} MB, at most {MAX_PAYLOAD_BYTES / 1e6:.1f} MB can be sent at once; must be at "
+                f"most {0.95 * host.run.fragment_fraction * MAX_PAYLOAD_BYTES / slot_bytes:.2g}"
+            )
+
+    async def run_forever(self) -> None:
+        """Plan the next slots, wait for their push, send it; until cancelled."""
+        # Peers of one run start their walks at different slots, so that partners rarely send the same one.
+        self._position = self._rng.randrange(self._num_slots)
+        while True:
+            if not self._host.trainers():
+                await trio.sleep(0.5)
+                continue
+            plan = await self._off_loop(self._slot_count() * self._blocks_per_slot, self._plan)
+            self._exchange.offer_push(plan)
+            push = await self._pushes.receive()
+            partner = self._partner()
+            if partner is not None:
+                await self._send(partner, push)
+
+    async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
+        """Check, decode and queue a fragment. Raises WireError on anything that no honest peer sends."""
+        self._check(message, payload)
+        epoch = Epoch(message.lineage, message.round)
+        own = self._exchange.epoch
+        if epoch.lineage != own.lineage or epoch.round < own.round:
+            self._exchange.count_skipped("epoch")
+            return
+        age_s = message.age_s + link.rtt_s / 2
+        if self._exchange.step_s and age_s > self._exchange.max_age_s:
+            self._exchange.count_skipped("too_old")
+            return
+        arrived_s = trio.current_time()
+        blocks = len(payload) // self._codec.bytes_per_block
+        arrival = await self._off_loop(blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s)
+        self._exchange.deliver(arrival)
+
+    # --- sending ------------------------------------------------------------------------------------------------
+
+    @property
+    def _blocks_per_slot(self) -> int:
+        return self._exchange.space.num_blocks // self._num_slots + 1
+
+    def _slot_count(self) -> int:
+        """Slots of the next push: one a step, so several where steps are faster than pushes may be."""
+        step_s = self._exchange.step_s
+        steps = math.ceil(MIN_PUSH_INTERVAL_S / step_s) if step_s > 0 else 1
+        return min(steps, self._most_slots, self._num_slots - self._position % self._num_slots)
+
+    def _plan(self) -> PushPlan:
+        cycle, slot = divmod(self._position, self._num_slots)
+        count = self._slot_count()
+        self._position += count
+        selection = self._host.run.fragment_selection
+        return PushPlan(selection, cycle, slot, count, self._num_slots, self._exchange.space.plan(
+            self._blocks(selection, cycle, slot, count)
+        ))  # fmt: skip
+
+    def _blocks(self, selection: str, cycle: int, slot: int, count: int) -> npt.NDArray[np.int64]:
+        seed, blocks = self._host.run.run_seed, self._exchange.space.num_blocks
+        if selection == "cyclic":
+            return slot_blocks(seed, cycle, slot, count, self._num_slots, blocks)
+        return fresh_blocks(seed, cycle * self._num_slots + slot, count, self._num_slots, blocks)
+
+    def _partner(self) -> Link | None:
+        """A uniformly random live peer; never a ring, which mixes 6 × worse at k = 64 (simulated)."""
+        peers = sorted(self._host.trainers())
+        return self._host.link(self._rng.choice(peers)) if peers else None
+
+    async def _send(self, partner: Link, push: Push) -> None:
+        try:
+            payload = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
+        except ValueError:
+            # Our training has diverged; nobody else need.
+            self._exchange.count_skipped("not_finite")
+            return
+        plan = push.plan
+
+        def make() -> Fragment:
+            return Fragment(
+                push.epoch.lineage, push.epoch.round, plan.selection, plan.cycle, plan.slot, plan.slot_count,
+                plan.num_slots, max(0.0, trio.current_time() - push.gathered_s),
+            )  # fmt: skip
+
+        partner.send_fragment(make, payload)
+
+    # --- receiving ----------------------------------------------------------------------------------------------
+
+    def _check(self, message: Fragment, payload: bytes) -> None:
+        if message.selection != self._host.run.fragment_selection or message.num_slots != self._num_slots:
+            raise WireError(f"fragment of {message.selection} selection in {message.num_slots} slots")
+        if not (0 <= message.slot < message.num_slots and 1 <= message.slot_count <= message.num_slots - message.slot):
+            raise WireError(f"fragment of slots {message.slot} + {message.slot_count} of {message.num_slots}")
+        if not 0 <= message.cycle < 2**40 or message.age_s < 0:
+            raise WireError("fragment of an impossible cycle or age")
+        # Before its blocks are worked out, so that this never costs more than the bytes that came.
+        blocks, fewest = len(payload) // self._codec.bytes_per_block, self._blocks_per_slot - 1
+        if not message.slot_count * fewest <= blocks <= message.slot_count * self._blocks_per_slot:
+            raise WireError(f"fragment of {message.slot_count} slots in {len(payload)} bytes")
+
+    def _decode(
+        self, sender: PeerId, epoch: Epoch, message: Fragment, payload: bytes, age_s: float, arrived_s: float
+    ) -> Arrival:
+        blocks = self._blocks(message.selection, message.cycle, message.slot, message.slot_count)
+        plan = self._exchange.space.plan(blocks)
+        values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
+        return Arrival(sender, epoch, plan, values, age_s, arrived_s)
+
+    async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> T:
+        """Run `work` in the worker thread when it is long, here when it is short."""
+        return await self._host.compute(work, *args) if blocks > INLINE_BLOCKS else work(*args)

@@ -1,0 +1,297 @@
+"""One peer of a run: links, membership, gossip, rounds and state transfer, composed in one nursery.
+
+A node runs wherever trio runs: on a peer's network thread over libp2p, or many in one process over the memory network
+and virtual time. It knows neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+import trio
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.exchange import Exchange, RoundReport
+from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.link import Link, Traffic
+from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.membership import Membership, encode_record
+from p2ptrain.protocol.messages import (
+    Answer,
+    Beat,
+    Fragment,
+    Hello,
+    Leave,
+    Message,
+    Request,
+    pack_value,
+)
+from p2ptrain.protocol.rounds.engine import RoundEngine
+from p2ptrain.protocol.standing import ModelAccess, Restored, Standing
+from p2ptrain.protocol.state import StateServer
+from p2ptrain.protocol.transport import Compute, Directory, PeerId, Transport
+
+logger = logging.getLogger(__name__)
+
+FRAGMENTS_EVENT_S = 2.0
+# Requests of one partner served at once; a state chunk holds 4 MiB, so this bounds memory.
+MAX_SERVED_AT_ONCE = 12
+
+TRAINER, GUEST = "trainer", "guest"
+
+
+class Events(Protocol):
+    """Where records for the metrics stream go."""
+
+    def __call__(self, event: str, /, **fields: object) -> None: ...
+
+
+class Node:
+    """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
+
+    Args:
+        may_found: whether the run may be founded at once, because there is nobody to ask.
+        restored: state from a checkpoint, used where the swarm has nothing newer.
+        rng: all random choices of this peer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        directory: Directory,
+        exchange: Exchange,
+        model: ModelAccess,
+        run: RunConfig,
+        *,
+        incarnation: str,
+        may_found: bool,
+        restored: Restored | None,
+        compute: Compute,
+        events: Events,
+        rng: random.Random,
+    ) -> None:
+        self.run = run
+        self.peer_id: PeerId = transport.peer_id
+        self.incarnation = incarnation
+        self.compute = compute
+        self.ready = trio.Event()
+        self.alive: tuple[PeerId, ...] = ()
+        self.alive_maddrs: tuple[str, ...] = ()
+        self._transport = transport
+        self._exchange = exchange
+        self._events = events
+        self._digest = run.digest
+        self.state = AnchorState(exchange.space.num_blocks)
+        self.links = Links(transport, self._hello, self)
+        self.membership = Membership(
+            self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng
+        )
+        self.engine = RoundEngine(self, exchange, self.state, rng)
+        self.standing = Standing(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
+        self._gossip = Gossip(self, exchange, rng) if run.fragment_fraction > 0 else None
+        self._server = StateServer(
+            self.state, lambda: self.engine.head, lambda: self.engine.busy, model.buffers, compute
+        )
+        self._departed: set[PeerId] = set()
+        self._serving: dict[PeerId, int] = {}
+        self._nursery: trio.Nursery | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def run_forever(self) -> None:
+        """Join or found the run, set `ready`, and take part until cancelled.
+
+        Raises ConfigError when the run's state cannot be had; `ready` is not set then.
+        """
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await nursery.start(self.links.run)
+            nursery.start_soon(self.membership.run_forever)
+            await self.standing.establish()
+            nursery.start_soon(self.engine.run_forever)
+            if self._gossip is not None:
+                nursery.start_soon(self._gossip.run_forever)
+            nursery.start_soon(self._record_fragments)
+            nursery.start_soon(self.standing.keep_up)
+            self.ready.set()
+
+    def leave(self, reason: str) -> None:
+        """Tell everybody that we go; they close the links."""
+        self.membership.stop()
+        for link in self.links.live.values():
+            link.send(Leave(reason))
+
+    @property
+    def status(self) -> str:
+        """What this peer is doing now, for people."""
+        return self.engine.phase if self.ready.is_set() else self.standing.status
+
+    # --- what the parts ask of their node -----------------------------------------------------------------------------
+
+    def trainers(self) -> Sequence[PeerId]:
+        """Live peers of our lineage that hold its state."""
+        lineage = self.engine.head.lineage
+        return [
+            peer_id
+            for peer_id, link in self.links.live.items()
+            if link.hello.role == TRAINER and link.beat is not None and link.beat.lineage == lineage != ""
+        ]
+
+    def fresh_trainers(self) -> list[PeerId]:
+        """Live trainers, whether they hold the run's state or not."""
+        return [peer_id for peer_id, link in self.links.live.items() if link.hello.role == TRAINER]
+
+    def link(self, peer_id: PeerId) -> Link | None:
+        return self.links.get(peer_id)
+
+    def departed(self, peer_id: PeerId) -> bool:
+        return peer_id in self._departed
+
+    def round_ended(self, report: RoundReport) -> None:
+        fields = dataclasses.asdict(report)
+        fields["contributors"] = list(report.contributors)
+        self._events("round", group_size=len(report.contributors), **fields)
+        logger.info(
+            "round %d %s with %d contributors %s", report.round, report.status, len(report.contributors), report.reason
+        )
+
+    def fall_behind(self, reason: str) -> None:
+        """Replace the whole state by the swarm's."""
+        self.standing.fall_behind(reason)
+
+    def announce(self) -> None:
+        """Tell all partners at once where we stand now."""
+        for link in self.links.live.values():
+            link.make_beat(self.make_beat)
+
+    def record(self, event: str, /, **fields: object) -> None:
+        """Append an event to the metrics stream."""
+        self._events(event, **fields)
+
+    # --- what the links ask and tell ----------------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        return Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, tuple(self._transport.maddrs))
+
+    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
+        head = self.engine.head
+        return Beat(
+            sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
+            self.status,
+            1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2),
+        )  # fmt: skip
+
+    def on_link(self, link: Link) -> None:
+        link.make_beat(self.make_beat)
+        if link.hello.role == TRAINER:
+            self._departed.discard(link.peer_id)
+            self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
+            self._record_peers()
+
+    def on_lost(self, link: Link) -> None:
+        if link.hello.role != TRAINER:
+            return
+        if link.left:
+            self._departed.add(link.peer_id)
+        logger.info("lost %s: %s", link.peer_id, link.lost_reason)
+        self.engine.note_lost(link.peer_id)
+        self._record_peers()
+
+    async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
+        match message:
+            case Request():
+                self._on_request(link, message)
+            case Leave():
+                self._departed.add(link.peer_id)
+                self.membership.forget(link.peer_id)
+            case Hello():
+                raise WireError("a second Hello")
+            case _ if link.hello.role != TRAINER or not link.hello.digest:
+                pass  # guests look on
+            case Beat():
+                for peer_id, maddrs in message.members:
+                    self.membership.hint(peer_id, maddrs)
+                if self.ready.is_set():
+                    self.standing.compare(link, message)
+            case Fragment():
+                if self._gossip is None:
+                    raise WireError("a fragment in a run without gossip")
+                if self.ready.is_set():
+                    await self._gossip.on_fragment(link, message, payload)
+            case _ if payload and type(message).__name__ != "Contribution":
+                raise WireError(f"{type(message).__name__} with a payload")
+            case _:
+                if type(message).__name__ != "Ack" and self.ready.is_set():
+                    self.engine.deliver(link.peer_id, message, payload)
+
+    # --- serving ------------------------------------------------------------------------------------------------------
+
+    def _on_request(self, link: Link, request: Request) -> None:
+        assert self._nursery is not None
+        if self._serving.get(link.peer_id, 0) >= MAX_SERVED_AT_ONCE:
+            link.send(Answer(request.request, False, "busy"))
+            return
+        self._serving[link.peer_id] = self._serving.get(link.peer_id, 0) + 1
+        self._nursery.start_soon(self._serve, link, request)
+
+    async def _serve(self, link: Link, request: Request) -> None:
+        try:
+            if request.what == "settings":
+                payload = json.dumps(self.run.to_dict()).encode()
+                await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
+            elif link.hello.role != TRAINER:
+                link.send(Answer(request.request, False, "for members of the run"))
+            elif request.what == "part":
+                await self.engine.parts.serve(link, request)
+            elif request.what == "record":
+                record = self.engine.parts.record(request.subject, request.index)
+                payload = pack_value(record) if record else b""
+                await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
+            else:
+                await self._server.serve(link, request)
+        except PeerLostError:
+            pass  # it went away before it had its answer
+        finally:
+            self._serving[link.peer_id] -= 1
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _record_peers(self) -> None:
+        self.alive = tuple(sorted(self.fresh_trainers()))
+        links = (self.links.get(peer_id) for peer_id in self.alive)
+        self.alive_maddrs = tuple(maddr for link in links if link is not None for maddr in link.hello.maddrs)
+        self._events("peers", alive=list(self.alive))
+
+    async def _record_fragments(self) -> None:
+        """One line every two seconds, of what happened since the line before; also when cancelled, at the end."""
+        counters, before = self.links.counters, (0, 0, 0, 0)
+
+        def write() -> None:
+            nonlocal before
+            merged, skipped = self._exchange.take_counts()
+            now = (
+                counters.fragments_sent, counters.fragments_shed,
+                counters.sent[Traffic.FRAGMENT], counters.received[Traffic.FRAGMENT],
+            )  # fmt: skip
+            sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
+            before = now
+            if shed:
+                skipped["shed"] = skipped.get("shed", 0) + shed
+            self._events(
+                "fragments", step=self._exchange.run_step, sent=sent, merged=merged, skipped=skipped,
+                bytes_sent=bytes_sent, bytes_received=bytes_received,
+            )  # fmt: skip
+
+        try:
+            while True:
+                await trio.sleep(FRAGMENTS_EVENT_S)
+                write()
+        finally:
+            write()

@@ -1,0 +1,118 @@
+"""Encoded means of the last round, by hash: what reducers serve, READY members hold, and late members fetch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import trio
+
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.link import Link, Traffic
+from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.messages import Answer, Part, Record, Request
+from p2ptrain.protocol.transport import Compute, PeerId
+
+# One piece of a part on the wire: small enough for control frames to pass between two.
+PIECE_BYTES = 128 * 1024
+# Pieces of one part asked for at once, so that the round trip is hidden.
+PIPELINE = 4
+# A piece that does not come within this time is asked of somebody else (a 64 KiB/s link takes 2 s; guess).
+PIECE_TIMEOUT_S = 20.0
+# Rounds whose means are kept for late members. Each costs a quarter of the model's bytes (int8); who needs more than a
+# whole interval to fetch one had better replace its state.
+KEPT_ROUNDS = 1
+
+
+class PartStore:
+    """Owns the bytes. Parts of unfinished attempts are dropped when a round commits."""
+
+    def __init__(self, links: Links, compute: Compute) -> None:
+        self._links = links
+        self._compute = compute
+        self._parts: dict[str, bytes | bytearray] = {}
+        self._records: list[Record] = []
+
+    def add(self, sha256: str, data: bytes | bytearray) -> None:
+        """Keep a part whose hash is known to be right."""
+        self._parts[sha256] = data
+
+    def get(self, sha256: str) -> bytes | bytearray:
+        return self._parts[sha256]
+
+    def record(self, lineage: str, round_: int) -> Record | None:
+        """A kept record, or None."""
+        return next((r for r in self._records if (r.lineage, r.round) == (lineage, round_)), None)
+
+    def keep(self, record: Record) -> None:
+        """Remember a committed record, and forget everything that the kept records do not name."""
+        self._records = [*self._records, record][-KEPT_ROUNDS:]
+        named = {part.sha256 for kept in self._records for part in kept.parts}
+        self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
+
+    async def serve(self, link: Link, request: Request) -> None:
+        """Answer a request for one piece of a part."""
+        data = self._parts.get(request.subject, b"")
+        piece = memoryview(data)[request.index * PIECE_BYTES : (request.index + 1) * PIECE_BYTES]
+        answer = Answer(request.request, len(piece) > 0, "part")
+        await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
+
+    async def fetch(self, record: Record, codec: Codec, others: Sequence[PeerId]) -> None:
+        """Hold all parts of a record: each from its reducer, else from anyone else who has it.
+
+        Raises PeerLostError when a part is nowhere to be had.
+        """
+        try:
+            async with trio.open_nursery() as nursery:
+                for part in record.parts:
+                    if part.sha256 not in self._parts:
+                        nursery.start_soon(self._fetch_part, part, codec, [part.reducer, *others])
+        except* PeerLostError as errors:
+            raise PeerLostError(str(errors.exceptions[0])) from None
+
+    async def _fetch_part(self, part: Part, codec: Codec, holders: Sequence[PeerId]) -> None:
+        size = (part.stop - part.start) * codec.bytes_per_block
+        for holder in dict.fromkeys(holders):
+            link = self._links.get(holder)
+            if link is None:
+                continue
+            try:
+                data = await self._fetch_from(link, part, size)
+            except (PeerLostError, WireError):
+                continue
+            if await self._compute(lambda data=data: hashlib.sha256(data).hexdigest()) == part.sha256:
+                self._parts[part.sha256] = data
+                return
+        raise PeerLostError(f"nobody has part [{part.start}, {part.stop})")
+
+    async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
+        count = -(-size // PIECE_BYTES)
+        data = bytearray(size)
+        limit = trio.CapacityLimiter(PIPELINE)
+
+        async def fetch_piece(index: int) -> None:
+            answer, payload = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
+            start = index * PIECE_BYTES
+            if not answer.found:
+                raise PeerLostError(f"{link.peer_id} does not have the part")
+            if len(payload) != min(PIECE_BYTES, size - start):
+                raise WireError(f"piece {index} has {len(payload)} bytes")
+            data[start : start + len(payload)] = payload
+
+        async def worker(index: int) -> None:
+            try:
+                await fetch_piece(index)
+            finally:
+                limit.release_on_behalf_of(index)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for index in range(count):
+                    await limit.acquire_on_behalf_of(index)
+                    nursery.start_soon(worker, index)
+        except* PeerLostError as errors:
+            raise PeerLostError(str(errors.exceptions[0])) from None
+        except* WireError as errors:
+            raise WireError(str(errors.exceptions[0])) from None
+        return data

@@ -1,0 +1,562 @@
+"""The round protocol at one peer: when a round is due, who leads, what was decided, and bringing it home.
+
+One engine per training peer. Messages come in through `deliver`; everything that waits runs in tasks of the engine's
+own nursery. The training thread is met only through the exchange: it is asked for a snapshot, and handed a landing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import trio
+
+from p2ptrain.algorithms.codec import codec as codec_named
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
+from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.exchange import Epoch, Exchange, Landing, RoundReport, Snapshot, SnapshotWanted
+from p2ptrain.protocol.link import Traffic
+from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.messages import (
+    Abort,
+    Arrived,
+    Attempt,
+    Beat,
+    Call,
+    Commit,
+    Contribution,
+    Due,
+    Head,
+    Join,
+    Leave,
+    Message,
+    Propose,
+    Ready,
+    Record,
+    Reduce,
+    Reduced,
+    Refuse,
+    Roster,
+    Withdraw,
+)
+from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum, leader_order
+from p2ptrain.protocol.rounds.contribution import OwnContribution, check_decodes, check_parts
+from p2ptrain.protocol.rounds.leader import Leader
+from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.outcome import Spent, landing, step_anchor, touched_buffer
+from p2ptrain.protocol.transport import Compute, PeerId
+
+logger = logging.getLogger(__name__)
+
+# The joining window follows how long past JOINs took, within these bounds (DESIGN.md).
+MIN_WINDOW_S = 0.3
+MAX_WINDOW_OF_INTERVAL = 0.1
+WINDOW_MARGIN = 1.5
+# Attempts at one round before it is skipped (DESIGN.md).
+MAX_ATTEMPTS = 3
+# Due, and nobody calls: say it again, to the next leader in line.
+DUE_AGAIN_S = 3.0
+# A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md).
+QUORUM_LOST_S = 60.0
+# A fast peer may be due for the round after one that has not landed here yet.
+MAX_ROUNDS_AHEAD = 2
+
+
+class EngineHost(Protocol):
+    """What the engine needs of its node."""
+
+    peer_id: PeerId
+    incarnation: str
+    run: RunConfig
+    links: Links
+    compute: Compute
+
+    def trainers(self) -> Sequence[PeerId]:
+        """Live peers that train in this run and hold its state."""
+        ...
+
+    def departed(self, peer_id: PeerId) -> bool:
+        """Whether a peer said that it leaves."""
+        ...
+
+    def round_ended(self, report: RoundReport) -> None: ...
+
+    def fall_behind(self, reason: str) -> None:
+        """The engine cannot follow by records any more: replace the whole state."""
+        ...
+
+
+class RoundEngine:
+    """Owns the head, the ballot and this peer's contribution. See the package docstring for who does what."""
+
+    def __init__(self, host: EngineHost, exchange: Exchange, state: AnchorState, rng: random.Random) -> None:
+        self.head = Head("", "", -1, "", "", (), 0, 0, None)
+        self.ballot = Ballot()
+        self.parts = PartStore(host.links, host.compute)
+        self.phase = "training"
+        self.state = state
+        self.exchange = exchange
+        self.state_lock = trio.Lock()
+        self.codec = codec_named(host.run.round_codec)
+        self._host = host
+        self._rng = rng
+        self._due_peers: dict[int, set[PeerId]] = {}
+        self._due_hint = 0
+        self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
+        self._own: OwnContribution | None = None
+        self._own_arrived = trio.Event()
+        self._spreads: deque[float] = deque(maxlen=64)
+        self._attempts_failed = 0
+        self._missed_rounds = 0
+        self._leader: Leader | None = None
+        self._participation: Participation | None = None
+        self._resolving = False
+        self._stepping = False
+        self._landed = trio.Event()
+        self._changed = trio.Event()
+        self._started_s = 0.0
+        self._traffic_at_start = (0, 0)
+        self._quorum_seen_s = 0.0
+        self._nursery: trio.Nursery | None = None
+        exchange.on_due = self._wake
+        exchange.on_snapshot = self._on_snapshot
+        exchange.on_landed = self._on_landed
+
+    async def run_forever(self) -> None:
+        """Drive rounds until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._quorum_seen_s = trio.current_time()
+            nursery.start_soon(self._watch_stalls)
+            await self._drive()
+
+    # --- what leader and member need of us ------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._host.peer_id
+
+    @property
+    def incarnation(self) -> str:
+        return self._host.incarnation
+
+    @property
+    def run(self) -> RunConfig:
+        return self._host.run
+
+    @property
+    def links(self) -> Links:
+        return self._host.links
+
+    @property
+    def compute(self) -> Compute:
+        return self._host.compute
+
+    @property
+    def num_blocks(self) -> int:
+        return self.state.num_blocks
+
+    def tell(self, peer_id: PeerId, message: Message) -> None:
+        """Send a control message, also to ourselves; lost when the peer is not linked."""
+        if peer_id == self.peer_id:
+            self.deliver(peer_id, message)
+        elif (link := self.links.get(peer_id)) is not None:
+            link.send(message)
+
+    def live(self) -> Sequence[PeerId]:
+        return self._host.trainers()
+
+    def note_spread(self, spread_s: float) -> None:
+        self._spreads.append(spread_s)
+
+    async def snapshot(self, window_s: float) -> OwnContribution | None:
+        """The snapshot of this round, taken now if there is none yet; None when training does not come by in time."""
+        if self._attempts_failed == 0:
+            self._started_s, self._traffic_at_start = trio.current_time(), self._traffic()
+        if self._own is None:
+            deadline = trio.current_time() + 0.9 * window_s
+            buffer = await self.compute(touched_buffer, self.num_blocks)
+            # The training thread comes by once a step.
+            self.exchange.want_snapshot(SnapshotWanted(buffer, deadline - 1.2 * self.exchange.step_s))
+            with trio.move_on_at(deadline):
+                await self._own_arrived.wait()
+        return self._own
+
+    async def fetch(self, record: Record) -> None:
+        """Hold all parts of a record, verified by hash and decodable.
+
+        Raises RoundFailedError, PeerLostError or WireError.
+        """
+        check_parts([(part.start, part.stop) for part in record.parts], self.num_blocks)
+        if not record.contributors:
+            raise WireError("a record without contributors")
+        if record.parent_sha256 != self.head.state_sha256:
+            raise RoundFailedError("the record starts from another state than ours")
+        await self.parts.fetch(record, self.codec, self._host.trainers())
+        for part in record.parts:
+            await self.compute(check_decodes, self.codec, self.parts.get(part.sha256), (part.start, part.stop))
+
+    # --- where we stand -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether the anchor is being replaced, so that it must not be read."""
+        return self._stepping
+
+    @property
+    def resolving(self) -> bool:
+        """Whether an outcome is being brought home."""
+        return self._resolving
+
+    def set_head(self, head: Head) -> None:
+        """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before."""
+        same_lineage = head.lineage == self.head.lineage
+        self._due_peers = {n: due for n, due in self._due_peers.items() if same_lineage and n > head.round}
+        self.head = head
+        self.ballot = Ballot()
+        self._due_hint = 0
+        self._quorum_seen_s = trio.current_time()
+        self._forget_snapshot()
+        self._end_attempt()
+        self._wake()
+
+    def found_lineage(self) -> None:
+        """Go on alone from our head under a new lineage, as its only voter; others adopt it."""
+        lineage = new_lineage(self.head.lineage, self.head.round, self.peer_id, self.incarnation)
+        logger.info("the voters of lineage %s are gone: beginning lineage %s", self.head.lineage, lineage)
+        self.set_head(dataclasses.replace(self.head, lineage=lineage, voters=((self.peer_id, self.incarnation),)))
+        self.exchange.epoch = Epoch(lineage, self.head.round)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Hold rounds off while the whole state is replaced; waits until an outcome under way has landed."""
+        while self._resolving:
+            await self._changed.wait()
+        self._resolving = self._stepping = True
+        self._end_attempt()
+        try:
+            async with self.state_lock:
+                yield
+        finally:
+            self._resolving = self._stepping = False
+            self._wake()
+
+    async def land(self, landing: Landing) -> None:
+        """Hand a landing to the training thread and wait until it has taken effect."""
+        self._landed = trio.Event()
+        self.exchange.land(landing)
+        await self._landed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _forget_snapshot(self) -> None:
+        self._attempts_failed = 0
+        self._own = None
+        self._own_arrived = trio.Event()
+        self.exchange.want_snapshot(None)
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def deliver(self, sender: PeerId, message: Message, payload: bytes = b"") -> None:
+        """Take one round message. Raises WireError where it breaks the protocol; stale ones are ignored."""
+        match message:
+            case Call() | Commit() if self._resolving:
+                # Of the round after the one that is landing here: taken up once it has landed.
+                self._deferred[type(message)] = (sender, message)
+            case Commit(record=record):
+                self._on_commit(record)
+            case Due():
+                self._on_due(sender, message)
+            case Propose(record=record):
+                if self._is_current(record.lineage, record.round):
+                    self._to_participation(sender, message.attempt, message)
+            case Call():
+                if self._is_current(message.lineage, message.round):
+                    self._on_call(sender, message)
+            case Roster() | Reduce() | Abort():
+                if self._is_current(message.lineage, message.round):
+                    self._to_participation(sender, message.attempt, message)
+            case Join() | Refuse() | Arrived() | Reduced() | Ready() | Withdraw():
+                if self._leader is not None and message.attempt == self._leader.attempt:
+                    self._leader.deliver(sender, message)
+            case Contribution():
+                participation = self._participation
+                if participation is not None and message.attempt == participation.attempt:
+                    participation.contribute(sender, message, payload)
+            case _:
+                raise WireError(f"{type(message).__name__} is no round message")
+
+    def note_lost(self, peer_id: PeerId) -> None:
+        """A link broke: whoever waits for that peer learns it now."""
+        if self._participation is not None:
+            self._participation.note_lost(peer_id)
+        if self._leader is not None:
+            self._leader.deliver(peer_id, Leave("lost"))
+        self._wake()
+
+    def _is_current(self, lineage: str, round_: int) -> bool:
+        return lineage == self.head.lineage and round_ == self.head.round + 1 and not self._resolving
+
+    def _to_participation(self, sender: PeerId, attempt: Attempt, message: Message) -> None:
+        if self._participation is not None and sender == attempt.leader and attempt == self._participation.attempt:
+            self._participation.deliver(message)
+
+    def _on_due(self, sender: PeerId, due: Due) -> None:
+        if due.lineage == self.head.lineage and 0 < due.round - self.head.round <= MAX_ROUNDS_AHEAD:
+            self._due_peers.setdefault(due.round, set()).add(sender)
+            if due.round == self.head.round + 1:
+                self._due_hint = max(self._due_hint, min(due.counter, self._due_hint + 8))
+            self._wake()
+
+    def _on_call(self, sender: PeerId, call: Call) -> None:
+        if call.attempt.leader != sender:
+            raise WireError("a Call in another peer's name")
+        if not self.ballot.promise(call.attempt):
+            self.tell(sender, Refuse(call.lineage, call.round, call.attempt, self.ballot.promised))
+            return
+        if self._participation is not None and call.attempt == self._participation.attempt:
+            return
+        if self._participation is not None:
+            # The leader of the attempt that this one replaces would wait for us in vain.
+            old = self._participation.attempt
+            self.tell(old.leader, Refuse(call.lineage, call.round, old, call.attempt))
+        self._end_participation()
+        self._due_hint = max(self._due_hint, call.attempt.counter)
+        assert self._nursery is not None
+        self._participation = Participation(self, call)
+        self._nursery.start_soon(self._participate, self._participation)
+
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
+        # One that was asked for before the head moved on belongs to no round any more.
+        if self._own is None and snapshot.epoch == Epoch(self.head.lineage, self.head.round):
+            self._own = OwnContribution(
+                snapshot.weights, snapshot.tokens, snapshot.steps, snapshot.run_step, snapshot.at_length,
+                snapshot.held_s, {},
+            )  # fmt: skip
+            self._own_arrived.set()
+
+    def _on_landed(self, landing: Landing, held_s: float) -> None:
+        self._landed.set()
+        if landing.report is not None:
+            self._host.round_ended(dataclasses.replace(landing.report, stall_s=landing.report.stall_s + held_s))
+
+    # --- when a round is due --------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        """Say when we are due, lead when it is our turn, and see whether the voters are still there."""
+        said_s, said_for = 0.0, ("", -2, 0)
+        while True:
+            changed = self._changed
+            if self.head.lineage and not self._resolving:
+                now = trio.current_time()
+                if self.exchange.due and self._participation is None:
+                    this = (self.head.lineage, self.head.round, self._attempts_failed)
+                    if this != said_for or now - said_s > DUE_AGAIN_S:
+                        self._due_hint += this == said_for
+                        said_s, said_for = now, this
+                        self._say_due()
+                if self._my_turn():
+                    await self._lead()
+                    continue
+                self._check_quorum(now)
+            with trio.move_on_after(1.0):
+                await changed.wait()
+
+    def _say_due(self) -> None:
+        due = Due(self.head.lineage, self.head.round + 1, self._due_hint)
+        for peer_id in (self.peer_id, *self._host.trainers()):
+            self.tell(peer_id, due)
+
+    def _present(self) -> set[tuple[PeerId, str]]:
+        """Ourselves and the live trainers, each with its incarnation."""
+        links = ((peer_id, self.links.get(peer_id)) for peer_id in self._host.trainers())
+        linked = {(peer_id, link.hello.incarnation) for peer_id, link in links if link is not None}
+        return {(self.peer_id, self.incarnation), *linked}
+
+    def _my_turn(self) -> bool:
+        """Whether half of the voters are due and we are the first live peer in the order of leaders."""
+        voters, present = self.head.voters, self._present()
+        due = self._due_peers.get(self.head.round + 1, set())
+        due_voters = [voter for voter in voters if voter in present and voter[0] in due]
+        if self._participation is not None or 2 * len(due_voters) < len(voters) or not is_quorum(present, voters):
+            return False
+        present_voters = [peer for peer, incarnation in voters if (peer, incarnation) in present]
+        order = leader_order(
+            self.head.lineage, self.head.round + 1, self._due_hint, present_voters, [peer for peer, _ in present]
+        )
+        return order[0] == self.peer_id
+
+    async def _lead(self) -> None:
+        attempt = Attempt(max(self.ballot.promised.counter, self._due_hint) + 1, self.peer_id)
+        round_trip_s = max((link.rtt_s for link in self.links.live.values()), default=0.0)
+        self._leader = Leader(self, attempt, self._window_s(), round_trip_s)
+        try:
+            with self._leader.scope:
+                record = await self._leader.run()
+                logger.debug("round %d committed by attempt %d", record.round, attempt.counter)
+        except RoundFailedError as error:
+            logger.info("round %d, attempt %d: %s", self.head.round + 1, attempt.counter, error)
+            # Two leaders that got into each other's way must not meet again.
+            await trio.sleep(self._rng.uniform(0.05, 0.3))
+        finally:
+            self._leader = None
+
+    def _window_s(self) -> float:
+        interval_s = self.run.sync_every * self.exchange.step_s
+        spread_s = WINDOW_MARGIN * max(self._spreads, default=interval_s)
+        # Nobody joins before its training thread comes by: room for two steps of the slowest, within reason.
+        slowest_s = max((1 / beat.speed for beat in self._beats() if beat.speed > 0), default=0.0)
+        room_s = 2.5 * min(max(slowest_s, self.exchange.step_s), 4 * self.exchange.step_s)
+        return max(MIN_WINDOW_S, room_s, min(spread_s, MAX_WINDOW_OF_INTERVAL * interval_s))
+
+    def _beats(self) -> list[Beat]:
+        links = (self.links.get(peer) for peer in self._host.trainers())
+        return [link.beat for link in links if link is not None and link.beat is not None]
+
+    def _check_quorum(self, now: float) -> None:
+        """Begin a new lineage when the voters are gone for good (DESIGN.md, round protocol, 10)."""
+        voters, present = self.head.voters, self._present()
+        if is_quorum(present, voters):
+            self._quorum_seen_s = now
+            return
+        missing = [peer for peer, incarnation in voters if (peer, incarnation) not in present]
+        patience_s = max(QUORUM_LOST_S, 3 * self.run.sync_every * self.exchange.step_s)
+        if not (all(map(self._host.departed, missing)) or now - self._quorum_seen_s > patience_s):
+            return
+        survivors = [peer for peer, _ in present if self._stands_with_us(peer)]
+        if min(survivors) == self.peer_id:
+            self.found_lineage()
+
+    def _stands_with_us(self, peer_id: PeerId) -> bool:
+        link = self.links.get(peer_id)
+        here = (self.head.lineage, self.head.round)
+        return peer_id == self.peer_id or (
+            link is not None and link.beat is not None and (link.beat.lineage, link.beat.round) == here
+        )
+
+    # --- taking part ----------------------------------------------------------------------------------------------
+
+    async def _participate(self, participation: Participation) -> None:
+        call = participation.call
+        with participation.scope:
+            try:
+                await participation.run()
+                raise RoundFailedError("the leader began anew within its attempt")
+            except* (RoundFailedError, PeerLostError, WireError) as errors:
+                reason = _innermost(errors)
+                logger.debug("round %d, attempt %d: %s", call.round, call.attempt.counter, reason)
+                self.tell(call.attempt.leader, Withdraw(call.lineage, call.round, call.attempt, reason))
+                self._end_participation()
+                self._attempts_failed += 1
+                if self._attempts_failed >= MAX_ATTEMPTS and self.ballot.ready is None:
+                    self._skip(reason)
+                self._wake()
+
+    def _end_participation(self) -> None:
+        if self._participation is not None:
+            self._participation.scope.cancel()
+            self._participation = None
+            self.phase = "training"
+
+    def _end_attempt(self) -> None:
+        """Whatever we took part in or led is over: the round is decided."""
+        self._end_participation()
+        if self._leader is not None:
+            self._leader.scope.cancel()
+
+    def _skip(self, reason: str) -> None:
+        """Nothing changes but the time of the next round; what was learnt stays in the weights."""
+        self._forget_snapshot()
+        self.exchange.postpone()
+        self._due_peers.pop(self.head.round + 1, None)
+        head = self.head
+        self._host.round_ended(
+            RoundReport(head.round + 1, "skipped", head.lineage, parent_sha256=head.state_sha256, reason=reason)
+        )
+
+    async def _watch_stalls(self) -> None:
+        while True:
+            await trio.sleep(0.25)
+            if self._participation is not None:
+                self._participation.give_up_stalled()
+
+    # --- the outcome ----------------------------------------------------------------------------------------------
+
+    def _on_commit(self, record: Record) -> None:
+        if self._is_current(record.lineage, record.round):
+            self._resolving = True
+            assert self._nursery is not None
+            self._nursery.start_soon(self._resolve, record)
+
+    async def adopt_record(self, record: Record) -> None:
+        """Bring a committed record home that we missed. Returns once it has landed; ignored if it is not the next."""
+        if self._is_current(record.lineage, record.round):
+            self._resolving = True
+            await self._resolve(record)
+
+    async def _resolve(self, record: Record) -> None:
+        """Fetch what is missing, step the anchor, land; what cannot be had any more ends in `fall_behind`."""
+        self._end_attempt()
+        try:
+            await self.fetch(record)
+            await self.land(await self._step(record))
+        except (RoundFailedError, PeerLostError, WireError) as error:
+            self._host.fall_behind(f"round {record.round} cannot be adopted: {error}")
+        finally:
+            self._resolving = self._stepping = False
+            self.phase = "training"
+            self._wake()
+        deferred, self._deferred = self._deferred, {}
+        for sender, message in deferred.values():
+            self.deliver(sender, message)
+
+    async def _step(self, record: Record) -> Landing:
+        self.phase = f"round {record.round}: landing"
+        own = self._own
+        included = own is not None and (self.peer_id, self.incarnation) in (
+            (c.peer_id, c.incarnation) for c in record.contributors
+        )
+        async with self.state_lock:
+            self._stepping = True
+            head = await step_anchor(
+                self.state, record, self.parts, self.codec, own if included else None, self.compute
+            )
+            self.parts.keep(record)
+            self.set_head(head)
+            self._stepping = False
+        self.phase = f"round {record.round}: landing"
+        self._missed_rounds = 0 if included else self._missed_rounds + 1
+        sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_at_start, strict=True))
+        spent = Spent(sent, received, trio.current_time() - self._started_s)
+        return landing(
+            self.run, record, self.state, self.peer_id, own, included, self._missed_rounds, self.exchange.tokens, spent
+        )
+
+    def _traffic(self) -> tuple[int, int]:
+        counters = self.links.counters
+        return counters.sent[Traffic.ROUND], counters.received[Traffic.ROUND]
+
+
+def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:
+    """The id of a lineage: its generation, and a hash of what it continues and of who began it when.
+
+    `parent` is the lineage that it continues, or the run digest for a run's first.
+    """
+    generation = int(parent.split("-")[0]) + 1 if "-" in parent else 0
+    return f"{generation}-{hashlib.sha256(f'{parent}/{round_}/{founder}/{incarnation}'.encode()).hexdigest()[:16]}"
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)

@@ -1,0 +1,313 @@
+"""Driving one attempt at a round: call, roster, one contributor set, one record, a quorum of READYs, commit.
+
+The leader only orders what others do; it holds no data, and nothing is lost with it. Every wait has a deadline, and
+whatever goes wrong ends in Abort: the members then try again under another leader, with the same snapshots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import trio
+
+from p2ptrain.algorithms.outer import scaled_interval, token_weights
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.messages import (
+    Abort,
+    Arrived,
+    Attempt,
+    Call,
+    Commit,
+    Contributor,
+    Head,
+    Join,
+    Leave,
+    Message,
+    Part,
+    Propose,
+    Ready,
+    Record,
+    Reduce,
+    Reduced,
+    Refuse,
+    Roster,
+    RosterPart,
+    Withdraw,
+)
+from p2ptrain.protocol.rounds.ballot import highest_ready, is_quorum, record_sha256
+from p2ptrain.protocol.rounds.contribution import split_parts
+from p2ptrain.protocol.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# A round has at most this many contributors; the others adopt its outcome as left-out members (DESIGN.md).
+MAX_CONTRIBUTORS = 64
+# Averaging and encoding one part of a 1B-parameter model takes a few seconds on a busy laptop (guess).
+REDUCE_S = 30.0
+# Fetching all parts takes about as long as sending took; at least this (guess).
+READY_S = 20.0
+# The whole exchange of contributions, however slow the links: their stalls are noticed one by one before (guess).
+TRANSFER_S = 1800.0
+
+
+class LeaderHost(Protocol):
+    """What a leader needs of its peer."""
+
+    head: Head
+
+    @property
+    def peer_id(self) -> PeerId: ...
+    @property
+    def run(self) -> RunConfig: ...
+    @property
+    def num_blocks(self) -> int: ...
+
+    def tell(self, peer_id: PeerId, message: Message) -> None: ...
+
+    def live(self) -> Sequence[PeerId]: ...
+
+    def note_spread(self, spread_s: float) -> None: ...
+
+
+class Leader:
+    """One attempt, led by this peer. `deliver` takes the messages addressed to it while `run` is under way.
+
+    Cancel `scope` when the round is decided otherwise.
+    """
+
+    def __init__(self, host: LeaderHost, attempt: Attempt, window_s: float, round_trip_s: float) -> None:
+        self.attempt = attempt
+        self.scope = trio.CancelScope()
+        self._host = host
+        self._window_s = window_s
+        self._round_trip_s = round_trip_s
+        self._called_s = 0.0
+        self._lineage = host.head.lineage
+        self._round = host.head.round + 1
+        self._send, self._receive = trio.open_memory_channel[tuple[PeerId, Message]](1024)
+
+    def deliver(self, sender: PeerId, message: Message) -> None:
+        """Queue a message of this attempt, or a Leave for a peer that was lost; dropped when the leader is overrun."""
+        try:
+            self._send.send_nowait((sender, message))
+        except trio.WouldBlock:
+            logger.warning("leader of attempt %s is overrun", self.attempt)
+
+    async def run(self) -> Record:
+        """Lead the attempt to its end and return the committed record; ends in an Abort however else it ends.
+
+        Raises RoundFailedError.
+        """
+        called = [*self._host.live(), self._host.peer_id]
+        reason: str | None = "its leader gave it up"
+        try:
+            joined = await self._collect_joins(called)
+            record = self._unfinished(joined)
+            if record is None:
+                record = await self._reduce(self._members(joined), joined)
+            await self._collect_ready(record, joined)
+            reason = None
+        except RoundFailedError as error:
+            reason = str(error)
+            raise
+        finally:
+            if reason is not None:
+                for peer_id in called:
+                    self._host.tell(peer_id, Abort(self._lineage, self._round, self.attempt, reason))
+        for peer_id in dict.fromkeys([*called, *self._host.live()]):
+            self._host.tell(peer_id, Commit(record))
+        return record
+
+    # --- joining ------------------------------------------------------------------------------------------------
+
+    async def _collect_joins(self, called: Sequence[PeerId]) -> dict[PeerId, Join]:
+        call = Call(self._lineage, self._round, self.attempt, self._window_s)
+        for peer_id in called:
+            self._host.tell(peer_id, call)
+        joined: dict[PeerId, Join] = {}
+        self._called_s = trio.current_time()
+        lost: set[PeerId] = set()
+        with trio.move_on_after(self._window_s + 2 * self._round_trip_s):
+            while set(called) - joined.keys() - lost:
+                sender, message = await self._next()
+                match message:
+                    case Join():
+                        joined[sender] = message
+                    case Leave():
+                        lost.add(sender)
+        present = {(peer_id, join.incarnation) for peer_id, join in joined.items()}
+        if not is_quorum(present, self._host.head.voters):
+            raise RoundFailedError(
+                f"{sum(v in present for v in self._host.head.voters)} of {len(self._host.head.voters)} voters joined "
+                f"within {self._window_s:.1f} s: no quorum"
+            )
+        return joined
+
+    def _unfinished(self, joined: dict[PeerId, Join]) -> Record | None:
+        """A record that may have been committed already; it must be finished unchanged."""
+        voters = dict(self._host.head.voters)
+        return highest_ready(
+            (join.ready_attempt, join.ready) for peer, join in joined.items() if voters.get(peer) == join.incarnation
+        )
+
+    def _members(self, joined: dict[PeerId, Join]) -> list[PeerId]:
+        """Those who contribute: with a snapshot, on the state that most voters hold."""
+        states = [join.state_sha256 for join in joined.values()]
+        agreed = max(set(states), key=lambda state: (states.count(state), state == self._host.head.state_sha256))
+        for peer_id, join in joined.items():
+            if join.state_sha256 != agreed:
+                logger.warning("%s stands on state %s, the others on %s", peer_id, join.state_sha256[:12], agreed[:12])
+        members = sorted(p for p, join in joined.items() if join.has_snapshot and join.state_sha256 == agreed)
+        if not members:
+            raise RoundFailedError("nobody has a snapshot")
+        if agreed != self._host.head.state_sha256:
+            raise RoundFailedError("this leader's own state differs from that of most")
+        return members[:MAX_CONTRIBUTORS]
+
+    # --- averaging ----------------------------------------------------------------------------------------------
+
+    async def _reduce(self, members: list[PeerId], joined: dict[PeerId, Join]) -> Record:
+        parts = self._plan_parts(members, joined)
+        roster = Roster(self._lineage, self._round, self.attempt, tuple(members), tuple(parts))
+        for peer_id in members:
+            self._host.tell(peer_id, roster)
+        included = await self._await_contributions(members, parts)
+        weights = token_weights([joined[peer_id].tokens for peer_id in included])
+        contributors = tuple(
+            Contributor(peer_id, joined[peer_id].incarnation, weight)
+            for peer_id, weight in zip(included, weights, strict=True)
+        )
+        for reducer in dict.fromkeys(part.reducer for part in parts):
+            self._host.tell(reducer, Reduce(self._lineage, self._round, self.attempt, contributors))
+        hashes: dict[int, str] = {}
+        with self._deadline(REDUCE_S, "a reducer did not finish its part"):
+            while len(hashes) < len(parts):
+                sender, message = await self._next()
+                match message:
+                    case Reduced(part=part) if 0 <= part < len(parts) and parts[part].reducer == sender:
+                        hashes[part] = message.sha256
+                    case Leave() | Withdraw():
+                        self._require_not(sender, parts)
+        return self._record(parts, hashes, contributors, {p: joined[p] for p in members})
+
+    def _plan_parts(self, members: list[PeerId], joined: dict[PeerId, Join]) -> list[RosterPart]:
+        """One part per member that all others are linked to; the best-connected first where there are fewer parts."""
+        reachable = [
+            reducer
+            for reducer in members
+            if all(reducer in joined[other].linked for other in members if other != reducer)
+        ]
+        if not reachable:
+            raise RoundFailedError("no member is linked to all others, so none can average")
+        reachable.sort(key=lambda peer_id: (-joined[peer_id].rate, peer_id))
+        bounds = split_parts(self._host.num_blocks, len(reachable))
+        return [RosterPart(start, stop, reachable[i]) for i, (start, stop) in enumerate(bounds)]
+
+    async def _await_contributions(self, members: list[PeerId], parts: list[RosterPart]) -> list[PeerId]:
+        """The one contributor set: members complete at every reducer. Ends when all others have been given up."""
+        part_count = len(parts)
+        complete: dict[PeerId, set[int]] = {member: set() for member in members}
+        failed: set[PeerId] = set()
+        with self._deadline(TRANSFER_S, "contributions did not arrive"):
+            while any(len(done) < part_count and member not in failed for member, done in complete.items()):
+                sender, message = await self._next()
+                match message:
+                    case Arrived(part=part) if 0 <= part < part_count and parts[part].reducer == sender:
+                        for member in message.complete:
+                            complete.get(member, set()).add(part)
+                        failed.update(member for member in message.failed if member in complete)
+                    case Withdraw():
+                        raise RoundFailedError(f"{sender}: {message.reason}")
+                    case Leave():
+                        self._require_not(sender, parts)
+        included = [member for member, done in complete.items() if len(done) == part_count and member not in failed]
+        if not included:
+            raise RoundFailedError("no member's outer gradient arrived everywhere")
+        return included
+
+    @staticmethod
+    def _require_not(lost: PeerId, parts: list[RosterPart]) -> None:
+        if lost in {part.reducer for part in parts}:
+            raise RoundFailedError(f"reducer {lost} was lost")
+
+    def _record(
+        self,
+        parts: list[RosterPart],
+        hashes: dict[int, str],
+        contributors: tuple[Contributor, ...],
+        joined: dict[PeerId, Join],
+    ) -> Record:
+        run, head = self._host.run, self._host.head
+        included = [joined[c.peer_id] for c in contributors]
+        ends = 2 * sum(join.at_length for join in included) >= len(included) and run.total_steps > 0
+        speeds = sorted(join.speed for join in included)
+        median_speed = speeds[len(speeds) // 2]
+        steps = sorted(join.run_step for join in included)
+        return Record(
+            genesis=head.genesis,
+            lineage=self._lineage,
+            round=self._round,
+            parent_sha256=head.state_sha256,
+            contributors=contributors,
+            parts=tuple(Part(p.start, p.stop, hashes[i], p.reducer) for i, p in enumerate(parts)),
+            # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323).
+            outer_lr=1.0 if ends else run.outer_lr,
+            outer_momentum=0.0 if ends else run.outer_momentum,
+            run_step=run.total_steps if ends else steps[len(steps) // 2],
+            tokens_total=head.tokens_total + sum(join.tokens for join in included),
+            intervals=tuple(
+                (peer_id, scaled_interval(run.sync_every, join.speed, median_speed)) for peer_id, join in joined.items()
+            ),
+        )
+
+    # --- deciding -----------------------------------------------------------------------------------------------
+
+    async def _collect_ready(self, record: Record, joined: dict[PeerId, Join]) -> None:
+        for peer_id in joined:
+            self._host.tell(peer_id, Propose(self.attempt, record))
+        name = record_sha256(record)
+        voters, awaited = self._host.head.voters, set(joined)
+        ready: set[tuple[PeerId, str]] = set()
+        with self._deadline(READY_S + TRANSFER_S / 10, "no quorum became READY"):
+            while not is_quorum(ready, voters):
+                sender, message = await self._next()
+                match message:
+                    case Ready(record_sha256=sha256) if sha256 == name:
+                        ready.add((sender, message.incarnation))
+                    case Leave() | Withdraw():
+                        awaited.discard(sender)
+                        if not is_quorum(ready | {(peer, joined[peer].incarnation) for peer in awaited}, voters):
+                            raise RoundFailedError(f"without {sender} no quorum can become READY")
+
+    async def _next(self) -> tuple[PeerId, Message]:
+        """The next message to this attempt. Raises RoundFailedError when a voter has promised a higher one."""
+        sender, message = await self._receive.receive()
+        if isinstance(message, Join):
+            # Also one that comes after the window: the next window is longer.
+            self._host.note_spread(trio.current_time() - self._called_s)
+        if isinstance(message, Refuse):
+            raise RoundFailedError(f"{sender} has promised attempt {message.promised.counter} to another leader")
+        return sender, message
+
+    def _deadline(self, seconds: float, reason: str) -> _Deadline:
+        return _Deadline(seconds, lambda: RoundFailedError(f"{reason} within {seconds:.0f} s"))
+
+
+class _Deadline:
+    """Like trio.fail_after, with an error of our own."""
+
+    def __init__(self, seconds: float, error: Callable[[], Exception]) -> None:
+        self._scope = trio.CancelScope(deadline=trio.current_time() + seconds)
+        self._error = error
+
+    def __enter__(self) -> None:
+        self._scope.__enter__()
+
+    def __exit__(self, *exc: object) -> bool | None:
+        handled = self._scope.__exit__(*exc)  # type: ignore[arg-type]
+        if self._scope.cancelled_caught:
+            raise self._error()
+        return handled

@@ -1,0 +1,79 @@
+"""One part of one attempt at its reducer: collect encoded outer gradients, then average exactly who was named.
+
+Chunks are kept encoded until the leader names the contributors, because only then is it known whose are counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.outer import weighted_mean
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.contribution import chunk_bounds
+from p2ptrain.protocol.transport import PeerId
+
+# A sender without progress for this long is left out, or for four round trips where that is more (DESIGN.md).
+STALL_S = 2.0
+# Before its first chunk a sender may still be encoding behind a busy training thread (guess).
+FIRST_CHUNK_S = 5.0
+
+
+class Reduction:
+    """Collects the chunks of part number `part`, blocks [start, stop), from `members`."""
+
+    def __init__(self, part: int, start: int, stop: int, members: Sequence[PeerId], codec: Codec, now: float) -> None:
+        self.part, self.start, self.stop = part, start, stop
+        self.complete: set[PeerId] = set()
+        self.failed: set[PeerId] = set()
+        self._codec = codec
+        self._bounds = chunk_bounds(start, stop)
+        self._stop_of = dict(self._bounds)
+        self._chunks: dict[PeerId, dict[int, bytes]] = {member: {} for member in members}
+        self._progress_at = dict.fromkeys(members, now + FIRST_CHUNK_S - STALL_S)
+
+    def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float) -> bool:
+        """Take one chunk. True when its sender has become complete. Raises WireError on a chunk off the plan."""
+        if sender not in self._chunks or sender in self.failed:
+            return False
+        if self._stop_of.get(start) != stop:
+            raise WireError(f"chunk [{start}, {stop}) is not of part [{self.start}, {self.stop})")
+        if len(data) != (stop - start) * self._codec.bytes_per_block:
+            raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes")
+        chunks = self._chunks[sender]
+        chunks[start] = data
+        self._progress_at[sender] = now
+        if len(chunks) == len(self._bounds) and sender not in self.complete:
+            self.complete.add(sender)
+            return True
+        return False
+
+    def fail(self, sender: PeerId) -> bool:
+        """Give up on a sender; True when it was still awaited."""
+        if sender not in self._chunks or sender in self.complete or sender in self.failed:
+            return False
+        self.failed.add(sender)
+        self._chunks[sender] = {}
+        return True
+
+    def stalled(self, now: float, rtt_s: dict[PeerId, float]) -> list[PeerId]:
+        """Senders still awaited that have made no progress for too long."""
+        return [
+            sender
+            for sender, at in self._progress_at.items()
+            if sender not in self.complete
+            and sender not in self.failed
+            and now - at > max(STALL_S, 4 * rtt_s.get(sender, 0.0))
+        ]
+
+    def reduce(self, contributors: Sequence[tuple[PeerId, float]]) -> tuple[bytearray, str]:
+        """The encoded weighted mean over this part, and its SHA-256. Raises WireError on values that do not decode.
+
+        Heavy: call it in a worker thread. Chunks are dropped as they are averaged.
+        """
+        averaged = bytearray()
+        for start, stop in self._bounds:
+            encoded = [(self._chunks[peer].pop(start), weight) for peer, weight in contributors]
+            averaged += self._codec.encode(weighted_mean(encoded, self._codec, stop - start))
+        return averaged, hashlib.sha256(averaged).hexdigest()

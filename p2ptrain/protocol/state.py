@@ -1,0 +1,166 @@
+"""How a joiner gets the run's state: anchor and momentum in verified chunks, from several donors at once.
+
+The manifest (the list of chunk hashes) is checked against the hash in the donor's head, every chunk against the
+manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import trio
+
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.anchor import AnchorState, combine
+from p2ptrain.protocol.link import Link, Traffic
+from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.messages import Answer, Head, Request, pack_value, unpack_head
+from p2ptrain.protocol.transport import Compute
+
+logger = logging.getLogger(__name__)
+
+# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and others may be joining too.
+CHUNK_TIMEOUT_S = 60.0
+SHORT_TIMEOUT_S = 15.0
+# Chunks asked of one donor at once: hides the round trip without queueing much on a slow link.
+PER_DONOR = 8
+# Model buffers (running means and such) travel in pieces of this size.
+BUFFER_PIECE_BYTES = 1024 * 1024
+# More than this is not taken in from a donor, whatever it goes on sending (guess).
+MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
+
+
+class StateServer:
+    """Answers requests for this peer's head, manifest, chunks and buffers from live memory."""
+
+    def __init__(
+        self,
+        state: AnchorState,
+        head: Callable[[], Head],
+        busy: Callable[[], bool],
+        buffers: Callable[[], bytes],
+        compute: Compute,
+    ) -> None:
+        self._state = state
+        self._head = head
+        self._busy = busy
+        self._buffers = buffers
+        self._compute = compute
+
+    async def serve(self, link: Link, request: Request) -> None:
+        """Answer one request, or say that it cannot be answered now. A peer without state never donates."""
+        found, payload = False, b""
+        if self._head().lineage and not self._busy():
+            payload = await self._payload(request)
+            found = bool(payload) and not self._busy()
+        await link.send_bulk(
+            Answer(request.request, found, request.what), payload if found else b"", Traffic.STATE, compress=True
+        )
+
+    async def _payload(self, request: Request) -> bytes:
+        match request.what:
+            case "head":
+                return pack_value(self._head())
+            case "manifest":
+                return "".join(self._state.hashes.chunks).encode()
+            case "chunk" if 0 <= request.index < self._state.num_chunks:
+                return await self._compute(self._state.chunk(request.index).tobytes)
+            case "buffers" if request.index >= 0:
+                start = request.index * BUFFER_PIECE_BYTES
+                return (await self._compute(self._buffers))[start : start + BUFFER_PIECE_BYTES]
+        return b""
+
+
+async def ask_head(links: Links, link: Link) -> Head:
+    """Where a partner stands. Raises PeerLostError, WireError."""
+    answer, payload = await links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
+    if not answer.found:
+        raise PeerLostError(f"{link.peer_id} has no state to give now")
+    return unpack_head(payload)
+
+
+async def ask_buffers(links: Links, link: Link) -> bytes:
+    """The serialized buffers of a partner's model. Raises PeerLostError, WireError."""
+    data = bytearray()
+    while len(data) <= MAX_BUFFERS_BYTES:
+        index = len(data) // BUFFER_PIECE_BYTES
+        answer, payload = await links.request(link, "buffers", "", index, timeout_s=CHUNK_TIMEOUT_S)
+        data += payload
+        if not answer.found or len(payload) < BUFFER_PIECE_BYTES:
+            return bytes(data)
+    raise WireError(f"{link.peer_id} sends more than {MAX_BUFFERS_BYTES} bytes of buffers")
+
+
+class Download:
+    """Fills an `AnchorState` to match a head. Keeps verified chunks between calls of `run`.
+
+    Args:
+        state: written to from the first chunk on; chunks that it holds already, by its hashes, are not fetched.
+    """
+
+    def __init__(self, links: Links, state: AnchorState, compute: Compute) -> None:
+        self.state = state
+        self.done_chunks = 0
+        self._links = links
+        self._compute = compute
+        self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
+
+    @property
+    def progress(self) -> float:
+        """Share of the chunks that are here and verified."""
+        return self.done_chunks / self.state.num_chunks
+
+    async def run(self, head: Head, donors: Sequence[Link]) -> None:
+        """Fetch everything for `head`. Raises PeerLostError when no donor is left; call again with others then."""
+        hashes = await self._manifest(head, donors)
+        missing = deque(i for i, sha256 in enumerate(hashes) if self._held.get(i) != sha256)
+        self.done_chunks = len(hashes) - len(missing)
+        async with trio.open_nursery() as nursery:
+            for donor in donors:
+                for _ in range(PER_DONOR):
+                    nursery.start_soon(self._fetch_chunks, donor, hashes, missing)
+        if self.done_chunks < len(hashes):
+            raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks could not be had")
+        self.state.hashes = combine(hashes)
+
+    async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
+        for donor in donors:
+            try:
+                answer, payload = await self._links.request(donor, "manifest", timeout_s=CHUNK_TIMEOUT_S)
+            except PeerLostError:
+                continue
+            if not answer.found or len(payload) != 64 * self.state.num_chunks:
+                continue
+            text = payload.decode("ascii", "replace")
+            hashes = [text[i : i + 64] for i in range(0, len(text), 64)]
+            if combine(hashes).state == head.state_sha256:
+                return hashes
+        raise PeerLostError("no donor has the manifest of this head any more")
+
+    async def _fetch_chunks(self, donor: Link, hashes: list[str], missing: deque[int]) -> None:
+        """Take chunks off the common list until it is empty or the donor fails; what it failed goes back."""
+        while missing:
+            index = missing.popleft()
+            try:
+                await self._fetch_chunk(donor, index, hashes[index])
+            except (PeerLostError, WireError) as error:
+                logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
+                missing.append(index)
+                return
+            self.done_chunks += 1
+
+    async def _fetch_chunk(self, donor: Link, index: int, sha256: str) -> None:
+        answer, payload = await self._links.request(donor, "chunk", "", index, timeout_s=CHUNK_TIMEOUT_S)
+        if not answer.found:
+            raise PeerLostError("the donor's state is changing")
+        target = self.state.chunk(index)
+        if len(payload) != target.nbytes:
+            raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")
+        if await self._compute(lambda: hashlib.sha256(payload).hexdigest()) != sha256:
+            raise WireError("its hash is wrong")
+        target[:] = np.frombuffer(payload, np.float32).reshape(target.shape)
+        self._held[index] = sha256

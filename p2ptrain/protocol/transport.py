@@ -1,0 +1,74 @@
+"""What the protocol needs of a network, as types.
+
+Two packages implement them: `p2ptrain.network` over hivemind's libp2p daemon and DHT, and `p2ptrain.memory_network`
+over in-process queues with faults and virtual time. The protocol itself imports neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+PeerId = str
+"""A peer's network identity as text (libp2p: base58 of the hash of its public key)."""
+
+
+class Stream(Protocol):
+    """An ordered, reliable, authenticated byte stream with one other peer."""
+
+    @property
+    def remote(self) -> PeerId:
+        """The authenticated identity of the other end."""
+        ...
+
+    async def send_all(self, data: bytes) -> None:
+        """Send all bytes, waiting while the network is full. Raises PeerLostError when the stream is broken."""
+        ...
+
+    async def receive_some(self) -> bytes:
+        """Receive at least one byte, or b"" once the other end has closed. Raises PeerLostError when broken."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close both directions at once. Never raises, may be called twice."""
+        ...
+
+
+class Transport(Protocol):
+    """Opens and accepts streams."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    @property
+    def maddrs(self) -> list[str]:
+        """Addresses under which others can dial us, as multiaddrs that end in /p2p/<peer id>; loopback last."""
+        ...
+
+    async def open_stream(self, peer_id: PeerId, maddrs: list[str]) -> Stream:
+        """Open a stream; `maddrs` are hints and may be empty. Raises PeerLostError."""
+        ...
+
+    async def accept(self) -> Stream:
+        """Wait for the next stream that another peer opened."""
+        ...
+
+
+class Directory(Protocol):
+    """A shared, expiring, signed table: who takes part in a run (a DHT, or a dict in tests)."""
+
+    async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+        """Store our record under `key`, replacing our earlier one. False when no node accepted it."""
+        ...
+
+    async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
+        """All unexpired records under `key`, by the peer that signed them. Empty when nothing is found."""
+        ...
+
+
+class Compute(Protocol):
+    """Runs work of more than a few milliseconds off the loop (a worker thread; inline under virtual time)."""
+
+    def __call__(self, work: Callable[..., T], /, *args: Any) -> Awaitable[T]: ...

@@ -1,0 +1,138 @@
+"""Stand-ins for a peer and a lobby: the contract of `p2ptrain.peer` and `p2ptrain.lobby` without a network."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2ptrain.config import NetworkConfig, RunConfig
+from p2ptrain.errors import ConfigError
+
+MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmFake"
+LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmFake"
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    sent: int = 2
+    merged: int = 1
+    skipped: Mapping[str, int] = field(default_factory=lambda: {"stale": 1})
+
+
+class FakePeer:
+    """Counts steps, records what it is told, and exchanges nothing."""
+
+    peer_id = "QmFake"
+    maddrs = (MADDR, LOOPBACK)
+    alive = ("QmOther",)
+    alive_maddrs = ("/ip4/192.168.7.8/tcp/4001/p2p/QmOther",)
+    data_seed = 7
+    failure: Exception | None = None
+    anchor_sha256 = "00" * 32
+
+    def __init__(self, run: RunConfig, resume_state: Mapping[str, Any] | None = None) -> None:
+        self.run = run
+        self.run_step = int(resume_state["step"]) if resume_state else 0
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.losses: list[float | None] = []
+        self.left: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return 0 < self.run.total_steps <= self.run_step
+
+    @property
+    def round(self) -> int:
+        return self.run_step // self.run.sync_every
+
+    def step(self, loss: float | None = None, samples: int = 0) -> FakeReport:
+        assert self.left is None
+        self.run_step += 1
+        self.losses.append(loss)
+        return FakeReport()
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        return self.finished
+
+    def leave(self, reason: str) -> None:
+        self.left = self.left or reason
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.run_step, "anchor": torch.ones(4, 64)}
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        self.events.append((event, fields))
+
+    def __enter__(self) -> FakePeer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave("closed")
+
+
+@dataclass(frozen=True)
+class FakeMember:
+    peer_id: str = "QmOther"
+    maddrs: tuple[str, ...] = (MADDR,)
+    role: str = "trainer"
+    status: str = "training"
+    step: int = 40
+    round: int = 2
+    lineage: str = "0-00"
+    speed: float = 12.34
+
+
+class FakeLobby:
+    """A lobby whose live run is the class attribute `live`; keeps what it was asked in class attributes."""
+
+    live: RunConfig | None = None
+    present: tuple[FakeMember, ...] = ()
+    opened: NetworkConfig | None = None
+    peer: FakePeer | None = None
+    failed = False
+
+    peer_id = "QmFake"
+    maddrs = (MADDR, LOOPBACK)
+    unreachable: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, config: NetworkConfig) -> FakeLobby:
+        if config.initial_peers and set(config.initial_peers) <= set(cls.unreachable):
+            raise ConfigError("none of the initial peers can be reached")
+        cls.opened = config
+        return cls()
+
+    @property
+    def knows_others(self) -> bool:
+        assert self.opened is not None
+        return bool(self.opened.initial_peers)
+
+    def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
+        return self.live if self.live and self.live.run_id == run_id else None
+
+    def members(self, run_id: str) -> list[FakeMember]:
+        return list(self.present)
+
+    def enter(
+        self,
+        model: nn.Module,
+        run: RunConfig,
+        *,
+        metrics: Path | None = None,
+        resume_state: Mapping[str, Any] | None = None,
+        on_status: Callable[[str], None] | None = None,
+    ) -> FakePeer:
+        type(self).peer = FakePeer(dataclasses.replace(run, model_layout="layout"), resume_state)
+        return type(self).peer
+
+    def __enter__(self) -> FakeLobby:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass

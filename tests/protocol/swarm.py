@@ -1,0 +1,185 @@
+"""Real nodes on the memory network and virtual time, each training a tiny model: the harness of the protocol tests.
+
+Training is a random walk with drift towards a common target: no loss function is needed to see whether what rounds
+commit is the weighted mean of what their contributors brought.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import trio
+import trio.testing
+
+from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.config import RunConfig
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.protocol.exchange import Exchange, StepReport
+from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.standing import Restored
+
+SHAPES = [("embedding", (40, 64)), ("bias", (70,)), ("head", (2100, 64))]
+
+
+async def inline(work: Callable[..., Any], *args: Any) -> Any:
+    await trio.lowlevel.checkpoint()
+    return work(*args)
+
+
+class NoBuffers:
+    def buffers(self) -> bytes:
+        return b""
+
+    def load_buffers(self, data: bytes) -> None:
+        assert data == b""
+
+
+@dataclass
+class TestPeer:
+    """One peer: its weights, its node, and everything that it recorded."""
+
+    __test__ = False
+
+    peer_id: str
+    tensors: list[torch.Tensor]
+    exchange: Exchange
+    node: Node
+    step_s: float
+    rng: random.Random
+    events: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    paused: bool = False
+    error: BaseException | None = None
+
+    def rounds(self, *statuses: str) -> list[dict[str, Any]]:
+        wanted = statuses or ("committed", "solo")
+        return [e for e in self.events if e["event"] == "round" and e["status"] in wanted]
+
+    def flat(self) -> torch.Tensor:
+        out = torch.zeros((self.exchange.space.num_blocks, 64))
+        self.exchange.view.read(out)
+        return out
+
+    async def train(self) -> None:
+        await self.node.ready.wait()
+        self.exchange.idle()
+        generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
+        noise = [[0.01 * torch.randn(tensor.shape, generator=generator) for tensor in self.tensors] for _ in range(5)]
+        while True:
+            await trio.sleep(self.step_s)
+            if self.paused:
+                continue
+            if self.exchange.finished or self.exchange.at_length:
+                self.exchange.idle()
+                continue
+            for tensor, change in zip(self.tensors, self.rng.choice(noise), strict=True):
+                tensor.mul_(0.998).add_(change)
+            self.reports.append(self.exchange.step(16))
+
+    async def run(self) -> None:
+        try:
+            with self.scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.train)
+                    await self.node.run_forever()
+        except* Exception as error:
+            self.error = error
+
+
+class Swarm:
+    """Starts, kills and inspects peers."""
+
+    def __init__(self, network: MemoryNetwork, nursery: trio.Nursery, run: RunConfig, seed: int) -> None:
+        self.network = network
+        self.run = run
+        self.peers: dict[str, TestPeer] = {}
+        self.dead: list[TestPeer] = []
+        self._nursery = nursery
+        self._rng = random.Random(seed)
+        self._incarnations = 0
+
+    def start(
+        self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
+        run: RunConfig | None = None,
+    ) -> TestPeer:  # fmt: skip
+        generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
+        tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
+        run = run or self.run
+        rng = random.Random(self._rng.randrange(2**31))
+        exchange = Exchange(
+            IndexSpace(SHAPES), tensors, fragment_fraction=run.fragment_fraction, sync_every=run.sync_every,
+            total_steps=run.total_steps, clock=trio.current_time, post=lambda work: work(),
+        )  # fmt: skip
+        self._incarnations += 1
+        events: list[dict[str, Any]] = []
+
+        def record(event: str, /, **fields: object) -> None:
+            events.append({"event": event, "t": trio.current_time(), **fields})
+
+        node = Node(
+            self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
+            incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=inline,
+            events=record, rng=rng,
+        )  # fmt: skip
+        peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
+        self.peers[peer_id] = peer
+        self._nursery.start_soon(peer.run)
+        return peer
+
+    def kill(self, peer_id: str) -> TestPeer:
+        peer = self.peers.pop(peer_id)
+        self.network.crash(peer_id)
+        peer.scope.cancel()
+        self.dead.append(peer)
+        return peer
+
+    async def until(self, condition: Callable[[], bool], *, within_s: float = 300.0) -> None:
+        """Let virtual time pass until the condition holds."""
+        with trio.move_on_after(within_s):
+            while not condition():
+                await trio.sleep(0.05)
+            return
+        lines = [
+            f"{p.peer_id}: {p.node.status}, head {p.node.engine.head.lineage}/{p.node.engine.head.round}, "
+            f"linked {sorted(p.node.links.live)}, error {p.error!r}"
+            for p in self.peers.values()
+        ]
+        raise AssertionError("did not happen within {:.0f} s\n{}".format(within_s, "\n".join(lines)))
+
+    def check_promise(self) -> None:
+        """No two peers ever committed different outcomes for one (lineage, round)."""
+        seen: dict[tuple[str, int], tuple[str, str]] = {}
+        for peer in [*self.peers.values(), *self.dead]:
+            for event in peer.rounds():
+                key = (event["lineage"], event["round"])
+                other = seen.setdefault(key, (event["state_sha256"], peer.peer_id))
+                assert other[0] == event["state_sha256"], (
+                    f"{key}: {peer.peer_id} and {other[1]} committed different states"
+                )
+
+
+RUN = RunConfig(run_id="test", sync_every=20, fragment_fraction=0.02, total_steps=0)
+
+
+@asynccontextmanager
+async def swarm(run: RunConfig = RUN, *, seed: int = 0, **weather: float) -> AsyncIterator[Swarm]:
+    """A swarm on a fresh network; checks the promise of the round protocol at the end."""
+    async with trio.open_nursery() as nursery:
+        members = Swarm(MemoryNetwork(**weather), nursery, run, seed)
+        yield members
+        nursery.cancel_scope.cancel()
+    members.check_promise()
+
+
+def run_virtual(test: Callable[[], Any], seed: int = 0) -> None:
+    """Run a trio test on virtual time. Trio's own shuffling of ready tasks is seeded, so that a failure comes again."""
+    torch.set_num_threads(1)
+    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True
+    trio._core._run._r.seed(seed)
+    trio.run(test, clock=trio.testing.MockClock(autojump_threshold=0))

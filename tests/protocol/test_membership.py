@@ -1,0 +1,437 @@
+"""Who takes part: announcing, finding, remembering within bounds, and forgetting."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgpack
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.protocol.link import Link
+from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.membership import (
+    ANNOUNCE_EVERY_S,
+    BUCKETS,
+    MAX_KNOWN,
+    MAX_LINKS,
+    MAX_MADDR_LENGTH,
+    MAX_MADDRS,
+    MAX_RETRY_S,
+    RECORD_TTL_S,
+    Membership,
+    bucket_of,
+    decode_record,
+    encode_record,
+    member_key,
+)
+from p2ptrain.protocol.messages import Beat, Leave, Message
+from tests.protocol.swarm import run_virtual
+from tests.protocol.wiring import hello_of, until
+
+
+@dataclass
+class Member:
+    """A peer that does nothing but be there: links and membership wired as a node does it."""
+
+    peer_id: str
+    links: Links = field(init=False)
+    membership: Membership = field(init=False)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
+        if isinstance(message, Beat):
+            for peer_id, maddrs in message.members:
+                self.membership.hint(peer_id, maddrs)
+        if isinstance(message, Leave):
+            self.membership.forget(link.peer_id)
+
+    def on_link(self, link: Link) -> None:
+        link.make_beat(self.make_beat)
+        if link.hello.role == "trainer":
+            self.membership.welcome(link.peer_id, link.hello.maddrs, link.hello.role)
+
+    def on_lost(self, link: Link) -> None: ...
+
+    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
+        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, "", 0.0, self.membership.sample(2))
+
+    @property
+    def linked(self) -> set[str]:
+        return set(self.links.live)
+
+
+class Town:
+    """Members on one network."""
+
+    def __init__(self, network: MemoryNetwork, nursery: trio.Nursery) -> None:
+        self.network = network
+        self.members: dict[str, Member] = {}
+        self._nursery = nursery
+
+    async def start(self, peer_id: str, *, incarnation: str = "1", role: str = "trainer") -> Member:
+        member = Member(peer_id)
+        transport = self.network.transport(peer_id)
+        digest = "digest" if role == "trainer" else ""
+        hello = hello_of(peer_id, incarnation=incarnation, role=role, digest=digest)
+        member.links = Links(transport, lambda: hello, member)
+        member.membership = Membership(
+            member.links, self.network.directory(peer_id), "test", peer_id,
+            lambda: encode_record(transport.maddrs, role), random.Random(peer_id),
+        )  # fmt: skip
+        self.members[peer_id] = member
+
+        async def run(*, task_status: trio.TaskStatus[None]) -> None:
+            with member.scope:
+                async with trio.open_nursery() as nursery:
+                    await nursery.start(member.links.run)
+                    if role == "trainer":
+                        nursery.start_soon(member.membership.run_forever)
+                    task_status.started()
+
+        await self._nursery.start(run)
+        return member
+
+    def kill(self, peer_id: str) -> None:
+        self.network.crash(peer_id)
+        self.members.pop(peer_id).scope.cancel()
+
+    def records(self, peer_id: str) -> Mapping[str, bytes]:
+        return self.network._records.get(member_key("test", bucket_of(peer_id)), {})  # type: ignore[return-value]
+
+
+@asynccontextmanager
+async def town(**weather: float) -> AsyncIterator[Town]:
+    async with trio.open_nursery() as nursery:
+        yield Town(MemoryNetwork(**weather), nursery)
+        nursery.cancel_scope.cancel()
+
+
+# --- records -----------------------------------------------------------------------------------------------------
+
+
+def test_records_survive_the_directory() -> None:
+    maddrs = [f"/ip4/1.2.3.{i}/tcp/4001" for i in range(20)]
+    assert decode_record(encode_record(maddrs, "trainer")) == (tuple(maddrs[:MAX_MADDRS]), "trainer")
+
+
+ANYTHING = st.recursive(st.none() | st.text() | st.integers(-9, 9), st.lists, max_leaves=10)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(value=st.binary(max_size=80) | ANYTHING.map(msgpack.packb))
+def test_strangers_records_are_right_or_nothing(value: bytes) -> None:
+    record = decode_record(value)
+    if record is not None:
+        maddrs, role = record
+        assert isinstance(role, str)
+        assert all(isinstance(maddr, str) for maddr in maddrs)
+        assert len(maddrs) <= MAX_MADDRS
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        msgpack.packb([["x"] * (MAX_MADDRS + 1), "trainer"]),
+        msgpack.packb([["x" * (MAX_MADDR_LENGTH + 1)], "trainer"]),
+        msgpack.packb([[b"x"], "trainer"]),
+        msgpack.packb([["x"], 1]),
+        msgpack.packb(["x", "trainer"]),
+        msgpack.packb([["x"], "trainer", 1]),
+        b"\x92\xdd\xff\xff\xff\xff",
+    ],
+)
+def test_malformed_records_are_nothing(value: bytes) -> None:
+    assert decode_record(value) is None
+
+
+def test_peers_spread_evenly_over_the_keys() -> None:
+    counts = Counter(bucket_of(f"peer {i}") for i in range(1600))
+    expected = 1600 / BUCKETS
+    # 15 degrees of freedom: 30.6 is exceeded once in a hundred times by chance.
+    assert sum((counts[b] - expected) ** 2 / expected for b in range(BUCKETS)) < 30.6
+
+
+# --- announcing --------------------------------------------------------------------------------------------------
+
+
+def test_a_live_peer_stays_announced_and_a_dead_one_expires() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member = await t.start("a")
+            await member.membership.announced.wait()
+            look = t.network.directory("somebody").lookup
+            for _ in range(20):
+                await trio.sleep(RECORD_TTL_S / 7)
+                records = await look(member_key("test", bucket_of("a")))
+                assert decode_record(records["a"]) == (("/memory/a/p2p/a",), "trainer")
+            t.kill("a")
+            await trio.sleep(RECORD_TTL_S + 1)
+            assert await look(member_key("test", bucket_of("a"))) == {}
+
+    run_virtual(main)
+
+
+def test_an_announcement_that_nobody_took_is_repeated_soon() -> None:
+    class Deaf:
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+            self.times.append(trio.current_time())
+            return len(self.times) > 3
+
+        async def lookup(self, key: str) -> Mapping[str, bytes]:
+            await trio.lowlevel.checkpoint()
+            return {}
+
+    async def main() -> None:
+        async with town() as t, trio.open_nursery() as nursery:
+            member, deaf = await t.start("a"), Deaf()
+            membership = Membership(member.links, deaf, "test", "a", lambda: b"", random.Random(0))
+            nursery.start_soon(membership.run_forever)
+            with trio.fail_after(4):
+                await membership.announced.wait()
+            await trio.sleep(25)
+            nursery.cancel_scope.cancel()
+            gaps = [b - a for a, b in zip(deaf.times, deaf.times[1:], strict=False)]
+            assert gaps == pytest.approx([1, 1, 1, ANNOUNCE_EVERY_S, ANNOUNCE_EVERY_S])
+
+    run_virtual(main)
+
+
+# --- finding -----------------------------------------------------------------------------------------------------
+
+
+def test_two_find_each_other_within_a_second_of_the_announcement() -> None:
+    async def main() -> None:
+        async with town(latency_s=0.02) as t:
+            a = await t.start("a")
+            await trio.sleep(10)
+            b = await t.start("b")
+            await until(lambda: a.linked == {"b"} and b.linked == {"a"}, within_s=1)
+
+    run_virtual(main)
+
+
+def test_forty_find_each_other() -> None:
+    async def main() -> None:
+        names = [f"p{i:02d}" for i in range(40)]
+        async with town(latency_s=0.02) as t:
+            for name in names:
+                await t.start(name)
+                await trio.sleep(0.1)
+            await until(lambda: all(m.linked == set(names) - {m.peer_id} for m in t.members.values()), within_s=60)
+            # A member that dies is missed by all, and one that comes finds all.
+            t.kill("p07")
+            await t.start("p40")
+            names = sorted({*names, "p40"} - {"p07"})
+            await until(lambda: all(m.linked == set(names) - {m.peer_id} for m in t.members.values()), within_s=60)
+
+    run_virtual(main)
+
+
+def test_hints_of_partners_are_enough_without_the_directory() -> None:
+    async def main() -> None:
+        async with town() as t:
+            members = [await t.start(name) for name in "abcdef"]
+            for member in members:
+                member.membership.known.clear()
+            t.network._records.clear()
+            for one, other in itertools.pairwise(members):
+                one.membership.hint(other.peer_id, ())
+
+            async def nothing(key: str, value: bytes = b"", expires_in_s: float = 0) -> Mapping[str, bytes]:
+                await trio.lowlevel.checkpoint()
+                return {}
+
+            for member in members:
+                member.membership._directory.lookup = nothing  # type: ignore[method-assign, assignment]
+            await until(lambda: all(len(m.linked) == 5 for m in members), within_s=20)
+
+    run_virtual(main)
+
+
+def test_a_guest_does_not_count_as_company() -> None:
+    """A peer that is alone with an onlooker looks for members as eagerly as one that is alone."""
+
+    async def main() -> None:
+        async with town() as t:
+            a = await t.start("a")
+            guest = await t.start("guest", role="guest")
+            await guest.links.connect("a", [])
+            await trio.sleep(10)
+            assert a.linked == {"guest"}
+            assert a.membership.sample(5) == ()
+            b = await t.start("b")
+            b.membership.stop()
+            await until(lambda: a.links.get("b") is not None, within_s=2)
+
+    run_virtual(main)
+
+
+def test_members_meet_again_after_a_partition() -> None:
+    async def main() -> None:
+        async with town() as t:
+            members = [await t.start(name) for name in "abcd"]
+            await until(lambda: all(len(m.linked) == 3 for m in members))
+            for lasts_s in (3, 11, 40, 200):
+                t.network.partition(["a", "b"], ["c", "d"])
+                await trio.sleep(lasts_s)
+                t.network.partition()
+                # Whoever has given up dials at growing intervals; the longest one ends it.
+                await until(lambda: all(len(m.linked) == 3 for m in members), within_s=1.3 * MAX_RETRY_S + 15)
+                await trio.sleep(30)
+                assert all(len(m.linked) == 3 for m in members)
+
+    run_virtual(main)
+
+
+# --- remembering and forgetting ----------------------------------------------------------------------------------
+
+
+async def lone_member(t: Town) -> tuple[Member, list[tuple[float, str]]]:
+    """A member that can reach nobody, and its attempts to dial."""
+    member = await t.start("a")
+    dialled: list[tuple[float, str]] = []
+
+    async def fail(peer_id: str, maddrs: list[str]) -> Link:
+        dialled.append((trio.current_time(), peer_id))
+        await trio.lowlevel.checkpoint()
+        raise PeerLostError(f"{peer_id}: cannot be reached")
+
+    member.links.connect = fail  # type: ignore[method-assign]
+    return member, dialled
+
+
+def test_a_dead_address_is_dialled_less_and_less_and_then_forgotten() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, dialled = await lone_member(t)
+            member.membership.hint("gone", ("/memory/gone",))
+            assert member.membership.undecided
+            await trio.sleep(1)
+            assert not member.membership.undecided
+            await trio.sleep(2 * RECORD_TTL_S)
+            assert "gone" not in member.membership.known
+            times = [time for time, _ in dialled]
+            gaps = [b - a for a, b in itertools.pairwise(times)]
+            for gap, expected in zip(gaps, [1, 2, 4, 8, 16], strict=False):
+                assert 0.7 * expected <= gap <= 1.3 * expected + 0.2
+            assert 4 <= len(gaps) <= 6
+            await trio.sleep(300)
+            assert len(dialled) == len(times)
+
+    run_virtual(main)
+
+
+def test_who_left_is_not_dialled_though_its_record_lingers() -> None:
+    async def main() -> None:
+        async with town() as t:
+            a, b = await t.start("a"), await t.start("b")
+            await until(lambda: a.linked == {"b"})
+            link = b.links.get("a")
+            assert link is not None
+            b.membership.stop()
+            link.send(Leave("done"))
+            await until(lambda: not a.linked)
+            # It is still there and would answer; and its announcements go on for as long as it runs.
+            await trio.sleep(RECORD_TTL_S)
+            assert not a.linked
+            assert "b" not in a.membership.known
+            # It comes back: its own call counts more than what was heard before.
+            await b.links.connect("a", [])
+            await until(lambda: a.linked == {"b"})
+            assert "b" in a.membership.known
+
+    run_virtual(main)
+
+
+def test_what_others_tell_is_bounded() -> None:
+    async def main() -> None:
+        async with town() as t:
+            a, _b = await t.start("a"), await t.start("b")
+            await until(lambda: a.linked == {"b"})
+            membership = a.membership
+            for junk in ("a", "", "x" * 129):
+                membership.hint(junk, ("/memory/x",))
+                assert junk not in membership.known
+            long = ["/memory/" + "x" * MAX_MADDR_LENGTH] + [f"/memory/{i}" for i in range(100)]
+            for _ in range(2):  # a new one, then one that is known
+                membership.hint("c", tuple(long))
+                assert membership.known["c"].maddrs == tuple(long[1:MAX_MADDRS])
+            membership.welcome("b", tuple(long), "trainer")
+            assert membership.known["b"].maddrs == tuple(long[1:MAX_MADDRS])
+            assert membership.sample(2) == (("b", tuple(long[1:MAX_MADDRS])),)
+            membership.hint("b", ())
+            assert membership.known["b"].maddrs
+            for i in range(10 * MAX_KNOWN):
+                membership.hint(f"stranger {i}", ())
+                assert len(membership.known) <= MAX_KNOWN
+            assert "b" in membership.known
+
+    run_virtual(main)
+
+
+def test_the_least_recently_heard_of_makes_room() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, _ = await lone_member(t)
+            for i in range(MAX_KNOWN):
+                member.membership.hint(f"p{i}", ())
+                await trio.sleep(0.01)
+            member.membership.hint("p0", ())
+            member.membership.hint("new", ())
+            known = member.membership.known
+            assert "new" in known
+            assert "p0" in known
+            assert "p1" not in known
+
+    run_virtual(main)
+
+
+def test_at_most_so_many_links_are_sought() -> None:
+    async def main() -> None:
+        async with town() as t:
+            others = [await t.start(f"p{i:02d}") for i in range(MAX_LINKS + 10)]
+            for other in others:
+                other.membership.stop()
+            a = await t.start("a")
+            for other in others:
+                a.membership.hint(other.peer_id, ())
+            await trio.sleep(30)
+            assert len(a.linked) == MAX_LINKS
+            # Those beyond may still come to us.
+            late = next(other for other in others if other.peer_id not in a.linked)
+            await late.links.connect("a", [])
+            await trio.sleep(1)
+            assert len(a.linked) == MAX_LINKS + 1
+            assert {peer for peer, _ in a.membership.sample(2)} <= a.linked
+            assert len(a.membership.sample(2)) == 2
+
+    run_virtual(main)
+
+
+def test_who_leaves_dials_nobody_any_more() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, dialled = await lone_member(t)
+            member.membership.hint("p", ())
+            await trio.sleep(1)
+            assert dialled
+            member.membership.stop()
+            await trio.sleep(0.2)
+            count = len(dialled)
+            await trio.sleep(30)
+            assert len(dialled) == count
+
+    run_virtual(main)

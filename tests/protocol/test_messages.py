@@ -1,0 +1,234 @@
+"""Messages: every type survives the wire, and headers from strangers are refused unless each field is right."""
+
+from __future__ import annotations
+
+import tracemalloc
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol import messages
+from p2ptrain.protocol.messages import (
+    KIND_OF,
+    KINDS,
+    Attempt,
+    Beat,
+    Contributor,
+    Head,
+    Hello,
+    Join,
+    Message,
+    Part,
+    Propose,
+    Record,
+    Roster,
+    RosterPart,
+    from_header,
+    pack_value,
+    to_header,
+    unpack_head,
+    unpack_record,
+)
+from p2ptrain.protocol.wire import MAX_HEADER_BYTES
+
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+
+
+def values_of(expected: Any) -> st.SearchStrategy[Any]:
+    """All values of a message field's type."""
+    if expected is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    if expected is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    if expected is bool:
+        return st.booleans()
+    if expected is str:
+        return st.text(max_size=20)
+    options = typing.get_args(expected)
+    if typing.get_origin(expected) is tuple:
+        if options[1:] == (Ellipsis,):
+            return st.lists(values_of(options[0]), max_size=4).map(tuple)
+        return st.tuples(*map(values_of, options))
+    if isinstance(expected, types.UnionType):
+        return st.none() | values_of(options[0])
+    return st.builds(expected, **{name: values_of(hint) for name, hint in typing.get_type_hints(expected).items()})
+
+
+def example_of(expected: Any) -> Any:
+    """One value of a field's type with no empty list and nothing optional left out."""
+    simple: dict[Any, Any] = {int: 7, float: 0.5, bool: True, str: "text"}
+    if expected in simple:
+        return simple[expected]
+    options = typing.get_args(expected)
+    if typing.get_origin(expected) is tuple:
+        if options[1:] == (Ellipsis,):
+            return (example_of(options[0]),) * 2
+        return tuple(map(example_of, options))
+    if isinstance(expected, types.UnionType):
+        return example_of(options[0])
+    return expected(*map(example_of, typing.get_type_hints(expected).values()))
+
+
+@every_kind
+def test_every_message_survives_the_wire(kind: type[Message]) -> None:
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(message=values_of(kind))
+    def round_trip(message: Message) -> None:
+        assert from_header(KIND_OF[kind], to_header(message)) == message
+
+    round_trip()
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(head=values_of(Head), record=values_of(Record))
+def test_heads_and_records_have_canonical_bytes(head: Head, record: Record) -> None:
+    assert unpack_head(pack_value(head)) == head
+    assert unpack_record(pack_value(record)) == record
+    assert pack_value(unpack_record(pack_value(record))) == pack_value(record)
+
+
+def test_the_numbers_on_the_wire_stay_what_they_are() -> None:
+    names = [kind.__name__ for kind in KINDS.values()]
+    assert names == [
+        "Hello", "Beat", "Ack", "Leave", "Fragment", "Due", "Call", "Join", "Refuse", "Roster", "Contribution",
+        "Arrived", "Reduce", "Reduced", "Propose", "Ready", "Commit", "Abort", "Withdraw", "Request", "Answer",
+    ]  # fmt: skip
+    assert list(KINDS) == list(range(1, 22))
+
+
+def test_attempts_are_ordered_by_counter_then_leader() -> None:
+    assert Attempt(1, "z") < Attempt(2, "a") < Attempt(2, "b")
+
+
+# --- hostile headers ---------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[Any, list[Any]] = {
+    int: ["7", 7.0, True, None, b"7", [7], {}, 2**63, 2**64 - 1],
+    float: ["0.5", True, None, b"", [0.5], NAN, INF, -INF, 2**60],
+    bool: [1, 0, "true", None, []],
+    str: [b"text", 7, None, ["text"], {}, "x" * (messages.MAX_STRING + 1)],
+}
+
+
+def corruptions(expected: Any, packed: Any) -> Iterator[Any]:
+    """The packed value with each of its parts, in turn, replaced by something of another kind."""
+    if expected in WRONG:
+        yield from WRONG[expected]
+        return
+    options = typing.get_args(expected)
+    if isinstance(expected, types.UnionType):
+        yield from (bad for bad in corruptions(options[0], packed) if bad is not None)
+        return
+    yield from (None, 7, "text", b"", {}, {1: 2}, [*packed, None])
+    if typing.get_origin(expected) is tuple:
+        hints = [options[0]] * len(packed) if options[1:] == (Ellipsis,) else list(options)
+        if options[1:] != (Ellipsis,):
+            yield packed[:-1]
+    else:
+        hints = list(typing.get_type_hints(expected).values())
+        if hints:
+            yield packed[:-1]
+    for i, hint in enumerate(hints):
+        for bad in corruptions(hint, packed[i]):
+            yield [*packed[:i], bad, *packed[i + 1 :]]
+
+
+@every_kind
+def test_a_field_of_the_wrong_kind_is_refused(kind: type[Message]) -> None:
+    good = msgpack.unpackb(to_header(example_of(kind)))
+    assert from_header(KIND_OF[kind], msgpack.packb(good)) == example_of(kind)
+    count = 0
+    for bad in corruptions(kind, good):
+        with pytest.raises(WireError):
+            from_header(KIND_OF[kind], msgpack.packb(bad))
+        count += 1
+    assert count >= 7
+
+
+@every_kind
+def test_random_and_damaged_headers_are_refused_or_well_formed(kind: type[Message]) -> None:
+    good = to_header(example_of(kind))
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        noise=st.binary(max_size=60),
+        cut=st.integers(0, len(good)),
+        flip=st.integers(0, 8 * len(good) - 1),
+    )
+    def hostile(noise: bytes, cut: int, flip: int) -> None:
+        flipped = bytearray(good)
+        flipped[flip // 8] ^= 1 << flip % 8
+        for header in (noise, good[:cut] + noise, bytes(flipped)):
+            try:
+                message = from_header(KIND_OF[kind], header)
+            except WireError:
+                continue
+            assert type(message) is kind
+            assert from_header(KIND_OF[kind], to_header(message)) == message
+
+    hostile()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(b"\x91" * 200_000, id="200,000 lists in one another"),
+        pytest.param(b"\x81\x01" * 100_000, id="maps in one another"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="a list of 4 billion"),
+        pytest.param(b"\x91\xdd\x00\x10\x00\x00" + b"\xc0" * 1000, id="a list of a million, cut short"),
+        pytest.param(b"\x91\xdb\xff\xff\xff\xff", id="a string of 4 GB"),
+        pytest.param(b"\x91\xc6\xff\xff\xff\xff", id="bytes of 4 GB"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="a map of 4 billion"),
+        pytest.param(b"\x91\xc9\xff\xff\xff\xff\x05", id="an extension of 4 GB"),
+        pytest.param(b"\x91\xd6\xff\x00\x00\x00\x00", id="a timestamp"),
+        pytest.param(b"\x91\xa2\xc3\x28", id="a string that is no UTF-8"),
+        pytest.param(b"\x91\xa3\xed\xa0\x80", id="a string with half a surrogate pair"),
+        pytest.param(b"\x91\xc1", id="a byte that msgpack never uses"),
+        pytest.param(b"\x91\xa1x\x00", id="something after the end"),
+        pytest.param(b"", id="nothing"),
+        pytest.param(msgpack.packb(["x"] * (messages.MAX_LIST + 1)), id="a list that is too long"),
+        pytest.param(msgpack.packb(["x" * (messages.MAX_STRING + 1)]), id="a string that is too long"),
+    ],
+)
+def test_a_hostile_header_costs_nothing(header: bytes) -> None:
+    for kind in KINDS:
+        tracemalloc.start()
+        try:
+            with pytest.raises(WireError):
+                from_header(kind, header)
+            assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_the_longest_honest_messages_fit() -> None:
+    """A round of 64 contributors in 512 parts, at libp2p's 52 characters an id; a beat with two well-known members."""
+    ids = [f"{i:052d}" for i in range(128)]
+    record = Record(
+        "g" * 20, "l" * 20, 2**40, "0" * 64,
+        tuple(Contributor(peer, "i" * 16, 1 / 3) for peer in ids[:64]),
+        tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(512)),
+        0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids),
+    )  # fmt: skip
+    attempt = Attempt(3, ids[0])
+    parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64]) for i in range(512))
+    maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
+    longest = [
+        Propose(attempt, record),
+        Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
+        Roster("l", 1, attempt, tuple(ids[:64]), parts),
+        Beat(1.0, 1.0, 1.0, "g", "l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs))),
+        Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs),
+    ]
+    for message in longest:
+        header = to_header(message)
+        assert len(header) <= MAX_HEADER_BYTES / 2
+        assert from_header(KIND_OF[type(message)], header) == message

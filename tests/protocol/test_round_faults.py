@@ -1,0 +1,169 @@
+"""Any member may fail at any message of a round; a seeded storm of kills, pauses, drops and partitions.
+
+The promise is checked at the end of every swarm: no two peers ever committed different states for one (lineage,
+round). Here it is also asked that the survivors go on, and that what they commit is the mean of those named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from p2ptrain.memory_network import Fault
+from p2ptrain.protocol import messages
+from p2ptrain.protocol.messages import KIND_OF
+from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.test_rounds import Witness, common, start_all
+
+PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
+ROUND_MESSAGES = [
+    messages.Due, messages.Call, messages.Join, messages.Roster, messages.Contribution, messages.Arrived,
+    messages.Reduce, messages.Reduced, messages.Propose, messages.Answer, messages.Ready, messages.Commit,
+]  # fmt: skip
+
+
+def kind_of(packet: bytes) -> int:
+    return packet[1]
+
+
+def when(
+    s: Swarm, kind: type[messages.Message], occurrence: int, action: Callable[[str, str], Fault]
+) -> Callable[[], bool]:
+    """Do something at the n-th message of a kind from now on. Returns whether it has happened."""
+    seen = 0
+    done = False
+
+    def fault(source: str, target: str, packet: bytes) -> Fault:
+        nonlocal seen, done
+        if done or kind_of(packet) != KIND_OF[kind]:
+            return Fault.NONE
+        seen += 1
+        if seen < occurrence:
+            return Fault.NONE
+        done = True
+        return action(source, target)
+
+    s.network.fault = fault
+    return lambda: done
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_a_member_killed_at_a_message_is_left_out_and_the_others_go_on(
+    size: int, kind: type[messages.Message], victim: str
+) -> None:
+    async def main() -> None:
+        witness = Witness()
+        rng = random.Random(f"{size}/{kind.__name__}/{victim}")
+        async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
+            start_all(s, "abcdefgh"[:size], witness)
+            await s.until(lambda: common(s, 1, size))
+
+            def kill(source: str, target: str) -> Fault:
+                s.kill(source if victim == "sender" else target)
+                return Fault.DROP
+
+            happened = when(s, kind, rng.randint(1, 2 * size), kill)
+            await s.until(happened, within_s=60)
+            s.network.fault = lambda *_: Fault.NONE
+            died = trio.current_time()
+            survivors = list(s.peers.values())
+            # Of two voters, the second listed alone is no quorum: it waits for the new-lineage rule.
+            await s.until(
+                lambda: all(any(r["t"] > died and not r["late"] for r in p.rounds()) for p in survivors),
+                within_s=120 if size == 2 else 40,
+            )
+            assert witness.check_values() > 0 or size == 2
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_paused_member_costs_a_round_at_most_and_catches_up(kind: type[messages.Message]) -> None:
+    """The network falls silent around one peer, for longer than every timeout, as under SIGSTOP."""
+
+    async def main() -> None:
+        rng = random.Random(kind.__name__)
+        async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            victims: list[str] = []
+
+            def pause(source: str, target: str) -> Fault:
+                victims.append(source)
+                s.peers[source].paused = True
+                s.network.partition([source])
+                return Fault.DROP
+
+            await s.until(when(s, kind, rng.randint(1, 8), pause), within_s=60)
+            start = trio.current_time()
+            others = [p for p in s.peers.values() if p.peer_id not in victims]
+            await s.until(lambda: all(any(r["t"] > start + 12 for r in p.rounds("committed")) for p in others))
+            s.network.partition()
+            s.peers[victims[0]].paused = False
+            woke = trio.current_time()
+            await s.until(
+                lambda: all(
+                    any(r["t"] > woke and r["group_size"] == 4 for r in p.rounds("committed")) for p in s.peers.values()
+                ),
+                within_s=90,
+            )
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_storm(seed: int) -> None:
+    """Kills, restarts, pauses, lossy links, duplicates and partitions at random; then calm, and all are equal."""
+
+    async def main() -> None:
+        rng = random.Random(seed)
+        size = rng.choice([3, 4, 5, 8])
+        names = "abcdefgh"[:size]
+        async with swarm(PLAIN, seed=seed, latency_s=rng.choice([0.001, 0.03, 0.15])) as s:
+            start_all(s, names)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+
+            def weather(source: str, target: str, packet: bytes) -> Fault:
+                roll = rng.random()
+                return Fault.BREAK if roll < rough else Fault.NONE
+
+            s.network.fault = weather
+            for _ in range(12):
+                rough = rng.choice([0.0, 0.0, 0.005, 0.03])
+                action = rng.choice(["kill", "restart", "pause", "wake", "split", "heal", "calm"])
+                alive = sorted(s.peers)
+                if action == "kill" and len(alive) > 2:
+                    s.kill(rng.choice(alive))
+                elif action == "restart" and len(alive) < size:
+                    s.start(rng.choice(sorted(set(names) - set(alive))))
+                elif action == "pause":
+                    s.peers[rng.choice(alive)].paused = True
+                elif action == "wake":
+                    for peer in s.peers.values():
+                        peer.paused = False
+                elif action == "split":
+                    s.network.partition(rng.sample(alive, len(alive) // 2))
+                elif action == "heal":
+                    s.network.partition()
+                await trio.sleep(rng.uniform(0.5, 8))
+            s.network.fault = lambda *_: Fault.NONE
+            s.network.partition()
+            for peer in s.peers.values():
+                peer.paused = False
+            calm = trio.current_time()
+            count = len(s.peers)
+            await s.until(
+                lambda: all(
+                    any(r["t"] > calm and r["group_size"] == count for r in p.rounds()) for p in s.peers.values()
+                ),
+                within_s=400,
+            )
+            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+
+    run_virtual(main, seed)

@@ -1,0 +1,247 @@
+"""Rounds on the memory network: what is committed, by whom, and what it does to the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+import trio
+
+from p2ptrain.algorithms.outer import outer_step
+from p2ptrain.protocol.exchange import Snapshot
+from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+
+
+class Witness:
+    """Notes every snapshot and every anchor of a swarm, to compare what was committed with what it should be."""
+
+    def __init__(self) -> None:
+        self.snapshots: dict[tuple[str, int, str], np.ndarray] = {}
+        self.anchors: dict[tuple[str, int, str], np.ndarray] = {}
+        self.momenta: dict[tuple[str, int], np.ndarray] = {}
+        self.records: dict[tuple[str, int], object] = {}
+
+    def watch(self, peer: TestPeer) -> None:
+        take, ended = peer.exchange.on_snapshot, peer.node.round_ended
+
+        def on_snapshot(snapshot: Snapshot) -> None:
+            key = (snapshot.epoch.lineage, snapshot.epoch.round + 1, peer.peer_id)
+            self.snapshots.setdefault(key, snapshot.weights.numpy().copy())
+            take(snapshot)
+
+        def round_ended(report) -> None:  # type: ignore[no-untyped-def]
+            if report.status != "skipped":
+                self.anchors[(report.lineage, report.round, peer.peer_id)] = peer.node.state.anchor.copy()
+                self.momenta[(report.lineage, report.round)] = peer.node.state.momentum.copy()
+                self.records[(report.lineage, report.round)] = peer.node.engine.head.record
+            ended(report)
+
+        peer.exchange.on_snapshot = on_snapshot
+        peer.node.round_ended = round_ended  # type: ignore[method-assign]
+
+    def check_values(self) -> int:
+        """Every anchor is the outer step of exactly its contributors' weighted mean; returns how many were checked."""
+        checked = 0
+        for (lineage, round_, peer_id), anchor in self.anchors.items():
+            record = self.records[(lineage, round_)]
+            before = self.anchors.get((lineage, round_ - 1, peer_id))
+            momentum = self.momenta.get((lineage, round_ - 1))
+            if before is None or momentum is None:
+                continue
+            total = sum(c.weight for c in record.contributors)
+            mean = sum(
+                np.float64(c.weight / total)
+                * (before - self.snapshots[(lineage, round_, c.peer_id)]).astype(np.float64)
+                for c in record.contributors
+            ).astype(np.float32)
+            expected, momentum = before.copy(), momentum.copy()
+            outer_step(expected, momentum, mean, record.outer_lr, record.outer_momentum)
+            np.testing.assert_allclose(anchor, expected, rtol=0, atol=2e-6)
+            checked += 1
+        return checked
+
+
+def start_all(s: Swarm, names: str, witness: Witness | None = None, step_s: float = 0.1) -> None:
+    for i, name in enumerate(names):
+        peer = s.start(name, founder=i == 0, step_s=step_s)
+        if witness is not None:
+            witness.watch(peer)
+
+
+def common(s: Swarm, count: int, size: int) -> bool:
+    """Whether every peer has taken part in `count` rounds of `size` contributors."""
+    return all(sum(r["group_size"] >= size for r in p.rounds("committed")) >= count for p in s.peers.values())
+
+
+def test_four_peers_commit_the_weighted_mean_of_all_four() -> None:
+    async def main() -> None:
+        witness = Witness()
+        async with swarm(dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)) as s:
+            start_all(s, "abcd", witness)
+            await s.until(lambda: common(s, 4, 4))
+            assert witness.check_values() >= 12
+            heads = {p.node.engine.head.state_sha256 for p in s.peers.values()}
+            assert len(heads) <= 2  # one round may just be landing
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp16", "none"])
+def test_every_codec_gives_equal_hashes_on_all_peers(codec: str) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, round_codec=codec)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 3, 3))
+            by_round = defaultdict(set)
+            for peer in s.peers.values():
+                for event in peer.rounds("committed"):
+                    by_round[event["round"]].add((event["anchor_sha256"], event["state_sha256"]))
+            assert all(len(hashes) == 1 for hashes in by_round.values())
+
+    run_virtual(main)
+
+
+def test_quantisation_error_stays_in_the_weights() -> None:
+    """θ += A′ − A + decode(sent): with one peer and a plain average, the weights do not move at all.
+
+    (fp16, because the mean of one is then encoded without further loss.)
+    """
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, outer_lr=1.0, outer_momentum=0.0, fragment_fraction=0.0, round_codec="fp16")
+        async with swarm(run) as s:
+            peer = s.start("a", founder=True)
+            landed: list[tuple[torch.Tensor, torch.Tensor]] = []
+            land = peer.exchange._land
+
+            def spy():  # type: ignore[no-untyped-def]
+                before = peer.flat()
+                report = land()
+                if report is not None:
+                    landed.append((before, peer.flat()))
+                return report
+
+            peer.exchange._land = spy  # type: ignore[method-assign]
+            await s.until(lambda: len(landed) >= 3)
+            for before, after in landed:
+                assert torch.allclose(before, after, atol=2e-7)
+            assert all(r["status"] == "solo" for r in peer.rounds())
+
+    run_virtual(main)
+
+
+def test_a_left_out_member_keeps_its_weights_once_and_adopts_the_anchor_the_second_time() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            lagging = s.peers["d"]
+            landings = []
+            land = lagging.exchange.land
+
+            def spy(landing) -> None:  # type: ignore[no-untyped-def]
+                landings.append(landing)
+                land(landing)
+
+            lagging.exchange.land = spy  # type: ignore[method-assign]
+            lagging.exchange.want_snapshot = lambda wanted: None  # type: ignore[method-assign]  # joins without one
+            await s.until(lambda: len(landings) >= 2)
+            assert [landing.kind for landing in landings[:2]] == ["keep", "write"]
+            assert landings[1].report.tokens_discarded > 0
+            await s.until(lambda: lagging.exchange.epoch.round >= landings[1].epoch.round)
+            await s.until(lambda: s.peers["a"].node.engine.head.round >= landings[1].epoch.round + 1)
+
+    run_virtual(main)
+
+
+def test_a_run_with_a_length_ends_in_one_plain_average_on_all() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=110)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
+            last = [p.rounds()[-1] for p in s.peers.values()]
+            assert len({(e["lineage"], e["round"], e["anchor_sha256"]) for e in last}) == 1
+            record = s.peers["a"].node.engine.head.record
+            assert record is not None
+            assert (record.outer_lr, record.outer_momentum, record.run_step) == (1.0, 0.0, 110)
+            assert all(p.exchange.run_step == 110 for p in s.peers.values())
+
+    run_virtual(main)
+
+
+def test_intervals_follow_speeds_and_tokens_weigh() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, sync_every=40)) as s:
+            s.start("a", founder=True, step_s=0.1)
+            s.start("b", step_s=0.2)
+            s.start("c", step_s=0.4)
+            await s.until(lambda: common(s, 4, 3))
+            record = s.peers["a"].node.engine.head.record
+            assert record is not None
+            intervals = dict(record.intervals)
+            assert 70 <= intervals["a"] <= 90
+            assert intervals["b"] == 40
+            assert 15 <= intervals["c"] <= 25
+            weights = {c.peer_id: c.weight for c in record.contributors}
+            assert weights["a"] == pytest.approx(2 * weights["b"], rel=0.2)
+            steps = [p.exchange.run_step for p in s.peers.values()]
+            assert max(steps) - min(steps) <= 40
+
+    run_virtual(main)
+
+
+def test_a_founder_alone_records_solo_and_others_join_it() -> None:
+    async def main() -> None:
+        async with swarm() as s:
+            founder = s.start("a", founder=True)
+            await s.until(lambda: len(founder.rounds("solo")) >= 2)
+            assert not founder.rounds("committed")
+            late = s.start("b")
+            await s.until(lambda: len(late.rounds("committed")) >= 2)
+            assert late.exchange.run_step > 40
+
+    run_virtual(main)
+
+
+def test_the_last_survivor_of_a_quorum_goes_on_alone_and_a_minority_waits() -> None:
+    async def main() -> None:
+        async with swarm() as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            s.kill("b")
+            s.kill("c")
+            died = trio.current_time()
+            survivor = s.peers["a"]
+            lineage = survivor.node.engine.head.lineage
+            await trio.sleep(30)
+            # One of three voters is no quorum: it trains on, and commits nothing of the old lineage.
+            assert not [r for r in survivor.rounds() if r["t"] > died + 15]
+            assert survivor.node.engine.head.lineage == lineage
+            steps = survivor.exchange.steps
+            await s.until(lambda: survivor.node.engine.head.lineage != lineage)
+            assert trio.current_time() - died > 55
+            assert survivor.exchange.steps > steps
+            await s.until(lambda: bool([r for r in survivor.rounds("solo") if r["lineage"] != lineage]))
+
+    run_virtual(main)
+
+
+def test_leaving_hands_the_run_over_at_once() -> None:
+    async def main() -> None:
+        async with swarm() as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            for name in "bc":
+                s.peers[name].node.leave("done")
+            await trio.sleep(0.2)
+            for name in "bc":
+                s.kill(name)
+            left = trio.current_time()
+            survivor = s.peers["a"]
+            await s.until(lambda: bool([r for r in survivor.rounds("solo") if r["t"] > left]))
+            assert trio.current_time() - left < 10
+
+    run_virtual(main)

@@ -1,0 +1,128 @@
+"""Multiaddrs: checking those that the user gives, and ordering those that we give to others."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import itertools
+import socket
+from collections.abc import Iterable
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.network._hivemind import Multiaddr, PeerID
+
+# A machine with many interfaces reports about ten; each costs up to a 5 s dial.
+MAX_HINTS = 16
+HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
+EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+
+_LISTEN_REMEDIES = {
+    errno.EADDRINUSE: "another program uses that port: choose another one, or 0 for any that is free",
+    errno.EADDRNOTAVAIL: "this machine does not have it; /ip4/0.0.0.0/tcp/0 listens on all addresses that it has",
+    errno.EACCES: "ports below 1024 need special rights: choose a higher one",
+}
+
+
+def check_initial_peers(maddrs: Iterable[str]) -> None:
+    """Raises ConfigError unless each is a multiaddr that ends in /p2p/<peer id>."""
+    for text in maddrs:
+        maddr = _parse("initial peer", text, EXAMPLE)
+        if maddr.protocols()[-1].name != "p2p" or len(list(maddr.protocols())) < 2:
+            raise ConfigError(
+                f"initial peer {text!r} must be an address that ends in /p2p/<peer id>, such as {EXAMPLE}; "
+                "copy the whole line that the other peer printed"
+            )
+
+
+def check_host_maddrs(maddrs: Iterable[str]) -> None:
+    """Raises ConfigError unless each is a multiaddr that this machine can listen on now.
+
+    p2pd would say so itself only if all of them failed; and two p2pds of one user happily share a port, after which
+    each gets half of the other's connections.
+    """
+    for text in maddrs:
+        maddr = _parse("host address", text, HOST_EXAMPLE)
+        if maddr.protocols()[0].name not in ("ip4", "ip6") or maddr.protocols()[-1].name == "p2p":
+            raise ConfigError(
+                f"host address {text!r} must be an IP address and a port to listen on, such as {HOST_EXAMPLE}"
+            )
+        try:
+            _try_to_listen(maddr)
+        except OSError as error:
+            remedy = _LISTEN_REMEDIES.get(error.errno or 0, f"choose another, such as {HOST_EXAMPLE}")
+            raise ConfigError(f"host address {text!r}: {error.strerror}; {remedy}") from None
+
+
+def check_announce_maddrs(maddrs: Iterable[str]) -> None:
+    """Raises ConfigError unless each is a multiaddr that others can dial: with a port, and without a peer id."""
+    for text in maddrs:
+        maddr = _parse("announced address", text, "/dns4/example.org/tcp/31337")
+        if maddr.protocols()[-1].name == "p2p" or port_of(maddr) in (None, 0):
+            raise ConfigError(
+                f"announced address {text!r} must be what others can dial, with the port and without /p2p/, "
+                "such as /dns4/example.org/tcp/31337"
+            )
+
+
+def port_of(maddr: Multiaddr) -> int | None:
+    """The TCP or UDP port of a multiaddr, None when it has none."""
+    for protocol in maddr.protocols():
+        if protocol.name in ("tcp", "udp"):
+            return int(maddr.value_for_protocol(protocol.code))
+    return None
+
+
+def dialable(maddrs: Iterable[Multiaddr], peer_id: str) -> list[str]:
+    """The addresses with our peer id behind them, each once, loopback last."""
+    texts = dict.fromkeys(f"{maddr}/p2p/{peer_id}" for maddr in maddrs)
+    return sorted(texts, key=_is_loopback)
+
+
+def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
+    """Addresses that a stranger gave for a peer, in p2pd's binary form; at most 16, and only what is an address."""
+    encoded = []
+    for text in itertools.islice(maddrs, MAX_HINTS):
+        try:
+            encoded.append(Multiaddr(text.removesuffix(f"/p2p/{peer_id}")).to_bytes())
+        except Exception:  # the parser raises whatever it stumbles over
+            continue
+    return encoded
+
+
+def by_peer_id(maddrs: Iterable[str]) -> dict[str, list[str]]:
+    """Group checked addresses by the peer id that they end in."""
+    grouped: dict[str, list[str]] = {}
+    for maddr in maddrs:
+        grouped.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
+    return grouped
+
+
+def peer_id_bytes(peer_id: str) -> bytes:
+    """A base58 peer id in p2pd's binary form. Raises ValueError."""
+    return bytes(PeerID.from_base58(peer_id).to_bytes())
+
+
+def _parse(what: str, text: str, example: str) -> Multiaddr:
+    try:
+        return Multiaddr(text)
+    except Exception as error:  # the parser raises whatever it stumbles over
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{what} {text!r} is not a multiaddr ({reason}); write it like {example}") from None
+
+
+def _is_loopback(maddr: str) -> bool:
+    _, family, host, *_ = maddr.split("/")
+    return family in ("ip4", "ip6") and ipaddress.ip_address(host).is_loopback
+
+
+def _try_to_listen(maddr: Multiaddr) -> None:
+    """Raises OSError when the address or its port cannot be had."""
+    family, transport, *_ = (protocol.name for protocol in maddr.protocols())
+    address = maddr.value_for_protocol(next(iter(maddr.protocols())).code)
+    with socket.socket(
+        socket.AF_INET6 if family == "ip6" else socket.AF_INET,
+        socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM,
+    ) as trial:
+        if transport == "tcp":
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as p2pd: the last owner may just have ended
+        trial.bind((address, port_of(maddr) or 0))

@@ -1,0 +1,260 @@
+"""Streams of libp2p, over the unix sockets through which the libp2p daemon (p2pd) is told what to do.
+
+p2pd speaks length-prefixed protobuf: a client connects, sends a request and gets a response. After a STREAM_OPEN the
+same socket carries the stream's bytes; for a stream that a peer opens, p2pd connects to our socket, names the peer,
+and the bytes follow. Both are one message from p2pd and then raw bytes, which is all that `DaemonSocket` knows.
+
+hivemind offers the same through asyncio's StreamReader. Here p2pd's bytes go straight from the event loop's callback
+into a bounded buffer that wakes the trio task: no asyncio task per read, and backpressure to the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network._hivemind import p2pd_pb2
+from p2ptrain.network.bridge import from_asyncio
+
+# Bytes received but not yet taken. Beyond it we stop reading, and p2pd and then the peer come to a halt.
+RECEIVE_BUFFER_BYTES = 512 * 1024
+# Bytes given to send_all but not yet to p2pd when it returns.
+SEND_BUFFER_BYTES = 256 * 1024
+# A response from p2pd: a list of 128 peers with all their addresses takes about 40 kB.
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+# How long bytes already accepted by send_all may take to reach p2pd after aclose.
+LINGER_S = 2.0
+
+
+class DaemonSocket:
+    """A connection with p2pd: an asyncio protocol on one side, `protocol.transport.Stream` on the other.
+
+    One task may send and one may receive at a time. A cancelled receive loses nothing; after a cancelled send, its
+    bytes still arrive, unless the stream is closed.
+
+    Attributes:
+        remote: the authenticated identity of the peer, base58; "" until it is known.
+        on_lost: called with the socket, in the event loop, when its connection has ended.
+    """
+
+    def __init__(self, on_message: Callable[[DaemonSocket, bytes], None] | None = None) -> None:
+        """
+        Args:
+            on_message: called once with p2pd's first message, in the event loop.
+        """
+        self.remote = ""
+        self.on_lost: Callable[[DaemonSocket], object] = lambda _: None
+        self._on_message = on_message
+        self._message: bytes | None = None
+        self._chunks: list[bytes] = []
+        self._buffered_bytes = 0
+        self._ended = False
+        self._broken: str | None = None
+        self._writable = True
+        self._reading = True
+        self._receivers = trio.lowlevel.ParkingLot()
+        self._senders = trio.lowlevel.ParkingLot()
+        self._transport: asyncio.Transport | None = None
+
+    # What peers' streams are used for.
+
+    async def send_all(self, data: bytes) -> None:
+        """Send all bytes, waiting while the network is full. Raises PeerLostError when the stream is broken."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._wait_writable()
+        assert self._transport is not None
+        self._transport.write(data)
+        await self._wait_writable()
+
+    async def receive_some(self) -> bytes:
+        """Receive at least one byte, or b"" once the other end has closed. Raises PeerLostError when broken."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while not self._chunks:
+            if self._broken is not None:
+                raise PeerLostError(self._broken)
+            if self._ended:
+                return b""
+            await self._receivers.park()
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._buffered_bytes = 0
+        self._set_reading(True)
+        return data
+
+    async def aclose(self) -> None:
+        """Close both directions at once; what `send_all` has taken is still delivered. May be called twice."""
+        if self._broken is None and not self._ended:
+            assert self._transport is not None
+            self._set_reading(True)
+            self._break("the stream was closed on this side")
+            # p2pd closes the socket when it has taken everything. Until then the stream counts as open for whoever
+            # wants to end p2pd.
+            self._transport.write_eof()
+            asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
+        await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def fail(self, reason: str) -> None:
+        """Break the stream at once: both sides of it raise PeerLostError from now on."""
+        if self._broken is None:
+            self._break(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What p2pd is asked through.
+
+    def write_message(self, message: Any) -> None:
+        """Send one protobuf message, length-prefixed."""
+        assert self._transport is not None
+        body = message.SerializeToString()
+        self._transport.write(_varint(len(body)) + body)
+
+    async def first_message(self) -> bytes:
+        """Wait for p2pd's first message. Raises PeerLostError when the connection ends before."""
+        while self._message is None:
+            if self._ended or self._broken is not None:
+                raise PeerLostError(self._broken or "the libp2p daemon closed the connection")
+            await self._receivers.park()
+        return self._message
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        if self._broken is not None:
+            return
+        self._chunks.append(data)
+        self._buffered_bytes += len(data)
+        if self._message is None:
+            self._take_message()
+        if self._buffered_bytes >= RECEIVE_BUFFER_BYTES:
+            self._set_reading(False)
+        self._receivers.unpark_all()
+
+    def eof_received(self) -> None:
+        self._ended = True
+        self._receivers.unpark_all()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        # After the other end's close, bytes of ours that nobody takes any more are no news.
+        if not self._ended:
+            self._break(f"the connection was lost: {error or 'closed'}")
+        self._receivers.unpark_all()
+        self._senders.unpark_all()
+        self.on_lost(self)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._senders.unpark_all()
+
+    # Inside.
+
+    async def _wait_writable(self) -> None:
+        while True:
+            if self._broken is not None or self._ended:
+                raise PeerLostError(self._broken or "the other end has closed the stream")
+            if self._writable:
+                return
+            await self._senders.park()
+
+    def _take_message(self) -> None:
+        data = b"".join(self._chunks)
+        size, start = _read_varint(data)
+        if size > MAX_MESSAGE_BYTES:
+            self.fail(f"the libp2p daemon sent a message of {size} bytes")
+            return
+        if start == 0 or len(data) < start + size:
+            self._chunks = [data]
+            return
+        self._message, rest = data[start : start + size], data[start + size :]
+        self._chunks = [rest] if rest else []
+        self._buffered_bytes = len(rest)
+        if self._on_message is not None:
+            self._on_message(self, self._message)
+
+    def _set_reading(self, reading: bool) -> None:
+        assert self._transport is not None
+        if reading == self._reading or self._ended or self._broken is not None:
+            return
+        self._reading = reading
+        if reading:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        self._receivers.unpark_all()
+        self._senders.unpark_all()
+
+
+async def ask(path: str, request: Any, timeout_s: float) -> Any:
+    """Send p2pd one request on a connection of its own.
+
+    Args:
+        path: p2pd's control socket.
+        request: a `p2pd_pb2.Request`.
+        timeout_s: how long connection and response may take together.
+
+    Returns:
+        The `p2pd_pb2.Response`.
+
+    Raises:
+        PeerLostError: p2pd is gone, says that it failed, or has not answered in time.
+    """
+    response, socket = await ask_for_stream(path, request, timeout_s)
+    socket.fail("done")
+    return response
+
+
+async def ask_for_stream(path: str, request: Any, timeout_s: float) -> tuple[Any, DaemonSocket]:
+    """As `ask`, and also returns the socket, which after a STREAM_OPEN carries the stream. The caller closes it."""
+    with trio.move_on_after(timeout_s):
+        socket = await _connect(path)
+        try:
+            socket.write_message(request)
+            response = p2pd_pb2.Response.FromString(await socket.first_message())
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise PeerLostError(response.error.msg)
+        except BaseException:
+            socket.fail("the request failed")
+            raise
+        return response, socket
+    raise PeerLostError(f"timeout: no answer within {timeout_s:g} s")
+
+
+async def _connect(path: str) -> DaemonSocket:
+    loop = asyncio.get_running_loop()
+    try:
+        _, socket = await from_asyncio(loop.create_unix_connection(DaemonSocket, path))  # type: ignore[type-var]
+    except OSError as error:
+        raise PeerLostError(f"the libp2p daemon does not answer: {error}") from None
+    return socket
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _read_varint(data: bytes) -> tuple[int, int]:
+    """The number and how many bytes it took; (0, 0) while its end has not arrived."""
+    value = 0
+    for index, byte in enumerate(data[:10]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, index + 1
+    return 0, 0

@@ -1,0 +1,123 @@
+"""Who we are to others: an RSA key in a file, whose public half hashes to the peer id.
+
+RSA because hivemind's record signatures know nothing else. The file is libp2p's own format, the same that hivemind
+and other libp2p programs write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+from cryptography.hazmat.primitives import serialization
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.network._hivemind import PeerID, RSAPrivateKey, RSAPublicKey, crypto_pb2
+
+logger = logging.getLogger(__name__)
+
+# Multihash prefix of a SHA-256 digest: its code and its length.
+_SHA256_MULTIHASH = b"\x12\x20"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A peer's private key, the file that p2pd reads it from, and the peer id that follows from it.
+
+    `is_new`: it was made just now, so nobody else can have it.
+    """
+
+    path: Path
+    key: RSAPrivateKey
+    peer_id: str
+    is_new: bool
+
+
+@contextlib.contextmanager
+def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
+    """Read or make the identity, and keep other processes of this machine from using it meanwhile.
+
+    Args:
+        path: the key file, made when missing; None for a new identity that is kept nowhere.
+        scratch: a private directory, for the key file of an identity that is kept nowhere.
+
+    Raises:
+        ConfigError: the file cannot be read, written or understood, or another process uses it.
+    """
+    if path is None:
+        yield _make(scratch / "identity.key")
+        return
+    file = Path(path).expanduser()
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"identity {file}: the directory {file.parent} does not exist; create it, or choose another file"
+        )
+    with _locked(file):
+        yield _read(file) if file.exists() else _make(file)
+
+
+def peer_id_of(public_key: RSAPublicKey) -> str:
+    """The base58 peer id of a public key: the SHA-256 of its protobuf form, as libp2p's peer id specification says."""
+    der = serialization.load_ssh_public_key(public_key.to_bytes()).public_bytes(
+        encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    return str(PeerID(_SHA256_MULTIHASH + hashlib.sha256(encoded).digest()).to_base58())
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    lock = filelock.FileLock(f"{file}.lock", thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ConfigError(
+            f"identity {file} is in use by another process on this machine; stop that one, "
+            "or give each peer an --identity file of its own"
+        ) from None
+    except OSError as error:
+        # A key in a read-only place, such as a container's secret, is fine; it only cannot be locked.
+        logger.debug("identity %s cannot be locked: %s", file, error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(file: Path) -> Identity:
+    key = RSAPrivateKey()
+    message = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())
+    unfinished = file.with_name(file.name + ".new")
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as output:
+            output.write(message.SerializeToString())
+        unfinished.replace(file)
+    except OSError as error:
+        raise ConfigError(f"identity {file} cannot be written: {error.strerror}; choose another file") from None
+    return Identity(file, key, peer_id_of(key.get_public_key()), is_new=True)
+
+
+def _read(file: Path) -> Identity:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"identity {file} cannot be read: {error.strerror}; choose another file") from None
+    try:
+        message = crypto_pb2.PrivateKey.FromString(content)
+        if message.key_type != crypto_pb2.RSA:
+            raise ValueError("not an RSA key")
+        key = RSAPrivateKey.__new__(RSAPrivateKey)
+        key.__setstate__({"_private_key": message.data})
+        peer_id = peer_id_of(key.get_public_key())
+    except Exception as error:  # protobuf, cryptography and hivemind each raise their own
+        raise ConfigError(
+            f"identity {file} does not hold an RSA private key in libp2p's format ({error}); "
+            "remove it to have a new one made, or choose another file"
+        ) from None
+    return Identity(file, key, peer_id, is_new=False)

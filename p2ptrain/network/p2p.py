@@ -1,0 +1,170 @@
+"""`protocol.transport.Transport` over a libp2p daemon: authenticated, encrypted streams between peers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import trio
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
+from p2ptrain.network.addresses import dialable, peer_id_bytes
+from p2ptrain.network.background import open_background
+from p2ptrain.network.bootstrap import dial
+from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.control import DaemonSocket, ask, ask_for_stream
+from p2ptrain.network.daemon import Daemon
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_NAME = "p2ptrain/1"
+# Dialling through two NATs takes seconds; more than this and the peer is as good as gone.
+OPEN_TIMEOUT_S = 10.0
+# p2pd's own requests are answered within a millisecond; this is for a machine under heavy load.
+CONTROL_TIMEOUT_S = 10.0
+# Streams opened by others that nobody has accepted yet; more are refused.
+ACCEPT_QUEUE = 64
+# How long streams may take to hand their last bytes to p2pd when we leave.
+CLOSE_TIMEOUT_S = 1.0
+# A router's port mapping, or an address that other peers see us under, shows up some seconds after the start.
+REFRESH_MADDRS_S = 15.0
+
+
+class LibP2P:
+    """Opens and accepts streams of this peer. Made by `serve_libp2p`.
+
+    Attributes:
+        peer_id: our identity, base58.
+        failed: set when the daemon has died under us; every stream is broken then and no new one can be opened.
+    """
+
+    def __init__(self, peer_id: str, control_path: str) -> None:
+        self.peer_id = peer_id
+        self.failed = trio.Event()
+        self._control_path = control_path
+        self._maddrs: list[str] = []
+        self._streams: set[DaemonSocket] = set()
+        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)
+
+    @property
+    def maddrs(self) -> list[str]:
+        """Addresses under which others can dial us, ending in /p2p/<peer id>, loopback last."""
+        return list(self._maddrs)
+
+    async def open_stream(self, peer_id: str, maddrs: list[str]) -> DaemonSocket:
+        """Open a stream.
+
+        Args:
+            peer_id: whom to reach.
+            maddrs: where it may be, for a peer that we are not connected with; those that make no sense are ignored.
+
+        Raises:
+            PeerLostError: it cannot be reached, does not speak our protocol, or took more than 10 s.
+        """
+        try:
+            peer = peer_id_bytes(peer_id)
+        except ValueError:
+            raise PeerLostError(f"{peer_id!r} is no peer id") from None
+        deadline = trio.current_time() + OPEN_TIMEOUT_S
+        if maddrs:
+            await dial(self._control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
+        opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[PROTOCOL_NAME], timeout=math.ceil(OPEN_TIMEOUT_S))
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+        _, stream = await ask_for_stream(self._control_path, request, deadline - trio.current_time())
+        self._own(stream, peer_id)
+        return stream
+
+    async def accept(self) -> DaemonSocket:
+        """Wait for the next stream that another peer opened. Raises PeerLostError once the daemon is gone."""
+        try:
+            return await self._incoming.receive()
+        except trio.EndOfChannel:
+            raise PeerLostError("the libp2p daemon has ended") from None
+
+    def _own(self, stream: DaemonSocket, peer_id: str) -> None:
+        stream.remote = peer_id
+        self._streams.add(stream)
+        stream.on_lost = self._streams.discard
+
+    def _take(self, stream: DaemonSocket, message: bytes) -> None:
+        """p2pd has connected to us and named the peer: hand the stream to whoever accepts."""
+        info = p2pd_pb2.StreamInfo.FromString(message)
+        self._own(stream, PeerID(info.peer).to_base58())
+        try:
+            self._waiting.send_nowait(stream)
+        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
+            logger.warning("refused a stream of %s: %d are waiting to be accepted", stream.remote, ACCEPT_QUEUE)
+            stream.fail("too many streams")
+
+    def _fail(self, reason: str) -> None:
+        self._waiting.close()
+        for stream in list(self._streams):
+            stream.fail(reason)
+
+    async def _close_streams(self) -> None:
+        """Close all streams, and wait until p2pd has taken what was sent last."""
+        with trio.CancelScope(shield=True):
+            for stream in list(self._streams):
+                await stream.aclose()
+            with trio.move_on_after(CLOSE_TIMEOUT_S):
+                while self._streams:
+                    await trio.sleep(0.005)
+        self._fail("the network was closed")
+
+    async def _refresh_maddrs(self) -> None:
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
+        response = await ask(self._control_path, request, CONTROL_TIMEOUT_S)
+        found = []
+        for address in response.identify.addrs:
+            with contextlib.suppress(Exception):  # a kind of address that hivemind's parser does not know
+                found.append(Multiaddr(address))
+        self._maddrs = dialable(found, self.peer_id)
+
+    async def _keep_maddrs(self) -> None:
+        while True:
+            await trio.sleep(REFRESH_MADDRS_S)
+            with contextlib.suppress(PeerLostError):
+                await self._refresh_maddrs()
+
+    async def _watch(self, daemon: Daemon) -> None:
+        await daemon.exited.wait()
+        logger.error("the libp2p daemon has died (exit status %s)", daemon.process.returncode)
+        self.failed.set()
+        self._fail("the libp2p daemon has died")
+
+
+@contextlib.asynccontextmanager
+async def serve_libp2p(daemon: Daemon, peer_id: str, directory: Path) -> AsyncIterator[LibP2P]:
+    """Listen for streams through a running daemon until the block is left; all streams are closed then.
+
+    Args:
+        daemon: the running p2pd.
+        peer_id: the identity that it was started with.
+        directory: where our own socket is made.
+
+    Raises:
+        PeerLostError: the daemon does not answer.
+    """
+    libp2p = LibP2P(peer_id, daemon.control_path)
+    path = str(directory / "streams.sock")
+    loop = asyncio.get_running_loop()
+    server = await from_asyncio(loop.create_unix_server(lambda: DaemonSocket(libp2p._take), path))  # type: ignore
+    try:
+        handler = p2pd_pb2.StreamHandlerRequest(
+            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[PROTOCOL_NAME], balanced=False
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
+        await ask(daemon.control_path, request, CONTROL_TIMEOUT_S)
+        await libp2p._refresh_maddrs()
+        async with open_background() as background:
+            background.start_soon(libp2p._keep_maddrs)
+            background.start_soon(libp2p._watch, daemon)
+            yield libp2p
+    finally:
+        server.close()
+        await libp2p._close_streams()

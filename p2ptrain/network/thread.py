@@ -1,0 +1,221 @@
+"""One background thread on which all networking happens.
+
+Its host loop is asyncio (uvloop's where there is one), because hivemind needs that; trio runs in it as a guest,
+because everything of ours is trio. The training thread talks to it through `run`, `start_soon` and `post`, and never
+blocks on the network without a time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, TypeVarTuple
+
+import trio
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+logger = logging.getLogger(__name__)
+
+# How long a call whose waiter has given up may take to clean up behind itself: a p2pd that ignores SIGTERM gets 2 s.
+CANCEL_GRACE_S = 5.0
+# At interpreter exit nobody waits longer than this for sockets and processes to go.
+EXIT_TIMEOUT_S = 8.0
+
+
+class MonotonicClock(trio.abc.Clock):
+    """A trio clock that reads `time.monotonic()`, so that the training thread can read the same time."""
+
+    def start_clock(self) -> None:
+        pass
+
+    def current_time(self) -> float:
+        return time.monotonic()
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        return deadline - time.monotonic()
+
+
+class NetworkThread:
+    """A daemon thread that runs trio functions for other threads, from construction until `stop`.
+
+    All methods but those of tasks on the thread itself may be called from any other thread. A thread that nobody
+    stopped is stopped at interpreter exit.
+
+    Attributes:
+        failure: the first exception that a task started by `start_soon` or a callable given to `post` ended with, or
+            that ended the thread; None while all is well. Each is logged as well.
+    """
+
+    def __init__(self, clock: trio.abc.Clock | None = None) -> None:
+        """Start the thread and wait until it takes work.
+
+        Args:
+            clock: trio's clock on that thread; `MonotonicClock()` when None.
+        """
+        self.failure: BaseException | None = None
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._pending: set[concurrent.futures.Future[Any]] = set()
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._host, name="p2ptrain-network", daemon=True)
+        self._thread.start()
+        self._started.result()
+        atexit.register(self.stop, EXIT_TIMEOUT_S)
+
+    def run(self, async_fn: Callable[[*Ts], Awaitable[T]], *args: *Ts, timeout_s: float) -> T:
+        """Run a trio function on the thread to its end, and wait for it.
+
+        Args:
+            async_fn: called with `args` in a task of its own, which is cancelled when the wait ends early.
+            timeout_s: how long to wait.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s`; it has been cancelled.
+            KeyboardInterrupt: Ctrl-C arrived while waiting; the function has been cancelled.
+            RuntimeError: the thread has stopped.
+            Exception: whatever the function raises.
+        """
+        assert threading.current_thread() is not self._thread, "it would wait for itself"
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        scope = trio.CancelScope()
+        self._pending.add(future)
+        try:
+            if not self._soon(lambda: self._nursery.start_soon(self._run_one, async_fn, args, scope, future)):
+                raise RuntimeError("the network thread has stopped")
+            return future.result(timeout_s)
+        except (TimeoutError, KeyboardInterrupt) as error:
+            if future.done():  # the function's own TimeoutError, or done at the last moment
+                raise
+            self.post(scope.cancel)
+            concurrent.futures.wait([future], CANCEL_GRACE_S)
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"the network thread was not done within {timeout_s:g} s") from None
+            raise
+        finally:
+            self._pending.discard(future)
+
+    def start_soon(self, async_fn: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
+        """Start a trio task in the thread's root nursery; what it raises is recorded, and the others live on."""
+        self.post(lambda: self._nursery.start_soon(self._run_recorded, async_fn, args))
+
+    def post(self, fn: Callable[[], object]) -> None:
+        """Have the thread call `fn` soon, in order of posting. Does nothing once the thread has stopped."""
+        self._soon(fn)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Cancel all tasks, let them clean up, and wait for the thread to end. May be called any number of times.
+
+        Returns:
+            True when the thread has ended, False when it has not within `timeout_s`.
+        """
+        assert threading.current_thread() is not self._thread, "it would wait for itself"
+        atexit.unregister(self.stop)
+        self.post(lambda: self._nursery.cancel_scope.cancel())
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _soon(self, fn: Callable[[], object]) -> bool:
+        try:
+            self._token.run_sync_soon(self._call_recorded, fn)
+        except trio.RunFinishedError:
+            return False
+        return True
+
+    # On the thread itself.
+
+    def _host(self) -> None:
+        loop = _new_event_loop()
+        asyncio.set_event_loop(loop)
+        loop.set_exception_handler(_log_asyncio_error)
+        finished: asyncio.Future[Any] = loop.create_future()
+        try:
+            trio.lowlevel.start_guest_run(
+                self._main,
+                run_sync_soon_threadsafe=loop.call_soon_threadsafe,
+                run_sync_soon_not_threadsafe=loop.call_soon,
+                done_callback=finished.set_result,
+                host_uses_signal_set_wakeup_fd=True,
+                clock=self._clock,
+            )
+            loop.run_until_complete(finished).unwrap()
+        except BaseException as error:
+            self._record(error)
+        finally:
+            with contextlib.suppress(Exception):
+                loop.run_until_complete(_end_asyncio_tasks())
+            loop.close()
+            for future in [self._started, *self._pending]:
+                if not future.done():
+                    future.set_exception(RuntimeError("the network thread has stopped"))
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as self._nursery:
+            self._started.set_result(None)
+            await trio.sleep_forever()
+
+    async def _run_one(
+        self,
+        async_fn: Callable[..., Awaitable[T]],
+        args: tuple[Any, ...],
+        scope: trio.CancelScope,
+        future: concurrent.futures.Future[T],
+    ) -> None:
+        with scope:
+            try:
+                result = await async_fn(*args)
+            except BaseException as error:
+                if isinstance(error, trio.Cancelled):
+                    future.set_exception(RuntimeError("cancelled: the network thread stops"))
+                    raise
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    async def _run_recorded(self, async_fn: Callable[..., Awaitable[object]], args: tuple[Any, ...]) -> None:
+        try:
+            await async_fn(*args)
+        except* Exception as group:
+            self._record(group.exceptions[0] if len(group.exceptions) == 1 else group)
+
+    def _call_recorded(self, fn: Callable[[], object]) -> None:
+        try:
+            fn()
+        except Exception as error:
+            self._record(error)
+
+    def _record(self, error: BaseException) -> None:
+        logger.error("a task of the network thread failed: %r", error, exc_info=error)
+        self.failure = self.failure or error
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _log_asyncio_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # Calls that a lost daemon left behind; asyncio's own handler would write them to the user's terminal.
+    logger.debug("asyncio: %s", context.get("message"), exc_info=context.get("exception"))
+
+
+async def _end_asyncio_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=1.0)

@@ -1,0 +1,38 @@
+"""Which addresses we give to others, and what we make of theirs."""
+
+from __future__ import annotations
+
+from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network.addresses import MAX_HINTS, by_peer_id, dialable, hints
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+def test_loopback_comes_last_and_nothing_twice() -> None:
+    found = [
+        "/ip4/127.0.0.1/tcp/1",
+        "/ip4/10.0.0.2/tcp/1",
+        "/ip6/::1/tcp/1",
+        "/dns4/example.org/tcp/1",
+        "/ip6/fd00::2/tcp/1",
+    ]
+    assert dialable([Multiaddr(text) for text in [*found, *found]], PEER) == [
+        f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}",
+        f"/dns4/example.org/tcp/1/p2p/{PEER}",
+        f"/ip6/fd00::2/tcp/1/p2p/{PEER}",
+        f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}",
+        f"/ip6/::1/tcp/1/p2p/{PEER}",
+    ]
+
+
+def test_hints_of_strangers() -> None:
+    good = Multiaddr("/ip4/10.0.0.2/tcp/1").to_bytes()
+    assert hints([f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}", "/ip4/10.0.0.2/tcp/1"], PEER) == [good, good]
+    assert hints(["", "junk", "/ip4/300.0.0.1/tcp/1", "/p2p/\N{SNOWMAN}"], PEER) == []
+    assert len(hints(["/ip4/10.0.0.2/tcp/1"] * 100, PEER)) == MAX_HINTS
+
+
+def test_addresses_of_one_peer_belong_together() -> None:
+    first, second = f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"
+    other = "/ip4/10.0.0.3/tcp/1/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
+    assert list(by_peer_id([first, other, second]).values()) == [[first, second], [other]]

@@ -1,0 +1,177 @@
+"""The directory over real DHT nodes, and which records they keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from hivemind.dht import DHTID
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.network import dht
+from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
+from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
+from p2ptrain.network.host import open_network
+from p2ptrain.network.identity import peer_id_of
+from tests.network.local import config, keep_open, open_pair
+
+Run = Callable[..., Any]
+
+
+def test_records_of_all_are_seen_by_all(run: Run) -> None:
+    async def main() -> None:
+        async with open_pair() as (first, second), open_network(config(first)) as third:
+            networks = (first, second, third)
+            assert await third.directory.lookup("run") == {}
+            for index, network in enumerate(networks):
+                assert await network.directory.announce("run", bytes([index]) * 500, 30.0)
+            expected = {network.peer_id: bytes([index]) * 500 for index, network in enumerate(networks)}
+            for network in networks:
+                assert await network.directory.lookup("run") == expected
+            # A later record replaces the earlier one at once, also when it expires sooner.
+            assert await second.directory.announce("run", b"new", 5.0)
+            for network in networks:
+                assert (await network.directory.lookup("run"))[second.peer_id] == b"new"
+            assert await first.directory.lookup("another run") == {}
+
+    run(main)
+
+
+def test_a_peer_alone_finds_its_own_record_until_it_expires(run: Run) -> None:
+    async def main() -> None:
+        async with open_network(config()) as network:
+            assert await network.directory.announce("run", b"alone", 0.3)
+            assert await network.directory.lookup("run") == {network.peer_id: b"alone"}
+            await trio.sleep(0.35)
+            assert await network.directory.lookup("run") == {}
+
+    run(main)
+
+
+def test_forged_and_unowned_records_are_refused(run: Run) -> None:
+    async def main() -> None:
+        async with open_pair() as (victim, attacker), open_network(config(victim)) as reader:
+            assert await victim.directory.announce("run", b"true", 30.0)
+            protocol = attacker.directory._node.protocol
+            key, subkey, later = DHTID.generate("run"), victim.directory._subkey, time.time() + 60.0
+            signed = attacker.directory._node.protocol.record_validator.sign_value
+            false = MSGPackSerializer.dumps(b"false")
+            forged = signed(
+                DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(attacker.directory._subkey), false, later)
+            )
+            for other in (victim, reader):
+                peer = PeerID.from_base58(other.peer_id)
+                for given_subkey, value in ((subkey, false), (subkey, forged), (None, false), (b"anyone", false)):
+                    answer = protocol.call_store(peer, [key], [value], later, subkeys=[given_subkey])
+                    assert await from_asyncio(answer) == [False]
+            # A node that serves it all the same is not believed.
+            protocol.storage.store_subkey(key, subkey, forged, later)
+            assert await reader.directory.lookup("run") == {victim.peer_id: b"true"}
+
+    run(main)
+
+
+def test_the_others_stay_together_when_the_first_peer_leaves(run: Run) -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            first, close_first = await nursery.start(keep_open, config())
+            async with open_network(config(first)) as second, open_network(config(first)) as third:
+                await close_first()
+                assert await second.directory.announce("run", b"2", 30.0)
+                assert await third.directory.announce("run", b"3", 30.0)
+                expected = {second.peer_id: b"2", third.peer_id: b"3"}
+                assert await second.directory.lookup("run") == expected
+                assert await third.directory.lookup("run") == expected
+
+    run(main)
+
+
+def test_an_initial_peer_that_comes_back_is_found_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(dht, "REJOIN_INTERVAL_S", 0.2)
+    identity = str(tmp_path / "first.key")
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            first, close_first = await nursery.start(keep_open, config(identity=identity))
+            address = first.maddrs[0].rpartition("/p2p/")[0]
+            async with open_network(config(first)) as second:
+                await close_first()
+                assert await second.directory.lookup("run") == {}
+                again = config(identity=identity, host_maddrs=(address,))
+                first, close_first = await nursery.start(keep_open, again)
+                assert await first.directory.announce("run", b"back", 30.0)
+                while await second.directory.lookup("run") != {first.peer_id: b"back"}:
+                    await trio.sleep(0.05)
+                await close_first()
+
+    run(main)
+
+
+def test_clock_that_differs_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(offset_s: float, word: str) -> None:
+        async with open_network(config()) as first:
+            monkeypatch.setattr(dht, "get_dht_time", lambda: time.time() + offset_s)
+            with pytest.raises(ConfigError, match=rf"clock is \d+\.\d s {word} .*{first.peer_id}.*NTP"):
+                async with open_network(config(first)):
+                    pass
+
+    run(main, 7.0, "ahead of")
+    run(main, -7.0, "behind")
+
+
+KEY = RSAPrivateKey()
+VALIDATOR = OwnedRecords(KEY)
+
+
+def signed(value: Any = b"value", *, subkey: Any = None, expires_in_s: float = 30.0) -> DHTRecord:
+    """A record as hivemind's nodes exchange it, signed with KEY."""
+    record = DHTRecord(
+        b"k" * 20,
+        MSGPackSerializer.dumps(owner_subkey(KEY.get_public_key()) if subkey is None else subkey),
+        MSGPackSerializer.dumps(value),
+        time.time() + expires_in_s,
+    )
+    return dataclasses.replace(record, value=VALIDATOR.sign_value(record))
+
+
+def test_own_record_is_valid_and_names_its_owner() -> None:
+    record = signed()
+    assert VALIDATOR.validate(record)
+    assert OwnedRecords(RSAPrivateKey()).validate(record)
+    assert MSGPackSerializer.loads(VALIDATOR.strip_value(record)) == b"value"
+    assert owner_of(owner_subkey(KEY.get_public_key())) == peer_id_of(KEY.get_public_key())
+
+
+def test_records_that_are_dropped() -> None:
+    other = owner_subkey(RSAPrivateKey().get_public_key())
+    ours = owner_subkey(KEY.get_public_key())
+    good = signed()
+    bad = {
+        "value changed": dataclasses.replace(good, value=good.value.replace(b"value", b"VALUE")),
+        "key changed": dataclasses.replace(good, key=b"K" * 20),
+        "expiry changed": dataclasses.replace(good, expiration_time=good.expiration_time + 1.0),
+        "another's subkey": dataclasses.replace(good, subkey=MSGPackSerializer.dumps(other)),
+        "no signature": dataclasses.replace(good, value=VALIDATOR.strip_value(good)),
+        "no owner": signed(subkey=b"anyone"),
+        "regular value": dataclasses.replace(good, subkey=MSGPackSerializer.dumps(None)),
+        "text subkey": signed(subkey=ours.decode()),
+        "more than the owner": signed(subkey=ours + b"2"),
+        "list subkey": signed(subkey=[ours]),
+        "too large": signed(bytes(MAX_VALUE_BYTES + 1)),
+        "not bytes": signed("text"),
+        "not msgpack": dataclasses.replace(good, value=b"\xc1"),
+        "for ever": signed(expires_in_s=MAX_EXPIRES_IN_S + 60.0),
+        "not a time": dataclasses.replace(good, expiration_time=float("nan")),
+        "subkey not bytes": dataclasses.replace(good, subkey="text"),
+        "value not bytes": dataclasses.replace(good, value=None),
+    }
+    assert [name for name, record in bad.items() if VALIDATOR.validate(record)] == []
+    assert VALIDATOR.validate(signed(bytes(MAX_VALUE_BYTES)))

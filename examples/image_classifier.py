@@ -1,0 +1,79 @@
+"""A CNN that two peers train on handwritten digits, though the first sees only 0 to 4 and the second only 5 to 9.
+
+Alone, neither learns the digits that it never sees. Together both know all ten, and no image leaves its machine.
+Needs scikit-learn, which brings the images. Both peers in one terminal:
+
+    python examples/image_classifier.py --demo
+
+In two terminals, or on two machines: start it without --demo in one, and paste the line that it prints in the other.
+"""
+
+import argparse
+import copy
+import shlex
+import subprocess
+import sys
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import p2ptrain
+
+BATCH_SIZE = 256
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--demo", action="store_true", help="start the second peer as well")
+parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS", help="where the first peer is")
+parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
+parser.add_argument("--steps", type=int, default=600, help="training steps of each peer")
+arguments = parser.parse_args()
+is_second = bool(arguments.initial_peers)
+
+pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+images = pixels.float().reshape(-1, 1, 8, 8) / 16
+mine = (labels[:1400] >= 5) == is_second
+my_images, my_labels = images[:1400][mine], labels[:1400][mine]
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    batch = torch.randint(len(my_images), (BATCH_SIZE,))
+    loss = nn.functional.cross_entropy(model(my_images[batch]), my_labels[batch])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def accuracy(model: nn.Module) -> str:
+    """Of all ten digits, on images that nobody trained on."""
+    return f"{(model.eval()(images[1400:]).argmax(1) == labels[1400:]).float().mean():.0%}"
+
+
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
+    nn.Flatten(), nn.Linear(128, 10),
+)  # fmt: skip
+alone = copy.deepcopy(model)
+optimizer, optimizer_alone = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, alone))
+
+with p2ptrain.join(
+    model, run_id="digits", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
+    diloco=p2ptrain.DiLoCo(sync_every=60), total_steps=arguments.steps,
+) as peer:  # fmt: skip
+    line = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
+    second = subprocess.Popen([*line, "--host", arguments.host]) if arguments.demo else None
+    if not (second or is_second):
+        print("the second peer is started by:", shlex.join(line), sep="\n", flush=True)
+    while not peer.alive:
+        time.sleep(0.1)
+    while peer.run_step < arguments.steps:
+        train_step(alone, optimizer_alone)
+        peer.step(loss=train_step(model, optimizer), samples=BATCH_SIZE)
+    peer.wait_finished(timeout_s=60)
+print("the peer of", "5 to 9:" if is_second else "0 to 4:", accuracy(alone), "alone,", accuracy(model), "together")
+if second:
+    second.wait()

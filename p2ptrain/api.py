@@ -1,0 +1,132 @@
+"""The Python API: somebody's own model and training loop, one call added."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2ptrain.config import NetworkConfig, resolve_run
+from p2ptrain.errors import ConfigError
+from p2ptrain.lobby import Lobby
+from p2ptrain.model import ModelParts
+from p2ptrain.peer import Peer
+
+# How long a joiner looks for the run before it concludes that it is the first.
+FIND_RUN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparta:
+    """Sparse gossip at every step (SPARTA, Algorithm 1). What is None is the run's, or the default of a new run.
+
+    Attributes:
+        fragment_fraction: p, share of the parameters pushed at every inner step; 0 turns gossip off.
+        selection: "cyclic" or, as in the paper, "fresh".
+        codec: "int8" or "fp16".
+    """
+
+    fragment_fraction: float | None = None
+    selection: str | None = None
+    codec: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo:
+    """The outer rounds (DiLoCo, Algorithm 1). What is None is the run's, or the default of a new run.
+
+    Attributes:
+        sync_every: H, inner steps between rounds.
+        codec: of the outer gradients: "int8", "fp16" or "none".
+        outer_lr: learning rate of the outer Nesterov step.
+        outer_momentum: its momentum.
+    """
+
+    sync_every: int | None = None
+    codec: str | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+
+
+def join(
+    model: torch.nn.Module,
+    *,
+    run_id: str = "p2ptrain",
+    initial_peers: Sequence[str] = (),
+    sparta: Sparta | None = None,
+    diloco: DiLoCo | None = None,
+    total_steps: int | None = None,
+    run_seed: int | None = None,
+    identity: str | Path | None = None,
+    host_maddrs: Sequence[str] = NetworkConfig.host_maddrs,
+    announce_maddrs: Sequence[str] = (),
+    metrics: str | Path | None = None,
+    resume: dict[str, Any] | None = None,
+    on_status: Callable[[str], None] | None = None,
+) -> Peer:
+    """Join a run with a model of your own, or start it when there are no initial peers.
+
+    Trainable parameters are exchanged, tied ones once; frozen ones must be equal on all peers; persistent buffers are
+    taken over when joining and stay local after that. Parameters may be of any float type and on any device; their
+    storage is never re-based, so optimizers, AMP and torch.compile that were set up before keep working.
+
+    Args:
+        model: overwritten with the run's weights when joining a live run.
+        run_id: name of the run.
+        initial_peers: addresses (`peer.maddrs`) of any peers of the run, or of a bootstrap node.
+        sparta: gossip settings; a joiner takes over the run's and may leave them out.
+        diloco: round settings, likewise.
+        total_steps: length of the run in inner steps; it ends with one plain average. None: the run's, or no end.
+        run_seed: seeds the fragment partition; all peers of a run share it.
+        identity: key file that keeps this peer's id over restarts; made when missing.
+        host_maddrs: addresses to listen on.
+        announce_maddrs: addresses to tell others, behind port forwarding.
+        metrics: file to append the metrics stream to.
+        resume: what `peer.state_dict()` returned before a restart; load your model and optimizer yourself.
+        on_status: called with what the joining peer is doing, whenever that changes.
+
+    Raises:
+        ConfigError: an argument cannot work, or the network or the run cannot be reached; the message says what to do.
+        RunMismatchError: an argument or the model contradicts the run.
+    """
+    sparta, diloco = sparta or Sparta(), diloco or DiLoCo()
+    if isinstance(initial_peers, str):
+        raise ConfigError(f"initial_peers = {initial_peers!r}: must be a list of addresses; put it in [ ]")
+    given = {
+        "run_id": run_id,
+        "fragment_fraction": sparta.fragment_fraction,
+        "fragment_selection": sparta.selection,
+        "fragment_codec": sparta.codec,
+        "sync_every": diloco.sync_every,
+        "round_codec": diloco.codec,
+        "outer_lr": diloco.outer_lr,
+        "outer_momentum": diloco.outer_momentum,
+        "total_steps": total_steps,
+        "run_seed": run_seed,
+    }
+    explicit = {name: value for name, value in given.items() if value is not None}
+    resolve_run(explicit, None)  # refuse bad values before anything is started
+    ModelParts(model)
+    lobby = Lobby.open(
+        NetworkConfig(
+            initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs), announce_maddrs=tuple(announce_maddrs),
+            identity=None if identity is None else str(identity),
+        )
+    )  # fmt: skip
+    try:
+        found = lobby.find_run(run_id, FIND_RUN_S) if initial_peers else None
+        run = resolve_run(explicit, found)
+        if found is None and total_steps is None:
+            run = dataclasses.replace(run, total_steps=0)
+        peer = lobby.enter(
+            model, run, metrics=None if metrics is None else Path(metrics), resume_state=resume, on_status=on_status
+        )
+    except BaseException:
+        lobby.close()
+        raise
+    peer.on_leave(lobby.close)
+    return peer

@@ -1,0 +1,227 @@
+"""Checkpoints: complete or absent, checked when read, and the last three kept.
+
+A checkpoint is a directory `checkpoint-<step>`:
+
+    model.safetensors    one file per part of the state, such as model, trainer and peer: its tensors
+    manifest.json        size and SHA-256 of each file, everything of the state that is not a tensor, and `info`
+
+It is written under another name and renamed when complete, so a crash or a full disk never harms the ones before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from p2ptrain.errors import ConfigError, P2PTrainError
+
+FORMAT = 1
+KEEP = 3
+_NAME = re.compile(r"checkpoint-(\d+)")
+MANIFEST = "manifest.json"
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointError(P2PTrainError):
+    """A checkpoint could not be written, or is damaged; training and the other checkpoints are unharmed."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+        step: the run's step at which it was taken.
+        info: plain values about it, such as the run's settings and versions.
+        state: the parts, each a nested structure of dicts, lists, tensors and plain values.
+    """
+
+    step: int
+    info: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+
+def save(out: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint below `out` and remove the ones before the last KEEP.
+
+    Returns:
+        The directory `checkpoint-<step>`; one of the same step is replaced.
+
+    Raises:
+        CheckpointError: it could not be written, such as on a full disk. Nothing else was touched.
+    """
+    target = out / f"checkpoint-{checkpoint.step}"
+    building = out / f".checkpoint-{checkpoint.step}.tmp"
+    try:
+        for unfinished in out.glob(".checkpoint-*.tmp"):
+            shutil.rmtree(unfinished)
+        building.mkdir(parents=True)
+        _write(building, checkpoint)
+        if target.exists():
+            shutil.rmtree(target)
+        building.rename(target)
+        _sync(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(building, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
+    for old in checkpoints(out)[KEEP:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The checkpoint directories below `out`, newest first. Empty when `out` does not exist."""
+    if not out.is_dir():
+        return []
+    steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint below `out`, or None when there is none at all. Damaged ones are logged.
+
+    `parts`: as for `load`.
+
+    Raises:
+        ConfigError: there are checkpoints, and all of them are damaged.
+    """
+    found = checkpoints(out)
+    for path in found:
+        try:
+            return load(path, parts)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+    if found:
+        raise ConfigError(f"--out {out}: none of its {len(found)} checkpoints is whole; move them away to start afresh")
+    return None
+
+
+def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
+    """Read one checkpoint directory; with `parts`, only those parts of its state.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete, or another version of p2ptrain wrote it.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        content = manifest["content"]
+        if _digest(content) != manifest["sha256"]:
+            raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} does not have the hash it names")
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"checkpoint {path} has format {content['format']}, this version reads {FORMAT}")
+        state = {}
+        for part in content["state"] if parts is None else parts:
+            file = path / f"{part}.safetensors"
+            with file.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != content["files"][file.name]["sha256"]:
+                    raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not have the hash it had")
+            state[part] = _unpack(content["state"][part], load_file(file))
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
+    return Checkpoint(step=content["step"], info=content["info"], state=state)
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    files, plain = {}, {}
+    for part, value in checkpoint.state.items():
+        tensors: dict[str, torch.Tensor] = {}
+        plain[part] = _pack(value, part, _collector(tensors))
+        file = folder / f"{part}.safetensors"
+        save_file(tensors, file)
+        _sync(file)
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        files[file.name] = {"sha256": digest, "size_bytes": file.stat().st_size}
+    content = {
+        "format": FORMAT, "step": checkpoint.step, "info": dict(checkpoint.info), "files": files, "state": plain,
+    }  # fmt: skip
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"sha256": _digest(content), "content": content}, indent=1), encoding="utf-8")
+    _sync(manifest)
+    _sync(folder)
+
+
+def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], str]:
+    """Returns a function that puts tensors into `tensors` and gives the name each has there; aliases share one."""
+    names: dict[tuple[object, ...], str] = {}
+
+    def collect(name: str, tensor: torch.Tensor) -> str:
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device))
+        if tensor.numel() and identity in names:
+            return names[identity]
+        names[identity] = name
+        # A copy only where tensors of one storage would make safetensors refuse.
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensors[name] = tensor.detach() if whole else tensor.detach().clone(memory_format=torch.contiguous_format)
+        return name
+
+    return collect
+
+
+def _pack(value: Any, name: str, collect: Callable[[str, torch.Tensor], str]) -> Any:
+    """Turn nested state into JSON, tensors into references. What JSON cannot say is tagged by a key with a dollar."""
+    match value:
+        case torch.Tensor():
+            return {"$tensor": collect(name, value)}
+        case np.ndarray():
+            return {"$array": collect(name, torch.from_numpy(value))}
+        case bytes():
+            return {"$bytes": value.hex()}
+        case tuple():
+            return {"$tuple": [_pack(item, f"{name}.{index}", collect) for index, item in enumerate(value)]}
+        case list():
+            return [_pack(item, f"{name}.{index}", collect) for index, item in enumerate(value)]
+        case Mapping() if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _pack(item, f"{name}.{key}", collect) for key, item in value.items()}
+        case Mapping():
+            return {"$items": [[key, _pack(item, f"{name}.{key}", collect)] for key, item in value.items()]}
+        case None | bool() | int() | float() | str():
+            return value
+    raise TypeError(f"{name}: a checkpoint cannot hold a {type(value).__name__}")
+
+
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    match value:
+        case {"$tensor": name}:
+            return tensors[name]
+        case {"$array": name}:
+            return tensors[name].numpy()
+        case {"$bytes": text}:
+            return bytes.fromhex(text)
+        case {"$tuple": items}:
+            return tuple(_unpack(item, tensors) for item in items)
+        case {"$items": items}:
+            return {key: _unpack(item, tensors) for key, item in items}
+        case dict():
+            return {key: _unpack(item, tensors) for key, item in value.items()}
+        case list():
+            return [_unpack(item, tensors) for item in value]
+    return value
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Make a file or directory durable, so that the rename never outlives the bytes."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

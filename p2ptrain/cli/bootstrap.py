@@ -1,0 +1,60 @@
+"""`p2ptrain bootstrap`: a rendezvous node that does not train."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings import NETWORK_SETTINGS, SETTINGS, Settings
+
+SECTIONS = {"The network": NETWORK_SETTINGS, "The run": (SETTINGS["run_id"],)}
+DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
+# How soon Ctrl-C is seen.
+POLL_S = 0.2
+
+
+@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
+@takes_settings(SECTIONS)
+def bootstrap(settings: Settings) -> None:
+    """Help peers to find each other, without training.
+
+    A run lives on while any peer does, but the address that people were told may be that of a peer that left. A
+    bootstrap node keeps one address: its identity is kept in a file (p2ptrain-bootstrap/identity.key), so give it a
+    fixed port.
+
+    \b
+    On a machine that others can reach:
+        p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001
+    Then, wherever training is to happen, the line that it prints:
+        p2ptrain join --initial-peers /ip4/203.0.113.7/tcp/4001/p2p/Qm…
+    """
+    from p2ptrain.addresses import join_line, write_addresses
+    from p2ptrain.interrupt import stop_on_signals
+    from p2ptrain.lobby import Lobby
+    from p2ptrain.rundir import make_directory
+
+    network = settings.network_config()
+    identity = Path(network.identity or DEFAULT_IDENTITY)
+    if network.identity is None:
+        make_directory(identity.parent)
+    with ExitStack() as stack:
+        lobby = stack.enter_context(Lobby.open(dataclasses.replace(network, identity=str(identity))))
+        stop = stack.enter_context(stop_on_signals())
+        if target := settings.values["write_addresses"]:
+            write_addresses(Path(str(target)), lobby.maddrs)
+        click.echo(f"bootstrap node {lobby.peer_id}")
+        for maddr in lobby.maddrs:
+            click.echo(f"listening on {maddr}")
+        click.echo("peers join with:")
+        click.echo(join_line(lobby.maddrs, str(settings.values["run_id"])))
+        while not stop():
+            if lobby.failed:
+                raise ConfigError("the libp2p daemon (p2pd) has died; start the same command again")
+            time.sleep(POLL_S)
+    click.echo("stopped")

@@ -1,0 +1,44 @@
+"""`p2ptrain config`: what the settings are, and where each came from."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from p2ptrain.cli.join import SECTIONS
+from p2ptrain.cli.options import settings_command, takes_settings
+from p2ptrain.settings import Settings
+
+
+@click.group()
+def config() -> None:
+    """Look at the settings."""
+
+
+@config.command(cls=settings_command(SECTIONS))
+@takes_settings(SECTIONS)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+def show(settings: Settings, as_json: bool) -> None:
+    """Show the settings that `p2ptrain join` would use here, and where each came from.
+
+    It takes the same options as `p2ptrain join`.
+
+    \b
+        p2ptrain config show -c peer.toml --steps 500
+    """
+    merged = {name: {"value": value, "source": settings.sources[name]} for name, value in settings.values.items()}
+    if as_json:
+        click.echo(json.dumps(merged, indent=2))
+        return
+    texts = {name: _text(value) for name, value in settings.values.items()}
+    width = max(map(len, texts))
+    value_width = max(map(len, texts.values()))
+    for name, text in texts.items():
+        click.echo(f"{name:<{width}}  {text:<{value_width}}  {settings.sources[name]}")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return "" if value is None else str(value)

@@ -1,0 +1,62 @@
+"""`p2ptrain join`: start a run, or take part in one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.settings import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
+
+if TYPE_CHECKING:
+    from p2ptrain.training import Progress
+
+SECTIONS = {
+    "The run (a joiner takes these over, and need not give them)": RUN_SETTINGS,
+    "The network": NETWORK_SETTINGS,
+    "This machine": TRAINING_SETTINGS,
+}
+
+
+@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
+@takes_settings(SECTIONS)
+def join(settings: Settings) -> None:
+    """Start a run, or take part in one, and train.
+
+    Without --initial-peers a new run starts, and the line is printed that others paste to join it. A joiner takes
+    over the run's settings, weights, step and learning rate. Ctrl-C leaves the run and writes a checkpoint; the same
+    command again continues.
+
+    \b
+    Start a run of a small GPT on Python's own source text:
+        p2ptrain join
+    Join it from another machine, on one CPU core:
+        p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --threads 1
+    Start one on your own text and model, for 10,000 steps:
+        p2ptrain join --run-id novels --data texts/ --model mymodels:small_gpt --steps 10000
+    """
+    from p2ptrain.session import join_run
+
+    join_run(settings, say=_say, on_progress=lambda progress: _say(format_progress(progress)))
+
+
+def _say(text: str) -> None:
+    """Print a line. Where nobody reads any more, as after Ctrl-C in `p2ptrain join | tee log`, go on without."""
+    try:
+        click.echo(text)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def format_progress(progress: Progress) -> str:
+    """One line of progress."""
+    length = f"/{progress.total_steps}" if progress.total_steps else ""
+    skipped = sum(progress.skipped.values())
+    return (
+        f"step {progress.run_step}{length} · loss {progress.loss:.3f}, held-out {progress.eval_loss:.3f} · "
+        f"{progress.tokens_per_s:,.0f} tokens/s · peers {progress.peers} · round {progress.round} · "
+        f"fragments {progress.sent} out, {progress.merged} in, {skipped} skipped"
+    )

@@ -1,0 +1,71 @@
+"""The command `p2ptrain` and how it fails: one line that says what to change, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+
+import click
+
+from p2ptrain.cli.bootstrap import bootstrap
+from p2ptrain.cli.config import config
+from p2ptrain.cli.demo import demo
+from p2ptrain.cli.generate import generate
+from p2ptrain.cli.join import join
+from p2ptrain.cli.peers import peers
+from p2ptrain.errors import ConfigError
+from p2ptrain.version import __version__
+
+INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train one neural network together, peer to peer.
+
+    \b
+    See peers train together on this machine, for two minutes:
+        p2ptrain demo
+    Start a run, and see it train:
+        p2ptrain join
+    On other machines, paste the line that it prints:
+        p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
+    """
+
+
+for command in (demo, join, bootstrap, peers, generate, config):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Entry point of the command; ends the process."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("p2ptrain").setLevel(logging.INFO)
+    # Containers and service managers end a program by SIGTERM: to us it is Ctrl-C, from the first moment.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        cli.main(prog_name="p2ptrain", standalone_mode=False)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "p2ptrain"
+        _fail(f"{error.format_message()} (see {command} --help)")
+    except ConfigError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does; Python must not complain of it once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("p2ptrain: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    finally:
+        # The interpreter's last garbage collection would walk through all of torch: 0.8 s of CPU for nothing.
+        gc.freeze()
+
+
+def _fail(message: str) -> None:
+    click.echo(f"p2ptrain: error: {message}", err=True)
+    sys.exit(2)

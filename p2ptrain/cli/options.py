@@ -1,0 +1,72 @@
+"""Click options made from the table of settings, so that help, environment and TOML cannot drift apart."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+
+from p2ptrain.settings import SETTINGS, Setting, merge
+
+EVERY_WAY = (
+    "Every option can also be set in the environment (P2PTRAIN_…, such as P2PTRAIN_SYNC_EVERY) or in the TOML file "
+    "of -c (sync_every = 200). A flag wins over the environment, and that over the file."
+)
+
+
+class SettingsCommand(click.Command):
+    """A command whose help shows its settings in sections."""
+
+    sections: Mapping[str, Sequence[Setting]] = {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        section_of = {s.name: title for title, settings in self.sections.items() for s in settings}
+        titles: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                titles.setdefault(section_of.get(parameter.name or "", "Options"), []).append(record)
+        for title, records in titles.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def takes_settings(sections: Mapping[str, Sequence[Setting]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command's function: it gets one option per setting and `-c`, and is called with `settings`.
+
+    Args:
+        sections: the settings, by the title under which the help shows them.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        names = [setting.name for settings in sections.values() for setting in settings]
+
+        @functools.wraps(function)
+        def command(config_file: str | None, **given: Any) -> None:
+            flags = {name: given.pop(name) for name in names}
+            function(merge(flags, os.environ, config_file), **given)
+
+        decorated: Callable[..., None] = command
+        for name in reversed(names):
+            decorated = _option(SETTINGS[name])(decorated)
+        return click.option(
+            "-c", "--config", "config_file", metavar="FILE", help="TOML file with settings [or P2PTRAIN_CONFIG]."
+        )(decorated)
+
+    return decorate
+
+
+def settings_command(sections: Mapping[str, Sequence[Setting]]) -> type[SettingsCommand]:
+    """The class of a command with these sections, for `click.command(cls=…)`."""
+    return type("SettingsCommand", (SettingsCommand,), {"sections": sections})
+
+
+def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    # Values stay text here: `settings` converts and checks those of all sources alike.
+    default = setting.default
+    shown = " ".join(default) if isinstance(default, tuple) else default
+    text = setting.help if shown in (None, "") else f"{setting.help} [default: {shown}]"
+    return click.option(setting.flag, setting.name, metavar=setting.metavar, multiple=setting.kind is tuple, help=text)

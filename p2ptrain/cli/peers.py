@@ -1,0 +1,65 @@
+"""`p2ptrain peers`: who takes part in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import click
+
+from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings import SETTINGS, Settings
+
+SECTIONS = {
+    "The run": (SETTINGS["run_id"],),
+    "The network": (SETTINGS["initial_peers"], SETTINGS["host_maddrs"], SETTINGS["startup_timeout_s"]),
+}
+
+WIDTH_OF_FILES = 160
+
+
+@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
+@takes_settings(SECTIONS)
+@click.option("--json", "as_json", is_flag=True, help="One JSON list instead of a table.")
+def peers(settings: Settings, as_json: bool) -> None:
+    """Show who takes part in a run.
+
+    \b
+    As a table, and as JSON for scripts:
+        p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
+        p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --json
+    """
+    network = settings.network_config()
+    if not network.initial_peers:
+        raise ConfigError("--initial-peers: is needed to ask about a run; give the address of one of its peers")
+    from p2ptrain.lobby import Lobby
+
+    run_id = str(settings.values["run_id"])
+    with Lobby.open(network) as lobby:
+        members = [dataclasses.asdict(member) for member in lobby.members(run_id)]
+    if as_json:
+        click.echo(json.dumps(members, indent=2))
+    elif not members:
+        click.echo(f"nobody takes part in run {run_id!r}")
+    else:
+        _print_table(run_id, members)
+
+
+def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"run {run_id}: {len(members)} peers", title_justify="left")
+    for title in ("peer", "role", "status", "step", "round", "steps/s", "addresses"):
+        table.add_column(title, overflow="fold", justify="right" if title in ("step", "round", "steps/s") else "left")
+    for member in members:
+        addresses = [maddr.rpartition("/p2p/")[0] for maddr in member["maddrs"]]
+        table.add_row(
+            member["peer_id"], member["role"], member["status"], str(member["step"]), str(member["round"]),
+            f"{member['speed']:.1f}", "\n".join(addresses),
+        )  # fmt: skip
+    # Into a file or a pipe nothing need be folded.
+    Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)

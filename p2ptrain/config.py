@@ -1,0 +1,251 @@
+"""The two halves of a configuration: what a run agrees on, and what is one machine's own business.
+
+`RunConfig` must be equal on every peer: its hash, the run digest, is checked in the first frame of every stream.
+A joiner takes it over from the run and may repeat settings, but not contradict them. `PeerConfig` never leaves the
+machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.errors import ConfigError, RunMismatchError
+
+PROTOCOL_VERSION = 1
+
+DATA_KINDS = ("stdlib", "text", "")
+FRAGMENT_CODECS = ("int8", "fp16")
+ROUND_CODECS = ("int8", "fp16", "none")
+FRAGMENT_SELECTIONS = ("cyclic", "fresh")
+
+
+def _finite(value: float) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _check(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} = {value!r}: must be {rule}")
+
+
+def _check_count(name: str, value: int, least: int, note: str = "") -> None:
+    # The upper bound is that of a signed 64-bit integer on the wire.
+    ok = type(value) is int and least <= value < 2**63
+    _check(ok, name, value, f"a whole number, {least} or more {note}".rstrip())
+
+
+def _check_positive(name: str, value: float) -> None:
+    _check(_finite(value) and value > 0, name, value, "a finite number above 0")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _check(value in choices, name, value, "one of " + ", ".join(choice or "''" for choice in choices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The settings that every peer of a run shares, hashed into the run digest.
+
+    Attributes:
+        run_id: name of the run; peers of other runs on the same DHT are never seen.
+        protocol_version: version of frames and round protocol; peers of another version are refused.
+        model: built-in name, `package.module:factory`, or "" for a model given through the Python API.
+        model_layout: hex hash of every parameter's name, shape, dtype and, where frozen, value.
+        data: "stdlib" or "text" (every peer brings its own text files), or "" under the Python API.
+        total_steps: length of the run in inner steps; 0 means it has no end.
+        lr: peak learning rate of the inner AdamW.
+        warmup_steps: linear warm-up of the inner learning rate.
+        weight_decay: of the inner AdamW, on matrices only.
+        sync_every: H, inner steps between rounds (DiLoCo, Algorithm 1).
+        fragment_fraction: p, share of the parameters pushed at every inner step (SPARTA, Algorithm 1); 0 turns
+            gossip off.
+        fragment_selection: "cyclic" walks a shuffled partition, "fresh" draws anew at each step as the paper does.
+        fragment_codec: how fragments travel.
+        round_codec: how outer gradients travel.
+        outer_lr: learning rate of the outer Nesterov step.
+        outer_momentum: momentum of the outer Nesterov step.
+        run_seed: seeds the initial weights and the fragment partition.
+    """
+
+    run_id: str = "p2ptrain"
+    protocol_version: int = PROTOCOL_VERSION
+    model: str = ""
+    model_layout: str = ""
+    data: str = ""
+    # 2,000 steps of the demo model are a few minutes on a laptop: a first run that ends by itself.
+    total_steps: int = 2000
+    # 3e-3 with 50 steps of warm-up: tuned for the demo model (simulated, k = 8). Weight decay: DiLoCo, table 5.
+    lr: float = 3e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    # DiLoCo, section 3.1: 500 is the paper's trade-off between loss and bytes; the demo model's runs are short.
+    sync_every: int = 200
+    # 0.5 %: the larger of the SPARTA paper's two settings.
+    fragment_fraction: float = 0.005
+    # Cyclic: 0.41 x the disagreement of fresh draws at the same bytes (measured in simulation).
+    fragment_selection: str = "cyclic"
+    # int8 raw weights with a scale per block cost no loss (measured); int4 does.
+    fragment_codec: str = "int8"
+    round_codec: str = "int8"
+    # DiLoCo, table 5: Nesterov, 0.7 and 0.9.
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    run_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(
+            bool(self.run_id) and len(self.run_id) <= 128 and self.run_id.isprintable() and "/" not in self.run_id,
+            "run_id", self.run_id, "1 to 128 printable characters without '/'",
+        )  # fmt: skip
+        # A joiner shows these two on its terminal, and they come from a stranger.
+        _check(
+            self.model.isprintable() and len(self.model) <= 128,
+            "model", self.model, "at most 128 printable characters",
+        )  # fmt: skip
+        _check_choice("data", self.data, DATA_KINDS)
+        _check_count("total_steps", self.total_steps, 0, "(0: the run has no end)")
+        _check_positive("lr", self.lr)
+        _check_count("warmup_steps", self.warmup_steps, 0)
+        _check(_finite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
+        _check_count("sync_every", self.sync_every, 1, "(inner steps between two rounds)")
+        _check(
+            _finite(self.fragment_fraction) and 0 <= self.fragment_fraction <= 1,
+            "fragment_fraction", self.fragment_fraction, "between 0 and 1 (0.005 is 0.5 %)",
+        )  # fmt: skip
+        _check_choice("fragment_selection", self.fragment_selection, FRAGMENT_SELECTIONS)
+        _check_choice("fragment_codec", self.fragment_codec, FRAGMENT_CODECS)
+        _check_choice("round_codec", self.round_codec, ROUND_CODECS)
+        _check_positive("outer_lr", self.outer_lr)
+        _check(
+            _finite(self.outer_momentum) and 0 <= self.outer_momentum < 1,
+            "outer_momentum", self.outer_momentum, "at least 0 and below 1",
+        )  # fmt: skip
+        _check_count("run_seed", self.run_seed, 0)
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of all fields in a canonical form."""
+        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def data_seed(self, peer_id: str) -> int:
+        """A seed for a peer's share of the data: the same after a restart with the same identity."""
+        return int.from_bytes(hashlib.sha256(f"{self.run_seed}/{peer_id}".encode()).digest()[:6], "big")
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Build from untrusted values. Raises ConfigError on unknown keys, wrong types or bad values."""
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise ConfigError(f"unknown run setting {name!r}; known are: {', '.join(sorted(known))}")
+            expected = type(known[name].default)
+            if expected is float and type(value) is int:
+                continue
+            if type(value) is not expected:
+                raise ConfigError(f"run setting {name} = {value!r} must be of type {expected.__name__}")
+        fields: dict[str, Any] = {
+            name: float(value) if type(known[name].default) is float else value for name, value in values.items()
+        }
+        return cls(**fields)
+
+
+def resolve_run(explicit: Mapping[str, Any], adopted: RunConfig | None) -> RunConfig:
+    """Settle the run's settings: those of the run that was found, or defaults plus what the user gave.
+
+    Args:
+        explicit: the settings that the user gave, by field name of `RunConfig`.
+        adopted: the settings of the live run, or None when there is none yet.
+
+    Raises:
+        RunMismatchError: an explicit setting differs from the run's.
+        ConfigError: an explicit setting is invalid.
+    """
+    if adopted is None:
+        return RunConfig.from_dict(explicit)
+    given = RunConfig.from_dict(explicit)
+    for name in explicit:
+        ours, theirs = getattr(given, name), getattr(adopted, name)
+        if ours != theirs:
+            raise RunMismatchError(
+                f"{name}: you gave {ours!r}, but run {adopted.run_id!r} trains with {theirs!r}; "
+                f"leave it out to take over the run's setting, or choose another --run-id"
+            )
+    return adopted
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """How this machine meets the network. See libp2p's multiaddr notation for addresses.
+
+    Attributes:
+        initial_peers: multiaddrs of peers or bootstrap nodes to join through; empty to start a new swarm.
+        host_maddrs: addresses to listen on.
+        announce_maddrs: addresses to tell others instead of those found out (behind port forwarding, in containers).
+        identity: file with this peer's private key, made when missing; None for a new identity at each start.
+        startup_timeout_s: how long the libp2p daemon may take to start.
+    """
+
+    initial_peers: tuple[str, ...] = ()
+    # All interfaces: others on the network are to reach us. Port 0: any free one.
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce_maddrs: tuple[str, ...] = ()
+    identity: str | None = None
+    # hivemind's 15 s is too short on busy machines (a known complaint); errors are due within 30 s.
+    startup_timeout_s: float = 25.0
+
+    def __post_init__(self) -> None:
+        _check(len(self.host_maddrs) > 0, "host_maddrs", self.host_maddrs, "at least one address to listen on")
+        _check_positive("startup_timeout_s", self.startup_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    """This machine's own business: nothing here has to be equal on another peer.
+
+    Attributes:
+        network: how this machine meets the others.
+        data: "stdlib", or the path of a text file or of a directory of text files.
+        batch_size: windows of text per inner step.
+        device: "auto" (a GPU when torch sees one), or a torch device such as "cpu" or "cuda:1".
+        threads: CPU threads for torch; 0 leaves the choice to torch.
+        out: directory for identity, metrics and checkpoints; None for `p2ptrain-<run id>`.
+        metrics: file that gets one JSON line per event; None for `metrics.jsonl` in the out directory.
+        seed: of this peer's stream of training windows; None derives it from the identity.
+        eval_every: inner steps of the run between two measurements on the held-out text.
+        checkpoint_minutes: time between two checkpoints; one more is written when training stops.
+        write_addresses: file that gets the addresses of this peer, one a line, for others' `--initial-peers`.
+    """
+
+    network: NetworkConfig = NetworkConfig()
+    # On every machine that can run this program, and English enough to show a model that learns.
+    data: str = "stdlib"
+    # ALGORITHMS.md, section 4: the demo model, tuned for one slow core.
+    batch_size: int = 4
+    device: str = "auto"
+    threads: int = 0
+    out: str | None = None
+    metrics: str | None = None
+    seed: int | None = None
+    # One evaluation of the demo model takes as long as about six of its steps: 100 keeps it near 5 %. A guess else.
+    eval_every: int = 100
+    # A guess: ten minutes of one peer's work is little in a swarm, which keeps the weights anyway.
+    checkpoint_minutes: float = 10.0
+    write_addresses: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("batch_size", self.batch_size, 1)
+        _check_count("threads", self.threads, 0, "(0: torch decides)")
+        _check_count("eval_every", self.eval_every, 1)
+        _check_positive("checkpoint_minutes", self.checkpoint_minutes)
+        if self.seed is not None:
+            _check_count("seed", self.seed, 0)

@@ -1,0 +1,12 @@
+"""Text to train on: characters as tokens, a split that is the same everywhere, and each peer's windows.
+
+>>> corpus = load_corpus("stdlib")
+>>> windows = RandomWindows(corpus.training, context=64, batch_size=4, seed=peer.data_seed)
+>>> inputs, targets = windows.next_batch()
+"""
+
+from p2ptrain.data.corpus import Corpus, load_corpus
+from p2ptrain.data.tokenizer import VOCAB_SIZE, decode, encode
+from p2ptrain.data.windows import RandomWindows, fixed_windows
+
+__all__ = ["VOCAB_SIZE", "Corpus", "RandomWindows", "decode", "encode", "fixed_windows", "load_corpus"]

@@ -1,0 +1,56 @@
+"""How fast the demo's peers will be on this machine, found out in about two seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from p2ptrain.config import PeerConfig, RunConfig
+from p2ptrain.data import VOCAB_SIZE, load_corpus
+from p2ptrain.models import build
+from p2ptrain.trainer import Trainer
+
+MODEL = "gpt-demo"
+WARM_UP_STEPS = 20
+MEASURE_S = 2.0
+# What a step takes in a swarm beyond the training itself: exchange, evaluation, libp2p, and what else comes to run
+# meanwhile (measured on a shared machine: 1.0 to 1.5).
+SWARM_FACTOR = 1.3
+
+
+def measure_step_s(peers: int) -> float:
+    """Seconds that one inner step of the demo model takes while `peers` processes train at once.
+
+    Measured beside as many busy neighbours as there will be: this counts in shared cores, CPU quotas of containers
+    and whatever else the machine does.
+    """
+    run = RunConfig(model=MODEL)
+    model = build(MODEL, vocab_size=VOCAB_SIZE, seed=0)
+    trainer = Trainer(model, load_corpus("stdlib"), run, batch_size=PeerConfig.batch_size, seed=0)
+    for step in range(WARM_UP_STEPS):
+        trainer.step(step)
+    with _busy_neighbours(peers - 1):
+        start_s = time.monotonic()
+        steps = 0
+        while time.monotonic() - start_s < MEASURE_S:
+            trainer.step(steps)
+            steps += 1
+        return SWARM_FACTOR * (time.monotonic() - start_s) / steps
+
+
+@contextmanager
+def _busy_neighbours(count: int) -> Iterator[None]:
+    # They end by themselves should we be killed. A session each, as peers have: Linux shares its time among sessions.
+    program = f"import time\nend = time.monotonic() + {3 * MEASURE_S}\nwhile time.monotonic() < end: pass"
+    command = [sys.executable, "-I", "-S", "-c", program]
+    neighbours = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+        for neighbour in neighbours:
+            neighbour.wait()

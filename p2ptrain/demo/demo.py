@@ -1,0 +1,98 @@
+"""The demo from beginning to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from p2ptrain.demo.calibration import measure_step_s
+from p2ptrain.demo.conductor import Conductor, start_bootstrap
+from p2ptrain.demo.directory import CURVES, RESULTS, SUMMARY, claim_demo_directory
+from p2ptrain.demo.display import open_display
+from p2ptrain.demo.plan import Plan, make_plan
+from p2ptrain.demo.plot import save_plot
+from p2ptrain.demo.processes import running_processes
+from p2ptrain.demo.report import format_report
+from p2ptrain.demo.results import Results, measure
+from p2ptrain.demo.swarm import SwarmView
+from p2ptrain.demo.words import count
+from p2ptrain.interrupt import stop_on_signals
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the user chose.
+
+    Attributes:
+        peers: how many train at once, 2 or more.
+        minutes: how long the demo should take.
+        seed: of the initial weights and of each peer's text.
+        out: directory that everything is written below.
+        plain: lines instead of a live table.
+    """
+
+    peers: int
+    minutes: float
+    seed: int
+    out: Path
+    plain: bool
+
+
+def run_demo(options: DemoOptions, console: Console, *, began_s: float) -> Results:
+    """Run the demo and show it.
+
+    Args:
+        options: what the user chose.
+        console: where it is shown.
+        began_s: when the user began to wait, in seconds since the epoch.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+        DemoFailedError: a process failed.
+        KeyboardInterrupt: Ctrl-C; every process is gone by then.
+    """
+    torch.set_num_threads(1)
+    with claim_demo_directory(options.out):
+        with stop_on_signals() as stop:
+            plan, swarm, bootstrap_id = _train(options, console, began_s, stop)
+        results = measure(options.out, swarm, peers_at_once=plan.peers)
+        save_plot(swarm, options.out / CURVES)
+        took_s = time.time() - began_s
+        report = format_report(results, swarm, plan, options.out, bootstrap_id=bootstrap_id, took_s=took_s)
+        (options.out / SUMMARY).write_text(report, encoding="utf-8")
+        (options.out / RESULTS).write_text(
+            json.dumps(dataclasses.asdict(results), indent=1, default=str), encoding="utf-8"
+        )
+        console.print()
+        # As it is: the commands in it must survive being copied.
+        console.out(report, highlight=False, end="")
+        return results
+
+
+def _train(
+    options: DemoOptions, console: Console, began_s: float, stop: Callable[[], bool]
+) -> tuple[Plan, SwarmView, str]:
+    with running_processes() as processes:
+        addresses = start_bootstrap(options.out, processes, stop)
+        step_s = measure_step_s(options.peers)
+        if stop():
+            raise KeyboardInterrupt
+        time_left_s = 60 * options.minutes - (time.time() - began_s)
+        plan = make_plan(peers=options.peers, seed=options.seed, step_s=step_s, time_left_s=time_left_s)
+        swarm = SwarmView(began_s, plan.steps, plan.eval_every)
+        swarm.tell(
+            time.time(),
+            f"a step takes {1e3 * step_s:.0f} ms with {count(plan.peers, 'peer')} here: {plan.steps:,} steps, "
+            f"a round every {plan.sync_every:,}",
+        )
+        with open_display(console, plain=options.plain) as display:
+            Conductor(plan, options.out, addresses, processes, swarm).run(display, stop)
+        bootstrap_id = addresses.read_text(encoding="utf-8").split()[0].rpartition("/")[2]
+    return plan, swarm, bootstrap_id

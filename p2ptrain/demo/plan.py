@@ -1,0 +1,93 @@
+"""How long the demo's run is, and when its accidents happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RUN_ID = "p2ptrain-demo"
+# Two before the kill, one without the killed peer, two with the late one, and the last, a plain average.
+ROUNDS = 6
+MIN_SYNC_EVERY = 25
+# Of the run's steps.
+KILL_AT = 0.40
+JOIN_AT = 0.55
+# In a short demo all is earlier, but not before the swarm has come to life.
+EARLIEST_START = 0.20
+# Seconds, measured on two shared cores: from the start of the peers to their first steps, from the start of one more
+# peer beside busy ones to its first, and from the last step to the end of the demo.
+PEERS_START_S = 14.0
+LATE_START_S = 12.0
+END_S = 6.0
+# Time enough for a late peer.
+MIN_TRAINING_S = 2 * LATE_START_S
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's length and schedule.
+
+    Attributes:
+        peers: how many train at once.
+        seed: of the initial weights, the fragments and, with a peer's number, its stream of text.
+        steps: the run's length in inner steps.
+        sync_every: H, inner steps between two rounds.
+        eval_every: inner steps between two looks at the held-out text.
+        kill_at_step: when one peer is killed.
+        join_at_step: when the process of one more is started.
+    """
+
+    peers: int
+    seed: int
+    steps: int
+    sync_every: int
+    eval_every: int
+    kill_at_step: int
+    join_at_step: int
+
+    @property
+    def run_flags(self) -> list[str]:
+        """The run's settings, as flags of `p2ptrain join`."""
+        settings = {
+            "run-id": RUN_ID,
+            "steps": self.steps,
+            "sync-every": self.sync_every,
+            # p = 2 %: where the demo model's peers stay within 0.999 of each other (ALGORITHMS.md, section 4).
+            "fragment-fraction": 0.02,
+            # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (same place).
+            "outer-lr": 1,
+            "outer-momentum": 0,
+            "warmup-steps": min(50, self.steps // 8),
+            "run-seed": self.seed,
+        }
+        return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+    def peer_seed(self, number: int) -> int:
+        """Seed of the text that a peer trains on."""
+        return 1000 * self.seed + number
+
+
+def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float) -> Plan:
+    """Choose the run's length so that everything ends in time.
+
+    Args:
+        peers: how many train at once.
+        seed: of the run.
+        step_s: seconds of one inner step while all of them train.
+        time_left_s: until the demo should be over, from just before the peers start.
+    """
+    training_s = max(MIN_TRAINING_S, time_left_s - PEERS_START_S - END_S)
+    sync_every = max(MIN_SYNC_EVERY, round(training_s / step_s / ROUNDS))
+    steps = ROUNDS * sync_every
+    # The late peer's process starts so much earlier that it takes part at JOIN_AT.
+    start_late_at = max(EARLIEST_START, JOIN_AT - LATE_START_S / training_s)
+    kill_at = min(KILL_AT, start_late_at - 0.02)
+    return Plan(
+        peers=peers,
+        seed=seed,
+        steps=steps,
+        sync_every=sync_every,
+        # An evaluation takes as long as six steps.
+        eval_every=max(10, sync_every // 10),
+        kill_at_step=round(kill_at * steps),
+        join_at_step=round(start_late_at * steps),
+    )

@@ -1,0 +1,71 @@
+"""The picture of a demo: losses above, correlation of the weights below, with the accidents marked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from p2ptrain.demo.swarm import SwarmView
+from p2ptrain.demo.words import clock
+
+# Okabe and Ito's colours: told apart by everyone.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+GROUPS = 150
+
+
+def save_plot(swarm: SwarmView, path: Path) -> None:
+    """Write the picture as PNG."""
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 6.5), layout="constrained")
+        losses, correlation = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
+        _plot_losses(losses, swarm)
+        _plot_correlation(correlation, swarm)
+        for axes in (losses, correlation):
+            _mark_accidents(axes, swarm)
+        figure.savefig(path, dpi=130)
+
+
+def smooth(points: list[tuple[float, float]], groups: int = GROUPS) -> list[tuple[float, float]]:
+    """Means of `groups` neighbouring groups of (time, loss), or of as many as there are tens of points."""
+    values = np.asarray(points, np.float64).reshape(-1, 2)
+    parts = np.array_split(values, max(1, min(groups, len(values) // 10)))
+    return [(t, loss) for t, loss in (part.mean(axis=0) for part in parts if len(part))]
+
+
+def _plot_losses(axes: Axes, swarm: SwarmView) -> None:
+    for peer in swarm.peers.values():
+        colour = COLOURS[(peer.number - 1) % len(COLOURS)]
+        axes.plot(*_curve(swarm, smooth(peer.losses)), color=colour, linewidth=0.7, alpha=0.4)
+        axes.plot(*_curve(swarm, peer.held_out), color=colour, linewidth=1.6, label=peer.name)
+    axes.set_ylabel("loss, nats a character\n(thick: held-out text, thin: training)")
+    axes.legend(frameon=False, ncols=2)
+
+
+def _plot_correlation(axes: Axes, swarm: SwarmView) -> None:
+    points = [(found.t, found.value) for found in swarm.correlations()]
+    axes.plot(*_curve(swarm, points), color="black", linewidth=1.2)
+    for round_ in swarm.rounds.values():
+        axes.axvline(round_.t - swarm.began_s, color="grey", linewidth=0.5, alpha=0.5)
+    axes.set_ylabel("correlation of the weights\n(grey: rounds)")
+    axes.set_xlabel("time since the start")
+    axes.xaxis.set_major_formatter(lambda seconds, _: clock(seconds))
+
+
+def _curve(swarm: SwarmView, points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Seconds since the start, and values."""
+    return [t - swarm.began_s for t, _ in points], [value for _, value in points]
+
+
+def _mark_accidents(axes: Axes, swarm: SwarmView) -> None:
+    for what, event, colour in (("killed", swarm.killed_at, "#B00020"), ("joins", swarm.joined_at, "#1B7F3B")):
+        if event is not None:
+            number, t = event
+            axes.axvline(t - swarm.began_s, color=colour, linewidth=1.2, linestyle="--")
+            axes.annotate(
+                f"peer {number} {what}", (t - swarm.began_s, 1.0), xycoords=("data", "axes fraction"),
+                xytext=(4, -2), textcoords="offset points", color=colour, va="top",
+            )  # fmt: skip

@@ -1,0 +1,161 @@
+"""What came of it: measured on the checkpoints that the peers left, and on the bytes that they counted."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2ptrain import checkpoint
+from p2ptrain.algorithms.metrics import pairwise_correlation
+from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE, load_corpus
+from p2ptrain.demo.conductor import DemoFailedError
+from p2ptrain.demo.directory import peer_directory
+from p2ptrain.demo.peerview import PeerView
+from p2ptrain.demo.swarm import SwarmView
+from p2ptrain.generation import generate_text
+from p2ptrain.model import ModelParts
+from p2ptrain.models import build
+from p2ptrain.trainer import Trainer
+
+PROMPT = "def "
+SAMPLE_LENGTH = 400
+# Below it, a model this young mostly writes blanks (tried).
+TEMPERATURE = 0.9
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """One peer at the end. Losses in nats a character; `before` is its own, before the last round made them equal."""
+
+    number: int
+    steps: int
+    before: float | None
+    after: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Payload bytes sent per inner step and peer.
+
+    Attributes:
+        fragments, rounds: what the peers counted.
+        dense: what data-parallel training sends: a ring all-reduce of fp32 gradients at every step.
+    """
+
+    fragments: float
+    rounds: float
+    dense: float
+
+    @property
+    def total(self) -> float:
+        return self.fragments + self.rounds
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that the demo reports.
+
+    Attributes:
+        peers: those that were there at the end.
+        merged: held-out loss of the merged model: the anchor of the last round.
+        same_anchor: whether every peer ended with the same anchor, bit for bit.
+        correlation_mean, correlation_lowest: of the weights between any two peers while they trained; None unknown.
+        correlation_end: the same over all weights, after the last round.
+        skipped: fragments that were not merged, by reason; `merged_fragments` those that were.
+        parameters: number of trained weights.
+        checkpoint: where the merged model was saved.
+        text: written by the merged model.
+    """
+
+    peers: tuple[PeerResult, ...]
+    merged: float
+    same_anchor: bool
+    correlation_mean: float | None
+    correlation_lowest: float | None
+    correlation_end: float
+    traffic: Traffic
+    merged_fragments: int
+    skipped: dict[str, int]
+    parameters: int
+    checkpoint: Path
+    text: str
+
+
+def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
+    """Load what the peers saved, measure it, and save the merged model below `out`.
+
+    Raises:
+        DemoFailedError: no peer has saved anything.
+    """
+    finished = [peer for peer in swarm.peers.values() if peer.status == "finished"]
+    saved = {peer.number: checkpoint.load_newest(peer_directory(out, peer.number)) for peer in finished}
+    checkpoints = {number: found for number, found in saved.items() if found is not None}
+    if not checkpoints:
+        raise DemoFailedError(f"no peer has saved a checkpoint; see the logs, {peer_directory(out, 1)} and so on")
+    run = RunConfig.from_dict(next(iter(checkpoints.values())).info["run"])
+    model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+    trainer = Trainer(model, load_corpus("stdlib"), run, batch_size=1, seed=0)
+
+    results, weights = [], []
+    for number, found in checkpoints.items():
+        peer = swarm.peers[number]
+        model.load_state_dict(found.state["model"])
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
+        results.append(PeerResult(number, peer.own_steps, _before_last_round(peer), trainer.evaluate()))
+
+    # The newest, should a peer have missed the last round.
+    newest = max(checkpoints.values(), key=lambda found: (found.info["round"], found.step))
+    _load_anchor(model, newest.state["peer"])
+    merged = checkpoint.Checkpoint(newest.step, _merged_info(newest.info), {"model": model.state_dict()})
+    correlations = [found.value for found in swarm.correlations() if found.step < swarm.total_steps]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Results(
+        peers=tuple(results),
+        merged=trainer.evaluate(),
+        same_anchor=len({found.info["anchor_sha256"] for found in checkpoints.values()}) == 1,
+        correlation_mean=statistics.fmean(correlations) if correlations else None,
+        correlation_lowest=min(correlations, default=None),
+        correlation_end=pairwise_correlation(weights) if len(weights) > 1 else 1.0,
+        traffic=measure_traffic(list(swarm.peers.values()), parameters=parameters, peers_at_once=peers_at_once),
+        merged_fragments=sum(peer.merged for peer in swarm.peers.values()),
+        skipped=dict(sum((peer.skipped for peer in swarm.peers.values()), start=Counter())),
+        parameters=parameters,
+        checkpoint=checkpoint.save(out, merged),
+        text=PROMPT + "".join(
+            generate_text(model, PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
+        ),
+    )  # fmt: skip
+
+
+def measure_traffic(peers: list[PeerView], *, parameters: int, peers_at_once: int) -> Traffic:
+    """Bytes per inner step and peer, over all peers and their whole lives."""
+    steps = max(1, sum(peer.own_steps for peer in peers))
+    return Traffic(
+        fragments=sum(peer.fragment_bytes for peer in peers) / steps,
+        rounds=sum(peer.round_bytes for peer in peers) / steps,
+        dense=2 * (peers_at_once - 1) / peers_at_once * 4 * parameters,
+    )
+
+
+def _before_last_round(peer: PeerView) -> float | None:
+    before = [loss for t, loss in peer.held_out if t < peer.last_round_t]
+    return before[-1] if before else None
+
+
+def _load_anchor(model: nn.Module, peer_state: dict[str, Any]) -> None:
+    anchor = ModelParts(model).unflatten(peer_state["anchor"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(anchor[name])
+
+
+def _merged_info(info: Any) -> dict[str, Any]:
+    """That of a peer's checkpoint, without whose it was."""
+    return {name: value for name, value in info.items() if name != "peer_id"}

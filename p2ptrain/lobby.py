@@ -1,0 +1,163 @@
+"""A peer's place on the network before its model exists: who we are, which runs there are, and entering one."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+from p2ptrain.config import NetworkConfig, RunConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.metrics_file import MetricsFile
+from p2ptrain.network.host import Network, open_network
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer import Peer
+from p2ptrain.protocol.guest import MemberInfo, ask_settings, list_members
+
+logger = logging.getLogger(__name__)
+
+# Opening refuses by itself within 25 s; this only guards against the unexpected.
+OPEN_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Lobby:
+    """Owns the network thread and everything on it. A context manager; `close` may be called twice."""
+
+    def __init__(self, config: NetworkConfig) -> None:
+        """Open the network. Raises ConfigError with what to do about it."""
+        self._config = config
+        self._thread = NetworkThread()
+        self._opened = threading.Event()
+        self._error: BaseException | None = None
+        self._network: Network | None = None
+        self._close_now: Callable[[], object] = lambda: None
+        self._closed = threading.Event()
+        try:
+            self._thread.start_soon(self._hold_network)
+            _wait(self._opened, OPEN_TIMEOUT_S, "the network did not open")
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, config: NetworkConfig) -> Lobby:
+        """The same as the constructor, for reading: `with Lobby.open(config) as lobby:`."""
+        return cls(config)
+
+    def __enter__(self) -> Lobby:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def network(self) -> Network:
+        assert self._network is not None
+        return self._network
+
+    @property
+    def knows_others(self) -> bool:
+        """Whether there was anybody to join through."""
+        return bool(self._config.initial_peers)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the libp2p daemon has died under us."""
+        return self.network.failed.is_set()
+
+    @property
+    def peer_id(self) -> str:
+        return self.network.peer_id
+
+    @property
+    def maddrs(self) -> list[str]:
+        """Addresses that others can dial, loopback last."""
+        return self.network.maddrs
+
+    def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
+        """The settings of the live run of this name, or None when nobody of it can be found."""
+
+        async def find() -> RunConfig | None:
+            return await ask_settings(self.network.transport, self.network.directory, run_id, timeout_s=timeout_s)
+
+        return self._thread.run(find, timeout_s=timeout_s + 30)
+
+    def members(self, run_id: str) -> list[MemberInfo]:
+        """Everybody who takes part in a run and can be reached from here."""
+
+        async def look() -> list[MemberInfo]:
+            return await list_members(self.network.transport, self.network.directory, run_id)
+
+        return self._thread.run(look, timeout_s=30)
+
+    def enter(
+        self,
+        model: torch.nn.Module,
+        run: RunConfig,
+        *,
+        metrics: Path | None = None,
+        resume_state: dict[str, Any] | None = None,
+        on_status: Callable[[str], None] | None = None,
+    ) -> Peer:
+        """Take part in a run with a model; returns once the model stands on the run's state.
+
+        Args:
+            model: its trainable parameters are overwritten by the run's anchor unless this peer founds the run.
+            run: the run's settings; `model_layout` is filled in from the model when empty.
+            metrics: file for the metrics stream, or None.
+            resume_state: what `Peer.state_dict()` returned before a restart.
+            on_status: called with what the joining peer is doing, whenever that changes.
+
+        Raises:
+            ConfigError: the model cannot be trained this way, or the run's state cannot be had.
+            RunMismatchError: the model is not the one that the run trains.
+        """
+        writer = MetricsFile(metrics) if metrics is not None else None
+        try:
+            return Peer(
+                model, run, self.network, self._thread, writer,
+                incarnation=secrets.token_hex(8), may_found=not self.knows_others,
+                resume_state=resume_state, on_status=on_status or (lambda status: None),
+            )  # fmt: skip
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the network: no thread, process or socket is left."""
+        self._close_now()
+        if self._opened.is_set() and self._error is None:
+            self._closed.wait(CLOSE_TIMEOUT_S)
+        if not self._thread.stop(CLOSE_TIMEOUT_S):
+            logger.warning("the network thread did not end within %.0f s", CLOSE_TIMEOUT_S)
+
+    async def _hold_network(self) -> None:
+        closing = trio.Event()
+        self._close_now = lambda: self._thread.post(closing.set)
+        try:
+            async with open_network(self._config) as network:
+                self._network = network
+                self._opened.set()
+                await closing.wait()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._closed.set()
+            self._opened.set()
+
+
+def _wait(event: threading.Event, timeout_s: float, what: str) -> None:
+    if not event.wait(timeout_s):
+        raise ConfigError(f"{what} within {timeout_s:.0f} s; the machine may be overloaded: try again")

@@ -1,0 +1,102 @@
+"""A GPT as of "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019), after Karpathy's nanoGPT.
+
+Pre-norm blocks, learned positions, and one table as token embedding and output head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Shape of a GPT: `width` is divided among the heads, `context` is the longest sequence in tokens."""
+
+    vocab_size: int
+    layers: int
+    heads: int
+    width: int
+    context: int
+
+
+class GPT(nn.Module):
+    """Maps tokens to the logits of each next token. Attribute `context` is the longest sequence it takes."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.context = config.context
+        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.width)
+        self._initialise(config.layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 (batch, time) -> logits (batch, time, vocab_size), time at most `context`."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, width)
+        for block in self.blocks:
+            x = block(x)
+        # The head is the embedding table itself, so there is one parameter and no alias of it.
+        return functional.linear(self.final_norm(x), self.token_embedding.weight)
+
+    def _initialise(self, layers: int) -> None:
+        # GPT-2: 0.02 everywhere, and less on the 2 * layers matrices that add into the residual stream.
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                residual = name.endswith("project.weight")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron, each on a normalised copy and added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, time, width) -> the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, time, width) -> the same shape."""
+        batch, time, width = x.shape
+        heads = self.query_key_value(x).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # (B, heads, T, width / heads) each
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.project(mixed.transpose(1, 2).reshape(batch, time, width))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Two layers with GELU between them, four times as wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, 4 * width)
+        self.project = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, time, width) -> the same shape."""
+        return self.project(functional.gelu(self.expand(x), approximate="tanh"))  # type: ignore[no-any-return]

@@ -1,0 +1,72 @@
+"""The metrics stream: one JSON object a line, appended and flushed, written off the training thread.
+
+The event names and fields are a public contract (docs/metrics.md): add, never rename.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Lines waiting for the disk. A disk that is this far behind loses the newest lines, and that is logged.
+MAX_WAITING = 10_000
+
+
+class MetricsFile:
+    """Appends events to a file from a thread of its own. `write` may be called from any thread and never blocks.
+
+    Raises ConfigError when the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--metrics {path}: cannot be written ({error.strerror}); choose another file") from None
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
+        self._broken = False
+        self._thread = threading.Thread(target=self._run, name="p2ptrain-metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        """Queue one event; `t` (seconds since the epoch) is added."""
+        try:
+            self._queue.put_nowait({"event": event, "t": round(time.time(), 3), **fields})
+        except queue.Full:
+            self._complain("the disk does not keep up")
+
+    def close(self) -> None:
+        """Write what is queued and close the file. May be called twice."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        with self._file:
+            while (event := self._queue.get()) is not None:
+                try:
+                    self._file.write(json.dumps({key: _plain(value) for key, value in event.items()}) + "\n")
+                    self._file.flush()
+                except OSError as error:
+                    self._complain(error.strerror or str(error))
+
+    def _complain(self, reason: str) -> None:
+        if not self._broken:
+            self._broken = True
+            logger.error("metrics are being lost: %s", reason)
+
+
+def _plain(value: Any) -> Any:
+    # JSON has no NaN or infinity.
+    return None if isinstance(value, float) and not math.isfinite(value) else value

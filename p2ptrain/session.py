@@ -1,0 +1,195 @@
+"""`p2ptrain join` from beginning to end: find the run or found it, build what it trains, train, leave.
+
+What can be seen to be wrong on this machine is said before the network is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from p2ptrain import checkpoint
+from p2ptrain.addresses import join_line, read_initial_peers, write_addresses
+from p2ptrain.config import NetworkConfig, RunConfig
+from p2ptrain.data import VOCAB_SIZE, load_corpus
+from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.interrupt import stop_on_signals
+from p2ptrain.models import build, check_name
+from p2ptrain.rundir import claim_out
+from p2ptrain.settings import Settings
+from p2ptrain.trainer import Trainer, choose_device
+from p2ptrain.training import Progress, run_training
+
+if TYPE_CHECKING:
+    from p2ptrain.lobby import Lobby
+
+IDENTITY_FILE = "identity.key"
+METRICS_FILE = "metrics.jsonl"
+# Addresses of the peers that were last seen alive: what a restarted peer finds the run by, should the address that
+# it first joined through be gone, or should it be the founder.
+REMEMBERED_FILE = "peers.txt"
+# A guess between a slow DHT and a person who waits: looking up one key takes well below a second.
+FIND_RUN_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Callable[[Progress], None]) -> None:
+    """Take part in a run until it ends or Ctrl-C.
+
+    Args:
+        settings: merged from flags, environment and TOML.
+        say: shows one line to the user.
+        on_progress: shows how training goes on, every few seconds.
+
+    Raises:
+        ConfigError: something the user gave cannot work.
+    """
+    config = settings.peer_config()
+    run_id = str(settings.values["run_id"])
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device)
+    if settings.explicit("model"):
+        check_name(str(settings.values["model"]))
+    corpus = load_corpus(config.data)
+
+    with ExitStack() as stack:
+        out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
+        identity = Path(config.network.identity or out / IDENTITY_FILE)
+        saved = checkpoint.load_newest(out)
+
+        network = dataclasses.replace(config.network, identity=str(identity))
+        lobby = stack.enter_context(_open_lobby(network, _remembered(out), say))
+        found = lobby.find_run(run_id, timeout_s=FIND_RUN_TIMEOUT_S) if lobby.knows_others else None
+        run = settle_run(settings, found, saved, out)
+        if saved and found is None and 0 < run.total_steps <= saved.step:
+            say(
+                f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
+            )
+            return
+        model = _build_model(run, saved).to(device)
+        # Before the run is entered: it takes a second of imports, in which a member would only hold up rounds.
+        seed = run.data_seed(lobby.peer_id) if config.seed is None else config.seed
+        trainer = Trainer(model, corpus, run, batch_size=config.batch_size, seed=seed)
+        if saved:
+            trainer.load_state_dict(saved.state["trainer"])
+
+        peer = stack.enter_context(
+            lobby.enter(
+                model,
+                run,
+                metrics=Path(config.metrics or out / METRICS_FILE),
+                resume_state=saved.state["peer"] if saved else None,
+                on_status=say,
+            )
+        )
+        if config.write_addresses:
+            write_addresses(Path(config.write_addresses), peer.maddrs)
+        stop = stack.enter_context(stop_on_signals())
+        verb = "continuing" if saved else "joined" if network.initial_peers else "started"
+        _say_hello(say, peer.peer_id, peer.maddrs, peer.run, verb)
+        saved = None  # a large model's is gigabytes
+
+        def progressed(progress: Progress) -> None:
+            if peer.alive_maddrs:
+                write_addresses(out / REMEMBERED_FILE, peer.alive_maddrs)
+            on_progress(progress)
+
+        reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=progressed)
+        hint = f"try: p2ptrain generate {out}" if reason == "finished" else "the same command again continues"
+        say(f"{reason} at step {peer.run_step}, saved in {out}; {hint}")
+
+
+def _remembered(out: Path) -> tuple[str, ...]:
+    """Addresses of the peers that we trained with before; none where there is no (readable) record of them."""
+    try:
+        return read_initial_peers([str(out / REMEMBERED_FILE)])
+    except ConfigError:
+        return ()
+
+
+def _open_lobby(network: NetworkConfig, remembered: tuple[str, ...], say: Callable[[str], None]) -> Lobby:
+    """The network, joined through the addresses that the user gave and those that we remember.
+
+    Remembered peers may be gone: when none answers, what the user asked for is done without them.
+    """
+    from p2ptrain.lobby import Lobby  # imports hivemind, which takes a second that no error before need wait for
+
+    if remembered:
+        try:
+            return Lobby.open(dataclasses.replace(network, initial_peers=(*network.initial_peers, *remembered)))
+        except ConfigError as error:
+            logger.debug("remembered peers: %s", error)
+            say("none of the peers from before can be reached")
+    return Lobby.open(network)
+
+
+def settle_run(
+    settings: Settings, found: RunConfig | None, saved: checkpoint.Checkpoint | None, out: Path
+) -> RunConfig:
+    """The settings to train with: those of the live run, else of our checkpoint, else of a new run.
+
+    Args:
+        settings: what the user gave.
+        found: the settings of the live run, or None.
+        saved: our newest checkpoint, or None.
+        out: its directory, for messages.
+
+    Raises:
+        ConfigError: these contradict each other, or the run needs something that only the user can give.
+    """
+    ours = RunConfig.from_dict(saved.info["run"]) if saved else None
+    if found and ours and found != ours:
+        raise ConfigError(
+            f"--out {out}: its checkpoint is of a run with other settings than the one found now "
+            f"({_differences(ours, found)}); give another --out"
+        )
+    try:
+        run = settings.resolve_run(found or ours)
+    except RunMismatchError as error:
+        if found is None:
+            raise RunMismatchError(f"{error}. The run's settings are those of the checkpoint in {out}") from error
+        raise
+    if not run.model or not run.data:
+        raise ConfigError(
+            f"run {run.run_id!r} was started from a Python program; join it with p2ptrain.join(model, run_id=…) there"
+        )
+    if ":" in run.model and not settings.explicit("model") and found:
+        # A stranger must not choose which code of this machine is called.
+        raise ConfigError(
+            f"run {run.run_id!r} trains the model {run.model}, code that you must have: add --model {run.model}"
+        )
+    if run.data == "text" and not settings.explicit("data"):
+        raise ConfigError(f"run {run.run_id!r} trains on text that every peer brings: add --data FILE or DIR")
+    return run
+
+
+def _build_model(run: RunConfig, saved: checkpoint.Checkpoint | None) -> nn.Module:
+    model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+    if saved:
+        try:
+            model.load_state_dict(saved.state["model"])
+        except RuntimeError as error:
+            raise ConfigError(f"the checkpoint does not fit model {run.model}: {error}; give another --out") from error
+    return model
+
+
+def _say_hello(say: Callable[[str], None], peer_id: str, maddrs: list[str], run: RunConfig, verb: str) -> None:
+    say(f"{verb} run {run.run_id!r} (model {run.model}, {run.total_steps or 'endless'} steps) as peer {peer_id}")
+    for maddr in maddrs:
+        say(f"listening on {maddr}")
+    say("others join with:")
+    say(join_line(maddrs, run.run_id, run.model))
+
+
+def _differences(ours: RunConfig, theirs: RunConfig) -> str:
+    mine, live = ours.to_dict(), theirs.to_dict()
+    return ", ".join(f"{name}: {mine[name]!r} there, {live[name]!r} here" for name in mine if mine[name] != live[name])

@@ -1,0 +1,193 @@
+"""The commands as a user meets them: help that teaches, results, and failures of one line with status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from p2ptrain import checkpoint
+from p2ptrain.cli.join import format_progress
+from p2ptrain.cli.main import cli
+from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE
+from p2ptrain.errors import ConfigError
+from p2ptrain.models import build
+from p2ptrain.settings import SETTINGS
+from p2ptrain.training import Progress
+from tests.fakes import MADDR, FakeLobby, FakeMember
+
+COMMANDS = (["join"], ["bootstrap"], ["peers"], ["generate"], ["config", "show"])
+
+
+@pytest.fixture
+def lobby(monkeypatch: pytest.MonkeyPatch) -> type[FakeLobby]:
+    fake = type("Lobby", (FakeLobby,), {})
+    monkeypatch.setitem(sys.modules, "p2ptrain.lobby", types.SimpleNamespace(Lobby=fake))
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _output(*arguments: str) -> str:
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def _python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    return _python("-m", "p2ptrain", *arguments, **environ)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_teaches_with_an_example(command: list[str]) -> None:
+    text = _output(*command, "--help")
+    assert f"    p2ptrain {' '.join(command)}" in text
+
+
+def test_help_shows_every_setting_with_its_default() -> None:
+    text = " ".join(_output("join", "--help").split())
+    for setting in SETTINGS.values():
+        assert f"{setting.flag} {setting.metavar} " in text
+        if isinstance(setting.default, (int, float)):
+            assert f"[default: {setting.default}]" in text
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "sys.argv = ['p2ptrain', 'join', '--help']\n"
+        "from p2ptrain.cli.main import main\n"
+        "main()\n"
+        "heavy = {'torch', 'numpy', 'hivemind', 'trio', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = _python("-c", program)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["jion"], "No such command 'jion'. Did you mean 'join'? (see p2ptrain --help)"),
+        (["join", "--lr", "fast"], "--lr: 'fast' is not a number, such as 0.003"),
+        (["join", "--sync-evry", "5"], "(see p2ptrain join --help)"),
+        (["join", "--initial-peers", "localhost"], "neither an address nor a file"),
+        (["join", "--data", "none"], "--data none: no such file or directory; give text, or leave it out"),
+        (["join", "--model", "gpt-dmo"], "did you mean gpt-demo?"),
+        (["join", "-c", "none.toml"], "cannot read config file none.toml"),
+        (["peers"], "--initial-peers: is needed"),
+        (["generate", "none"], "none: no checkpoint there"),
+        (["generate", "--length", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments: list[str], message: str) -> None:
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("p2ptrain: error: ")
+    assert message in line
+
+
+def test_an_unknown_variable_is_a_mistake_too() -> None:
+    done = _run("config", "show", P2PTRAIN_SYNC_EVRY="5")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "p2ptrain: error: unknown environment variable P2PTRAIN_SYNC_EVRY; did you mean P2PTRAIN_SYNC_EVERY?\n"
+    )
+
+
+def test_config_show_tells_value_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("peer.toml").write_text("lr = 0.1\nsteps = 5\n", encoding="utf-8")
+    monkeypatch.setenv("P2PTRAIN_STEPS", "6")
+    arguments = ("config", "show", "-c", "peer.toml", "--threads", "3")
+    rows = {row.split()[0]: row.split()[1:] for row in _output(*arguments).splitlines()}
+    assert rows["lr"] == ["0.1", "peer.toml:", "lr"]
+    assert rows["steps"] == ["6", "P2PTRAIN_STEPS"]
+    assert rows["threads"] == ["3", "--threads"]
+    assert rows["batch_size"] == ["4", "default"]
+    merged = json.loads(_output(*arguments, "--json"))
+    assert merged["lr"] == {"value": 0.1, "source": "peer.toml: lr"}
+    assert merged.keys() == rows.keys() == SETTINGS.keys()
+
+
+def test_join_trains_and_prints_its_line_whole(lobby: type[FakeLobby]) -> None:
+    text = _output("join", "--steps", "2", "--threads", "1", "--device", "cpu")
+    assert f"\np2ptrain join --initial-peers {MADDR}\n" in text
+    assert "step 2/2 · loss " in text
+    assert text.endswith("finished at step 2, saved in p2ptrain-p2ptrain; try: p2ptrain generate p2ptrain-p2ptrain\n")
+
+
+def test_progress_is_one_line() -> None:
+    progress = Progress(
+        run_step=340, total_steps=0, round=1, peers=4, loss=2.71, eval_loss=2.8, tokens_per_s=5120.4, sent=120,
+        merged=118, skipped={"stale": 1, "epoch": 1},
+    )  # fmt: skip
+    assert format_progress(progress) == (
+        "step 340 · loss 2.710, held-out 2.800 · 5,120 tokens/s · peers 4 · round 1 · "
+        "fragments 120 out, 118 in, 2 skipped"
+    )
+
+
+def test_bootstrap_prints_and_writes_its_addresses(lobby: type[FakeLobby], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: os.kill(os.getpid(), 15))
+    text = _output("bootstrap", "--write-addresses", "addresses")
+    assert f"\np2ptrain join --initial-peers {MADDR}\n" in text
+    assert text.endswith("stopped\n")
+    assert MADDR in Path("addresses").read_text(encoding="utf-8")
+    assert lobby.opened is not None
+    assert lobby.opened.identity == "p2ptrain-bootstrap/identity.key"
+
+
+def test_a_bootstrap_node_without_its_daemon_does_not_stay(lobby: type[FakeLobby]) -> None:
+    lobby.failed = True
+    result = CliRunner().invoke(cli, ["bootstrap"])
+    assert isinstance(result.exception, ConfigError)
+    assert "p2pd" in str(result.exception)
+
+
+def test_peers_shows_who_takes_part(lobby: type[FakeLobby]) -> None:
+    arguments = ("peers", "--initial-peers", MADDR)
+    assert _output(*arguments) == "nobody takes part in run 'p2ptrain'\n"
+    assert json.loads(_output(*arguments, "--json")) == []
+    lobby.present = (FakeMember(), FakeMember(peer_id="QmThird", step=41))
+    members = json.loads(_output(*arguments, "--json"))
+    assert (members[1]["peer_id"], members[1]["maddrs"], members[1]["step"]) == ("QmThird", [MADDR], 41)
+    title, *_, row, _ = _output(*arguments).splitlines()
+    assert title.split() == ["run", "p2ptrain:", "2", "peers"]
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == ["QmThird", "trainer", "training", "41", "2", "12.3", MADDR.rpartition("/p2p/")[0]]
+
+
+def test_generate_writes_text_after_the_prompt() -> None:
+    model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=0)
+    info = {"run": RunConfig(model="gpt-demo").to_dict()}
+    checkpoint.save(Path("p2ptrain-p2ptrain"), checkpoint.Checkpoint(1, info, {"model": model.state_dict()}))
+    text = _output("generate", "--prompt", "class ", "--length", "20")
+    assert text.startswith("class ")
+    assert len(text) == len("class ") + 20 + 1
+    assert text == _output("generate", "--prompt", "class ", "--length", "20")
+    assert text != _output("generate", "--prompt", "class ", "--length", "20", "--seed", "1")

@@ -1,0 +1,74 @@
+"""The live table and the plain lines."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from p2ptrain.demo.display import open_display
+from p2ptrain.demo.screen import render
+from p2ptrain.demo.swarm import SwarmView
+from p2ptrain.demo.words import clock, count, size
+from tests.demo import metrics
+from tests.demo.metrics import BEGAN_S, small_swarm
+
+
+def _screen(swarm: SwarmView, width: int, height: int = 40) -> list[str]:
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(render(swarm, BEGAN_S + 65, width=width, height=height))
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_the_table_fits_and_shows_every_peer(width: int) -> None:
+    swarm = small_swarm()
+    swarm.tell(1019, "a line that is much longer than any terminal is wide " * 5)
+    lines = _screen(swarm, width)
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith("1:05 · 0 peers · step 100/100")
+    rows = [line for line in lines if line.endswith(("killed", "finished"))]
+    assert len(rows) == 4
+    assert rows[0].split()[-4:] == ["1", "4.0", "kB", "killed"]
+    assert ("skipped" in lines[2]) == (width >= 110)
+
+
+def test_a_low_terminal_keeps_the_newest_happenings() -> None:
+    lines = _screen(small_swarm(), 80, height=14)
+    assert len(lines) <= 14
+    assert "round 1 committed" in lines[-1]
+
+
+def test_a_peer_without_steps_has_an_empty_row() -> None:
+    swarm = SwarmView(BEGAN_S, 100, eval_every=10)
+    swarm.started(1)
+    for width in (80, 120):
+        assert _screen(swarm, width)[3].split() == ["1", "starting"]
+
+
+def test_plain_lines_are_not_wrapped_and_told_once() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=40)
+    swarm = SwarmView(BEGAN_S, 100, eval_every=10)
+    swarm.started(1)
+    swarm.apply(1, metrics.start(1, 1001))
+    swarm.apply(1, metrics.step(20, 1002))
+    with open_display(console, plain=True) as display:
+        swarm.tell(1003, "something that is wider than forty columns has happened")
+        display.update(swarm)
+        display.update(swarm)
+    happened, progress = output.getvalue().splitlines()
+    assert happened == " 0:03  something that is wider than forty columns has happened"
+    # Made-up peers lived long ago, so a line of progress is due.
+    assert progress.endswith("  step 20 of 100 · 1 peer · losses 2.00 · 0 tokens/s")
+
+
+def test_words() -> None:
+    assert [clock(seconds) for seconds in (0, 9.6, 65, 3600)] == ["0:00", "0:10", "1:05", "60:00"]
+    assert [count(n, "peer") for n in (0, 1, 1200)] == ["0 peers", "1 peer", "1,200 peers"]
+    sizes = [size(n) for n in (0, 640, 999, 1000, 3149, 9949, 9950, 27_600, 999_499, 999_500, 1.2e6, 5e15)]
+    assert sizes == [
+        "0 B", "640 B", "999 B", "1.0 kB", "3.1 kB", "9.9 kB", "10 kB", "28 kB", "999 kB", "1.0 MB", "1.2 MB",
+        "5000 TB",
+    ]  # fmt: skip

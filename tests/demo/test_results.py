@@ -1,0 +1,120 @@
+"""The numbers, the picture and the page at the end, from made-up metrics and real checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from p2ptrain import checkpoint
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.cli.main import cli
+from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE
+from p2ptrain.demo.directory import peer_directory
+from p2ptrain.demo.plan import Plan, make_plan
+from p2ptrain.demo.plot import save_plot, smooth
+from p2ptrain.demo.report import format_report
+from p2ptrain.demo.results import Results, measure, measure_traffic
+from p2ptrain.generation import load_model
+from p2ptrain.models import build
+from p2ptrain.settings import merge
+from tests.demo.metrics import small_swarm
+
+PARAMETERS = 110_464
+RUN = RunConfig(model="gpt-demo", data="stdlib", total_steps=100)
+
+
+def _plan() -> Plan:
+    return make_plan(peers=3, seed=5, step_s=0.01, time_left_s=100)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    """Results of three peers that ended a little apart from an anchor of seed 1."""
+    anchor_model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=1)
+    space = IndexSpace([(name, tuple(p.shape)) for name, p in anchor_model.named_parameters()])
+    anchor = torch.empty(space.num_blocks, 64)
+    ParameterView(space, [p.data for p in anchor_model.parameters()]).read(anchor)
+    for number in (2, 3, 4):
+        model = {name: value + 1e-5 * number for name, value in anchor_model.state_dict().items()}
+        info = {"run": RUN.to_dict(), "peer_id": f"Qm{number}", "round": 2, "anchor_sha256": "bb" * 32}
+        state = {"model": model, "peer": {"anchor": anchor}}
+        checkpoint.save(peer_directory(tmp_path, number), checkpoint.Checkpoint(100, info, state))
+    return measure(tmp_path, small_swarm(), peers_at_once=3)
+
+
+def test_every_survivor_is_measured_before_and_after_the_last_round(results: Results) -> None:
+    assert [(peer.number, peer.steps, peer.before) for peer in results.peers] == [
+        (2, 90, 2.52), (3, 90, 2.53), (4, 50, 2.54),
+    ]  # fmt: skip
+    assert all(peer.after == pytest.approx(results.merged, abs=1e-3) for peer in results.peers)
+    assert results.same_anchor
+    assert results.correlation_end == pytest.approx(1.0, abs=1e-5)
+    assert results.correlation_lowest is not None
+    assert results.correlation_lowest < 1.0
+    assert results.parameters == PARAMETERS
+    assert results.skipped == {"superseded": 6}
+
+
+def test_the_merged_model_is_the_anchor(results: Results, tmp_path: Path) -> None:
+    assert results.checkpoint == tmp_path / "checkpoint-100"
+    expected = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=1).state_dict()
+    loaded = load_model(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert results.text.startswith("def ")
+
+
+def test_traffic_is_per_step_and_peer() -> None:
+    traffic = measure_traffic(list(small_swarm().peers.values()), parameters=1000, peers_at_once=4)
+    steps = 3 * 40 + 3 * 50
+    assert traffic.fragments == pytest.approx(3 * 3500 / steps)
+    assert traffic.rounds == pytest.approx(6 * 500 / steps)
+    assert traffic.dense == 2 * 3 / 4 * 4 * 1000
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    save_plot(small_swarm(), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_keeps_the_mean() -> None:
+    points = [(float(n), float(n % 7)) for n in range(700)]
+    smoothed = smooth(points, groups=70)
+    assert len(smoothed) == 70
+    assert sum(loss for _, loss in smoothed) / 70 == pytest.approx(3.0)
+    assert smooth([(1.0, 2.0)]) == [(1.0, 2.0)]
+    assert smooth([]) == []
+
+
+def test_the_page_says_it_in_words_and_commands_that_work(results: Results) -> None:
+    plan, out = _plan(), Path("p2ptrain demo")
+    results = dataclasses.replace(results, checkpoint=out / "checkpoint-100")
+    page = format_report(results, small_swarm(), plan, out, bootstrap_id="QmBoot", took_s=119)
+    assert page.startswith("Done in 1:59: 4 peers made 270 inner steps in a run of 100.\n")
+    assert "Rounds committed: 2 (2 by 3 peers); their anchors were the same, bit for bit," in page
+    assert all(len(line) < 80 for line in page.splitlines() if not line.startswith("p2ptrain "))
+    bootstrap, join = (shlex.split(line) for line in page.splitlines() if line.startswith("p2ptrain "))
+    assert bootstrap[:2] == ["p2ptrain", "bootstrap"]
+    assert bootstrap[-1] == "p2ptrain demo/bootstrap/identity.key"
+    names = [flag.removeprefix("--").replace("-", "_") for flag in join[2::2]]
+    flags: dict[str, object] = dict(zip(names, join[3::2], strict=True))
+    assert str(flags["initial_peers"]).endswith("/tcp/4001/p2p/QmBoot")
+    flags["initial_peers"] = (flags["initial_peers"],)
+    assert merge(flags, {}).resolve_run(None).total_steps == plan.steps
+
+
+def test_unequal_anchors_are_not_hidden(results: Results) -> None:
+    unequal = dataclasses.replace(results, same_anchor=False)
+    page = format_report(unequal, small_swarm(), _plan(), Path("d"), bootstrap_id="Qm", took_s=1)
+    assert "NOT THE SAME" in page
+
+
+def test_the_help_teaches_with_an_example() -> None:
+    result = CliRunner().invoke(cli, ["demo", "--help"])
+    assert result.exit_code == 0
+    assert "\n      p2ptrain demo\n" in result.output

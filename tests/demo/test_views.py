@@ -1,0 +1,127 @@
+"""What the demo makes of the peers' metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.demo.events import EventReader
+from p2ptrain.demo.peerview import PeerView
+from p2ptrain.demo.swarm import BAD, GOOD, SwarmView
+from tests.demo import metrics
+from tests.demo.metrics import BEGAN_S, TOTAL_STEPS, small_swarm
+
+
+def _told(swarm: SwarmView) -> list[str]:
+    return [happening.text for happening in swarm.happenings]
+
+
+def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = EventReader(path)
+    assert list(reader.new_events()) == []
+    lines = [json.dumps(metrics.step(n, float(n))) + "\n" for n in range(3)]
+    path.write_text(lines[0] + lines[1][:10], encoding="utf-8")
+    assert [event["step"] for event in reader.new_events()] == [0]
+    assert list(reader.new_events()) == []
+    path.write_text("".join(lines), encoding="utf-8")
+    assert [event["step"] for event in reader.new_events()] == [1, 2]
+
+
+def test_a_peer_goes_from_starting_to_finished() -> None:
+    peer = PeerView(2)
+    seen = [peer.status]
+    for event in (
+        metrics.start(2, 1.0), metrics.step(1, 2.0), metrics.step(TOTAL_STEPS, 3.0), {"event": "stop", "t": 4.0},
+    ):  # fmt: skip
+        peer.apply(event)
+        seen.append(peer.status)
+    assert seen == ["starting", "joining", "training", "last round", "finished"]
+
+
+def test_speed_and_exchange_are_those_of_late() -> None:
+    peer = PeerView(1)
+    peer.apply(metrics.start(1, 0.0))
+    peer.apply(metrics.step(1, 1.0, exchange_s=1.0))
+    for n in range(21):
+        peer.apply(metrics.step(2 + n, 100 + n / 10, exchange_s=0.002))
+    assert peer.tokens_per_s == pytest.approx(2560)
+    assert peer.exchange_ms == pytest.approx(2.0)
+    assert peer.own_steps == 22
+
+
+def test_the_loss_is_smoothed_and_survives_a_lost_step() -> None:
+    peer = PeerView(1)
+    peer.apply(metrics.step(1, 0.0, loss=4.0))
+    assert peer.loss == 4.0
+    peer.apply(metrics.step(2, 0.1, loss=None))
+    peer.apply(metrics.step(3, 0.2, loss=3.0))
+    assert peer.loss == pytest.approx(0.98 * 4.0 + 0.02 * 3.0)
+    assert peer.losses == [(0.0, 4.0), (0.2, 3.0)]
+
+
+def test_counts_add_up() -> None:
+    peer = PeerView(1)
+    for _ in range(2):
+        peer.apply(metrics.fragments(1.0, sent=5, merged=4, skipped={"epoch": 1}, bytes_sent=100))
+    peer.apply(metrics.round_(3, 2.0, by=("Qm1",)))
+    assert (peer.sent, peer.merged, peer.skipped) == (10, 8, {"epoch": 2})
+    assert (peer.fragment_bytes, peer.round_bytes, peer.bytes_sent) == (200, 500, 700)
+    assert peer.round == 4
+
+
+def test_the_story_is_told_in_order() -> None:
+    swarm = small_swarm()
+    assert _told(swarm) == [
+        "peer 1 founded the run; the others take over its weights",
+        "round 0 committed by 3 peers in 0.4 s · 500 B sent · anchor aaaaaaaa",
+        "peer 1 killed (SIGKILL) at step 40: no goodbye",
+        "all others noticed within 0.40 s; training goes on",
+        "peer 4 joined late: took over the swarm's weights of round 0 and step 50",
+        "round 1 committed by 3 peers in 0.4 s · 500 B sent · anchor bbbbbbbb",
+    ]
+    assert [happening.at_s for happening in swarm.happenings] == pytest.approx([2, 5, 8, 8.4, 10, 17])
+    assert [happening.style for happening in swarm.happenings][2:5] == [BAD, "", GOOD]
+    assert swarm.killed_at == (1, 1008.0)
+    assert swarm.joined_at == (4, 1010)
+    assert swarm.rounds_by_size == {3: 2}
+    assert swarm.step == TOTAL_STEPS
+
+
+def test_the_last_words_of_a_killed_peer_do_not_revive_it() -> None:
+    swarm = small_swarm()
+    swarm.apply(1, metrics.step(41, 1008.0))
+    assert swarm.peers[1].status == "killed"
+    assert swarm.peers[1].own_steps == 41
+
+
+def test_another_anchor_is_shouted_once() -> None:
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    for number, anchor in ((1, "aa"), (2, "bb"), (3, "bb")):
+        swarm.started(number)
+        swarm.apply(number, metrics.round_(7, 1001, by=("Qm1", "Qm2", "Qm3"), anchor=anchor))
+    assert _told(swarm)[1:] == ["round 7: peer 2 holds another anchor than the others"]
+    assert swarm.happenings[-1].style == BAD
+    assert not swarm.rounds["0-x", 7].agreed
+
+
+def test_a_skipped_round_is_told_with_its_reason() -> None:
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    swarm.started(1)
+    swarm.apply(1, metrics.round_(2, 1001, by=(), status="skipped"))
+    assert _told(swarm) == ["peer 1 skipped round 2: nobody came"]
+    assert not swarm.rounds
+
+
+def test_correlation_is_of_samples_of_the_same_step() -> None:
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    for number in (1, 2):
+        swarm.started(number)
+        swarm.apply(number, metrics.sample(0, 1000 + number, [1.0, 2.0, 3.0]))
+    swarm.apply(1, metrics.sample(10, 1010, [1.0, 2.0, 3.0]))
+    assert [(found.step, found.t) for found in swarm.correlations()] == [(0, 1001.5)]
+    # A peer whose position a round has corrected comes by a little later.
+    swarm.apply(2, metrics.sample(13, 1011, [-1.0, -2.0, -3.0]))
+    assert [round(found.value, 6) for found in swarm.correlations()] == [1.0, -1.0]

@@ -1,0 +1,144 @@
+"""`p2ptrain.join` around a model and a loop of one's own: two peers in this process, each stepped in turn."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import p2ptrain
+from tests.swarm.processes import DEADLINE_S
+
+RUN: dict[str, Any] = {"run_id": "cnn", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
+DILOCO = p2ptrain.DiLoCo(sync_every=20)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("p2ptrain")] == []
+    assert [child for child in psutil.Process().children() if child.name() == "p2pd"] == []
+
+
+def cnn(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 2)
+    )
+
+
+class Loop:
+    """Somebody's own training loop, a step at a time: is the upper or the lower half of an image the brighter one?"""
+
+    def __init__(self, model: nn.Module, peer: p2ptrain.Peer) -> None:
+        self.model, self.peer = model, peer
+        self.reports: list[p2ptrain.StepReport] = []
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self._generator = torch.Generator().manual_seed(peer.data_seed)
+
+    def step(self) -> None:
+        images = torch.randn(16, 1, 8, 8, generator=self._generator)
+        labels = (images[:, :, :4].mean((1, 2, 3)) > images[:, :, 4:].mean((1, 2, 3))).long()
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.reports.append(self.peer.step(loss=loss.item(), samples=len(images)))
+
+    @property
+    def rounds(self) -> list[p2ptrain.RoundReport]:
+        return [report.round for report in self.reports if report.round is not None]
+
+
+def train_until(condition: Callable[[], object], *loops: Loop) -> None:
+    """Step all loops in turn until the condition is true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, [loop.rounds[-3:] for loop in loops]
+        for loop in loops:
+            loop.step()
+
+
+def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
+    with p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, metrics=tmp_path / "a.jsonl", **RUN) as a:
+        assert all(maddr.endswith(f"/p2p/{a.peer_id}") for maddr in a.maddrs)
+        first = Loop(cnn_a, a)
+        train_until(lambda: a.round >= 2, first)
+        assert all(report.status == "solo" for report in first.rounds)
+        assert a.alive == []
+
+        with p2ptrain.join(cnn_b := cnn(1), initial_peers=a.maddrs, **RUN) as b:
+            # The settings, weights, position and buffers of the run, as a joiner finds them.
+            assert (b.run, b.round, b.anchor_sha256) == (a.run, a.round, a.anchor_sha256)
+            assert b.run_step > 0
+            anchor = b.anchor_state_dict()
+            for name, parameter in cnn_b.named_parameters():
+                torch.testing.assert_close(parameter.data, anchor[name], rtol=0, atol=0)
+            for (name, ours), theirs in zip(cnn_b.named_buffers(), cnn_a.buffers(), strict=True):
+                assert torch.equal(ours, theirs), name
+
+            second = Loop(cnn_b, b)
+            train_until(lambda: first.rounds[-1].status == "committed" and second.rounds, first, second)
+            assert set(first.rounds[-1].contributors) == {a.peer_id, b.peer_id}
+            assert (a.alive, b.alive) == ([b.peer_id], [a.peer_id])
+            train_until(lambda: same_tensors(a.anchor_state_dict(), b.anchor_state_dict()), first, second)
+            train_until(lambda: any(report.merged for report in first.reports), first, second)
+        train_until(lambda: a.alive == [], first)
+
+    anchors = [{(r.lineage, r.round): r.anchor_sha256 for r in loop.rounds} for loop in (first, second)]
+    shared = anchors[0].keys() & anchors[1].keys()
+    assert shared
+    assert all(anchors[0][key] == anchors[1][key] for key in shared)
+    events = {json.loads(line)["event"] for line in (tmp_path / "a.jsonl").read_text().splitlines()}
+    assert events >= {"start", "step", "fragments", "round", "peers", "stop"}
+
+
+def test_an_exception_of_the_loop_leaves_the_run_and_comes_out_unchanged() -> None:
+    error = LookupError("of the user's own")
+
+    def train_and_fail(to: p2ptrain.Peer) -> None:
+        with p2ptrain.join(cnn(1), initial_peers=to.maddrs, **RUN) as peer:
+            peer.step()
+            raise error
+
+    with p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, **RUN) as a:
+        with pytest.raises(LookupError) as caught:
+            train_and_fail(a)
+        assert caught.value is error
+        assert caught.value.__cause__ is None
+        train_until(lambda: a.alive == [], Loop(cnn_a, a))
+
+
+def test_a_state_is_taken_up_again_after_a_restart() -> None:
+    with p2ptrain.join(model := cnn(0), diloco=DILOCO, **RUN) as peer:
+        fresh = peer.state_dict()
+        train_until(lambda: peer.round >= 2, Loop(model, peer))
+        saved, anchor, run_step, round_ = peer.state_dict(), peer.anchor_sha256, peer.run_step, peer.round
+        assert not peer.load_state_dict(fresh)
+    with p2ptrain.join(model, diloco=DILOCO, resume=saved, **RUN) as peer:
+        assert (peer.anchor_sha256, peer.run_step, peer.round) == (anchor, run_step, round_)
+    with p2ptrain.join(model, diloco=DILOCO, **RUN) as peer:
+        assert peer.load_state_dict(saved)
+        assert (peer.anchor_sha256, peer.run_step, peer.round) == (anchor, run_step, round_)
+        train_until(lambda: peer.round > round_, Loop(model, peer))
+
+
+def test_what_contradicts_the_run_is_named() -> None:
+    with p2ptrain.join(cnn(0), diloco=DILOCO, **RUN) as peer:
+        with pytest.raises(p2ptrain.RunMismatchError, match="sync_every: you gave 7, but run 'cnn' trains with 20"):
+            p2ptrain.join(cnn(1), initial_peers=peer.maddrs, diloco=p2ptrain.DiLoCo(sync_every=7), **RUN)
+        with pytest.raises(p2ptrain.RunMismatchError, match="model: its parameters"):
+            p2ptrain.join(nn.Linear(2, 2), initial_peers=peer.maddrs, **RUN)

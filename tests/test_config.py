@@ -1,0 +1,93 @@
+"""The two halves of a configuration: rules, digest, and what a joiner may give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from p2ptrain.config import NetworkConfig, PeerConfig, RunConfig, resolve_run
+from p2ptrain.errors import ConfigError, RunMismatchError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", ""),
+        ("run_id", "a/b"),
+        ("run_id", "x" * 129),
+        ("model", "gpt\x1b[2J"),
+        ("model", "x" * 129),
+        ("data", "imagenet"),
+        ("total_steps", -1),
+        ("total_steps", 2**63),
+        ("total_steps", 1.5),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("warmup_steps", -1),
+        ("weight_decay", -0.1),
+        ("sync_every", 0),
+        ("sync_every", True),
+        ("fragment_fraction", 1.01),
+        ("fragment_fraction", -0.01),
+        ("fragment_selection", "random"),
+        ("fragment_codec", "none"),
+        ("round_codec", "int4"),
+        ("outer_lr", 0.0),
+        ("outer_momentum", 1.0),
+        ("run_seed", -1),
+    ],
+)
+def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        RunConfig(**{field: value})
+    assert repr(value) in str(caught.value)
+    assert "must be" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch_size", 0), ("threads", -1), ("eval_every", 0), ("checkpoint_minutes", 0.0), ("seed", -1)],
+)
+def test_a_bad_peer_setting_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = {value}"):
+        PeerConfig(**{field: value})
+
+
+def test_a_peer_must_listen_somewhere() -> None:
+    with pytest.raises(ConfigError, match="host_maddrs"):
+        NetworkConfig(host_maddrs=())
+
+
+def test_the_digest_covers_every_field_and_nothing_else() -> None:
+    run = RunConfig()
+    other: dict[type, object] = {str: "fp16", int: 17, float: 0.25}
+    for field in dataclasses.fields(RunConfig):
+        value = {"fragment_selection": "fresh", "data": "text"}.get(field.name, other[type(field.default)])
+        assert dataclasses.replace(run, **{field.name: value}).digest != run.digest, field.name
+    assert RunConfig().digest == run.digest
+    assert RunConfig.from_dict(run.to_dict()) == run
+
+
+def test_foreign_settings_are_checked_for_names_and_types() -> None:
+    assert RunConfig.from_dict({"lr": 1}).lr == 1.0
+    with pytest.raises(ConfigError, match="unknown run setting 'lrr'"):
+        RunConfig.from_dict({"lrr": 1.0})
+    with pytest.raises(ConfigError, match="sync_every = '5' must be of type int"):
+        RunConfig.from_dict({"sync_every": "5"})
+    with pytest.raises(ConfigError, match="sync_every = True must be of type int"):
+        RunConfig.from_dict({"sync_every": True})
+
+
+def test_a_joiner_takes_over_what_it_does_not_give() -> None:
+    live = RunConfig(lr=0.001, sync_every=50)
+    assert resolve_run({}, live) == live
+    assert resolve_run({"lr": 0.001}, live) == live
+
+
+def test_a_contradiction_names_the_field_and_both_values() -> None:
+    live = RunConfig(lr=0.001, sync_every=50)
+    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 200, .* trains with 50"):
+        # Also when what is given happens to be the default.
+        resolve_run({"sync_every": RunConfig.sync_every}, live)

@@ -1,0 +1,171 @@
+"""`p2ptrain join` from settings to a checkpoint, with a lobby that has no network."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2ptrain import checkpoint
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.session import join_run
+from p2ptrain.settings import merge
+from tests.fakes import MADDR, FakeLobby, FakePeer
+
+LIVE = RunConfig(
+    run_id="r", model="gpt-demo", model_layout="layout", data="stdlib", total_steps=3, sync_every=2, lr=0.01
+)
+
+
+@pytest.fixture(autouse=True)
+def lobby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLobby]]:
+    fake = type("Lobby", (FakeLobby,), {})
+    monkeypatch.setitem(sys.modules, "p2ptrain.lobby", types.SimpleNamespace(Lobby=fake))
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield fake
+    torch.set_num_threads(threads)
+
+
+def _join(*, environ: dict[str, str] | None = None, **given: str) -> list[str]:
+    lines: list[str] = []
+    flags = {"run_id": "r", "threads": "1", "device": "cpu", **given}
+    settings = merge(
+        {name: (text,) if name == "initial_peers" else text for name, text in flags.items()}, environ or {}
+    )
+    join_run(settings, say=lines.append, on_progress=lambda progress: None)
+    return lines
+
+
+def test_a_founder_trains_and_prints_the_line_for_others(lobby: type[FakeLobby]) -> None:
+    lines = _join(steps="2")
+    assert f"p2ptrain join --initial-peers {MADDR} --run-id r" in lines
+    assert lines[0] == "started run 'r' (model gpt-demo, 2 steps) as peer QmFake"
+    assert lobby.opened is not None
+    assert lobby.opened.identity == "p2ptrain-r/identity.key"
+    assert lobby.peer is not None
+    assert lobby.peer.run.total_steps == 2
+    assert lobby.peer.left == "finished"
+    assert [path.name for path in checkpoint.checkpoints(Path("p2ptrain-r"))] == ["checkpoint-2"]
+
+
+def test_a_joiner_takes_over_the_runs_settings(lobby: type[FakeLobby]) -> None:
+    lobby.live = LIVE
+    lines = _join(initial_peers=MADDR)
+    assert lines[0] == "joined run 'r' (model gpt-demo, 3 steps) as peer QmFake"
+    assert lobby.peer is not None
+    assert lobby.peer.run == LIVE
+    assert lobby.peer.run_step == 3
+
+
+def test_a_joiner_may_not_contradict_the_run(lobby: type[FakeLobby]) -> None:
+    lobby.live = LIVE
+    with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.5, but run 'r' trains with 0\.01"):
+        _join(initial_peers=MADDR, lr="0.5")
+    assert lobby.peer is None
+
+
+def test_where_nobody_trains_yet_the_run_is_new(lobby: type[FakeLobby]) -> None:
+    _join(initial_peers=MADDR, steps="1")
+    assert lobby.peer is not None
+    assert lobby.peer.run.total_steps == 1
+
+
+def test_the_same_command_again_continues(lobby: type[FakeLobby]) -> None:
+    lobby.live = replace(LIVE, total_steps=2)
+    _join(initial_peers=MADDR)
+    first = lobby.peer
+    assert first is not None
+    # The others train on for longer than we did: give this peer three steps more than it has done.
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    checkpoint.save(Path("p2ptrain-r"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
+    for newer in checkpoint.checkpoints(Path("p2ptrain-r"))[:-1]:
+        for file in newer.iterdir():
+            file.unlink()
+    lines = _join(initial_peers=MADDR)
+    assert lines[0].startswith("continuing run 'r'")
+    assert lobby.peer is not None
+    assert lobby.peer.run_step == 2
+    assert len(lobby.peer.losses) == 1
+    # The stream of text goes on as well: this is another batch than any before.
+    assert lobby.peer.losses[0] not in first.losses
+
+
+def test_a_founder_continues_with_the_settings_of_its_checkpoint(lobby: type[FakeLobby]) -> None:
+    _join(steps="2", sync_every="7")
+    lines = _join()
+    assert lines == ["run 'r' is finished: 2 steps, see p2ptrain-r; start another with a new --run-id or --out"]
+    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 9, .* 7; .* checkpoint in p2ptrain-r"):
+        _join(sync_every="9")
+
+
+def test_a_checkpoint_of_another_run_is_not_overwritten(lobby: type[FakeLobby]) -> None:
+    _join(steps="1", lr="0.5")
+    lobby.live = LIVE
+    with pytest.raises(ConfigError, match=r"--out p2ptrain-r: .*lr: 0.5 there, 0.01 here.*; give another --out"):
+        _join(initial_peers=MADDR)
+
+
+def test_a_run_on_peoples_own_text_asks_for_ours(lobby: type[FakeLobby], tmp_path: Path) -> None:
+    lobby.live = replace(LIVE, data="text")
+    with pytest.raises(ConfigError, match="add --data FILE or DIR"):
+        _join(initial_peers=MADDR)
+    (tmp_path / "text").write_text("some words " * 2000, encoding="utf-8")
+    _join(initial_peers=MADDR, data="text")
+    assert lobby.peer is not None
+    with pytest.raises(RunMismatchError, match="data: you gave 'stdlib', but run 'r' trains with 'text'"):
+        _join(initial_peers=MADDR, data="stdlib", out="other")
+
+
+def test_a_run_cannot_choose_code_of_this_machine(lobby: type[FakeLobby], tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text("raise AssertionError('imported')", encoding="utf-8")
+    lobby.live = replace(LIVE, model="trap:model")
+    with pytest.raises(ConfigError, match="code that you must have: add --model trap:model"):
+        _join(initial_peers=MADDR)
+
+
+def test_a_run_of_a_python_program_is_not_for_the_command_line(lobby: type[FakeLobby]) -> None:
+    lobby.live = replace(LIVE, model="")
+    with pytest.raises(ConfigError, match=r"join it with p2ptrain\.join\(model"):
+        _join(initial_peers=MADDR)
+
+
+def test_what_is_wrong_here_is_said_before_the_network_is_touched(lobby: type[FakeLobby]) -> None:
+    for given in ({"data": "none"}, {"model": "nope"}, {"device": "gpu"}, {"initial_peers": "nobody"}):
+        with pytest.raises(ConfigError):
+            _join(**given)
+    assert lobby.opened is None
+    assert not Path("p2ptrain-r").exists()
+
+
+def test_addresses_are_written_for_others(lobby: type[FakeLobby]) -> None:
+    _join(steps="1", write_addresses="shared/addresses")
+    assert Path("shared/addresses").read_text(encoding="utf-8").splitlines()[0] == MADDR
+    _join(environ={"P2PTRAIN_INITIAL_PEERS": "shared/addresses"}, steps="1", out="second")
+    assert lobby.opened is not None
+    assert lobby.opened.initial_peers[0] == MADDR
+
+
+def test_the_identity_may_be_kept_elsewhere(lobby: type[FakeLobby]) -> None:
+    _join(steps="1", identity="keys/mine.key")
+    assert lobby.opened is not None
+    assert lobby.opened.identity == "keys/mine.key"
+
+
+def test_a_restarted_founder_finds_the_others_again(lobby: type[FakeLobby]) -> None:
+    _join(steps="2")
+    assert lobby.opened is not None
+    assert lobby.opened.initial_peers == ()
+    _join()
+    assert lobby.opened.initial_peers == FakePeer.alive_maddrs
+    lobby.unreachable = FakePeer.alive_maddrs
+    lines = _join()
+    assert lobby.opened.initial_peers == ()
+    assert lines[0] == "none of the peers from before can be reached"

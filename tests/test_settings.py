@@ -1,0 +1,180 @@
+"""The table of settings: four sources, their order, where a value came from, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+import pytest
+
+from p2ptrain.cli.join import join
+from p2ptrain.config import NetworkConfig, PeerConfig, RunConfig
+from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.settings import DEFAULT, SETTINGS, Setting, merge
+
+# For each setting a value other than its default: as text, and as what it becomes.
+EXAMPLES: dict[str, tuple[str, object]] = {
+    "run_id": ("novels", "novels"),
+    "model": ("gpt-small", "gpt-small"),
+    "steps": ("77", 77),
+    "lr": ("0.5", 0.5),
+    "warmup_steps": ("7", 7),
+    "weight_decay": ("0.25", 0.25),
+    "sync_every": ("9", 9),
+    "fragment_fraction": ("0.25", 0.25),
+    "fragment_selection": ("fresh", "fresh"),
+    "fragment_codec": ("fp16", "fp16"),
+    "round_codec": ("none", "none"),
+    "outer_lr": ("1.5", 1.5),
+    "outer_momentum": ("0.5", 0.5),
+    "run_seed": ("3", 3),
+    "initial_peers": ("/ip4/10.0.0.1/tcp/1/p2p/QmA", ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)),
+    "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
+    "announce_maddrs": ("/ip4/10.0.0.2/tcp/2", ("/ip4/10.0.0.2/tcp/2",)),
+    "identity": ("id.key", "id.key"),
+    "startup_timeout_s": ("3.5", 3.5),
+    "write_addresses": ("addresses.txt", "addresses.txt"),
+    "data": ("texts", "texts"),
+    "batch_size": ("2", 2),
+    "device": ("cpu", "cpu"),
+    "threads": ("1", 1),
+    "out": ("here", "here"),
+    "metrics": ("m.jsonl", "m.jsonl"),
+    "seed": ("5", 5),
+    "eval_every": ("11", 11),
+    "checkpoint_minutes": ("2.5", 2.5),
+}
+
+
+def _toml(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> None:
+    fields = {
+        (owner, field.name) for owner in (RunConfig, NetworkConfig, PeerConfig) for field in dataclasses.fields(owner)
+    }
+    settings = {(setting.owner, setting.field_name) for setting in SETTINGS.values()}
+    not_for_users = {
+        (RunConfig, "protocol_version"),
+        (RunConfig, "model_layout"),
+        (RunConfig, "data"),  # follows from the peer's own
+        (PeerConfig, "network"),
+    }
+    assert settings == fields - not_for_users
+    assert EXAMPLES.keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_every_setting_has_flag_variable_and_toml_key(setting: Setting, tmp_path: Path) -> None:
+    text, value = EXAMPLES[setting.name]
+    assert setting.default != value
+
+    flags = {flag for option in join.params if isinstance(option, click.Option) for flag in option.opts}
+    assert setting.flag in flags
+    given = merge({setting.name: (text,) if setting.kind is tuple else text}, {})
+    assert given.values[setting.name] == value
+    assert given.sources[setting.name] == setting.flag
+
+    given = merge({}, {setting.variable: text})
+    assert given.values[setting.name] == value
+    assert given.sources[setting.name] == setting.variable == "P2PTRAIN_" + setting.name.upper()
+
+    literal = text if setting.kind in (int, float) else f'["{text}"]' if setting.kind is tuple else f'"{text}"'
+    path = _toml(tmp_path / "c.toml", f"{setting.name} = {literal}")
+    given = merge({}, {}, path)
+    assert given.values[setting.name] == value
+    assert given.sources[setting.name] == f"{path}: {setting.name}"
+
+    given = merge({}, {})
+    assert given.values[setting.name] == setting.default
+    assert given.sources[setting.name] == DEFAULT
+
+
+def test_flag_wins_over_environment_over_toml_over_default(tmp_path: Path) -> None:
+    path = _toml(tmp_path / "c.toml", "steps = 1\nsync_every = 1\nbatch_size = 1")
+    environ = {"P2PTRAIN_STEPS": "2", "P2PTRAIN_SYNC_EVERY": "2", "P2PTRAIN_CONFIG": path, "PATH": "/bin"}
+    merged = merge({"steps": "3", "sync_every": None}, environ)
+    assert [merged.values[name] for name in ("steps", "sync_every", "batch_size", "threads")] == [3, 2, 1, 0]
+    other = _toml(tmp_path / "d.toml", "batch_size = 9")
+    assert merge({}, environ, other).values["batch_size"] == 9
+
+
+def test_several_addresses_fit_in_one_variable() -> None:
+    merged = merge({}, {"P2PTRAIN_HOST_MADDRS": "/ip4/127.0.0.1/tcp/1, /ip4/127.0.0.1/tcp/2"})
+    assert merged.values["host_maddrs"] == ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2")
+
+
+def test_an_empty_variable_is_not_given_but_an_empty_flag_is_an_error() -> None:
+    assert merge({}, {"P2PTRAIN_LR": ""}).sources["lr"] == DEFAULT
+    # As in: --initial-peers "$FORGOTTEN", which must not start a run of its own.
+    with pytest.raises(ConfigError, match="--initial-peers: is empty"):
+        merge({"initial_peers": ("",)}, {})
+
+
+def test_an_unknown_variable_is_an_error_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match=r"P2PTRAIN_SYNC_EVRY; did you mean P2PTRAIN_SYNC_EVERY\?"):
+        merge({}, {"P2PTRAIN_SYNC_EVRY": "5"})
+
+
+@pytest.mark.parametrize(("key", "hint"), [("sync-every", "sync_every"), ("Lr", "lr"), ("stepps", "steps")])
+def test_an_unknown_toml_key_is_an_error_with_a_hint(key: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'; did you mean {hint}\?"):
+        merge({}, {}, _toml(tmp_path / "c.toml", f"{key} = 5"))
+    with pytest.raises(ConfigError, match="unknown key 'qqqqqq'; known are: announce_maddrs, "):
+        merge({}, {}, _toml(tmp_path / "c.toml", "qqqqqq = 5"))
+
+
+def test_a_config_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        merge({}, {}, str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"not valid TOML"):
+        merge({}, {}, _toml(tmp_path / "c.toml", "steps = = 5"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("lr", "fast", "--lr: 'fast' is not a number, such as 0.003"),
+        ("lr", "-1", "--lr: -1.0 must be a finite number above 0"),
+        ("steps", "1.5", "--steps: '1.5' is not a whole number, such as 200"),
+        ("steps", "-3", "--steps: -3 must be a whole number, 0 or more (0: the run has no end)"),
+        ("round_codec", "int4", "--round-codec: 'int4' must be one of int8, fp16, none"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_origin_value_and_rule(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge({name: text}, {})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("line", ["steps = true", "steps = 1.5", 'lr = ["a"]', "host_maddrs = 5", "data = 5"])
+def test_a_toml_value_of_the_wrong_type_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"c.toml: {line.split()[0]}: .* is not a"):
+        merge({}, {}, _toml(tmp_path / "c.toml", line))
+
+
+def test_a_new_run_has_the_command_lines_defaults() -> None:
+    run = merge({}, {}).resolve_run(None)
+    assert (run.model, run.data, run.total_steps) == ("gpt-demo", "stdlib", RunConfig.total_steps)
+    assert merge({"data": "texts", "model": "gpt-small"}, {}).resolve_run(None).data == "text"
+
+
+def test_only_what_was_given_is_compared_with_a_live_run() -> None:
+    live = RunConfig(model="gpt-small", data="text", sync_every=5)
+    assert merge({"batch_size": "1"}, {}).resolve_run(live) == live
+    assert merge({"data": "my-texts"}, {}).resolve_run(live) == live
+    with pytest.raises(RunMismatchError, match="data: you gave 'stdlib'"):
+        merge({"data": "stdlib"}, {}).resolve_run(live)
+    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 6, .*5"):
+        merge({}, {"P2PTRAIN_SYNC_EVERY": "6"}).resolve_run(live)
+
+
+def test_the_peers_half_holds_what_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "addresses"
+    path.write_text("/ip4/10.0.0.1/tcp/1/p2p/QmA\n", encoding="utf-8")
+    config = merge({"initial_peers": (str(path),), "threads": "1", "seed": "4"}, {}).peer_config()
+    assert config.network.initial_peers == ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)
+    assert (config.threads, config.seed, config.batch_size) == (1, 4, PeerConfig.batch_size)

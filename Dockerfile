@@ -1,0 +1,37 @@
+# p2ptrain in a container, of any role: docker run p2ptrain join --help
+# The swarm of peers/compose.yaml is built from it.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+# An index with CPU builds of torch (torch's install page names one), looked at beside pip's own, whose builds for Linux
+# carry CUDA, which is gigabytes more. Empty: pip's own alone.
+#   docker build --build-arg TORCH_INDEX=… .
+ARG TORCH_INDEX=
+WORKDIR /build
+# Without pip: this environment is the whole of what the image below gets from here.
+RUN python -m venv --without-pip /opt/p2ptrain
+# First what p2ptrain depends on, for which its version and an empty package are enough: a layer that outlives changes
+# of its code.
+COPY setup.cfg pyproject.toml constraints.txt ./
+COPY p2ptrain/version.py p2ptrain/version.py
+RUN touch p2ptrain/__init__.py && \
+    python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
+        -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} .
+COPY . .
+RUN python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
+        --no-deps --force-reinstall .
+
+FROM ${PYTHON_IMAGE}
+# Volumes that are mounted on these directories take over their owner.
+RUN useradd --uid 10001 --user-group --no-create-home --home-dir /state peer && \
+    install --directory --owner peer --group peer /state /rendezvous
+COPY --from=build /opt/p2ptrain /opt/p2ptrain
+COPY peers/healthcheck.py /opt/healthcheck.py
+ENV PATH=/opt/p2ptrain/bin:$PATH
+USER peer
+# Without --out or --identity, everything that a peer keeps is below the current directory.
+WORKDIR /state
+# Leave the run, write a checkpoint, exit: within 10 s.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["p2ptrain"]
+CMD ["--help"]

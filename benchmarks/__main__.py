@@ -1,0 +1,76 @@
+"""`python -m benchmarks [NAME]...`: run benchmarks and print their tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.processes import WorkerError
+from benchmarks.results import Row, machine
+
+BENCHMARKS = {
+    "step": "peer.step() on the training thread, 124M parameters, two peers (rival: exo gym's exchange)",
+    "push": "CPU of one push over all processes, and what gossip costs training",
+    "round": "a round at 25M parameters, four peers (rival: hivemind's averager)",
+    "bytes": "bytes of fragments and rounds, counted outside the processes",
+    "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
+    "start": "start to first step, join to first step, with the demo model",
+}
+
+
+@click.command("python -m benchmarks", epilog="Example: python -m benchmarks step round --json results.json")
+@click.argument("names", nargs=-1, metavar="[NAME]...", type=click.Choice(list(BENCHMARKS)))
+@click.option("--list", "only_list", is_flag=True, help="Say what there is, and run nothing.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the numbers here."
+)
+def main(names: Sequence[str], only_list: bool, json_file: Path | None) -> None:
+    """Measure p2ptrain beside its rivals on this machine: all benchmarks, or those named."""
+    # A file or pipe has no width: rows must not be cut there.
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    if only_list:
+        for name, title in BENCHMARKS.items():
+            console.print(f"{name:8} {title}", highlight=False)
+        return
+    # End as Ctrl-C does, so that no peer is left behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    about = machine()
+    console.print(", ".join(f"{name}: {value}" for name, value in about.items()), highlight=False)
+    results: dict[str, list[Row]] = {}
+    for name in names or BENCHMARKS:
+        try:
+            results[name] = importlib.import_module(f"benchmarks.bench_{name}").run()
+        except (WorkerError, RuntimeError, OSError) as error:
+            console.print(f"\n{name}: not measured: {error}", markup=False, highlight=False)
+            continue
+        console.print()
+        console.print(_table(name, results[name]))
+        console.print(f"load average after it: {os.getloadavg()[0]:.1f}", highlight=False)
+    if json_file is not None:
+        rows = {name: [dataclasses.asdict(row) for row in rows] for name, rows in results.items()}
+        json_file.write_text(json.dumps({"machine": about, "benchmarks": rows}, indent=2) + "\n")
+    sys.exit(0 if len(results) == len(names or BENCHMARKS) else 1)
+
+
+def _table(name: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=f"{name}: {BENCHMARKS[name]}", title_justify="left")
+    for column in ("work", "must reach", "measured", "", "rival, same run"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        verdict = {None: "", True: "reached", False: "MISSED"}[row.reached]
+        table.add_row(row.work, row.must_reach, row.measured, verdict, row.rival)
+    return table
+
+
+if __name__ == "__main__":
+    main()

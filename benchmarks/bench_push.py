@@ -1,0 +1,99 @@
+"""What one push costs in CPU time over all processes, and how much gossip slows training down.
+
+Phases with and without `peer.step()` take turns on the same live peers, so heartbeats and the DHT are on both sides of
+the difference. Where slowing down is measured every core is busy: whatever gossip takes, it takes from training.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.measure import cpu_s
+from benchmarks.results import Row
+from benchmarks.shapes import gpt2_124m, gpt_25m
+from benchmarks.swarm import Phase, Setup, Swarm
+from benchmarks.workloads import Busy, Pause, demo_model, train_demo_model
+
+# The demo's own (ALGORITHMS.md, section 4), and SPARTA's for larger models.
+DEMO_FRACTION = 0.02
+FRACTION = 0.005
+# Share of a core that each computing peer must get, or a slowdown is not judged (guess).
+MIN_CORE_SHARE = 0.9
+# More than the limit of 20 pushes a second, so every step pushes.
+PAUSE = Pause(0.06)
+
+
+def run() -> list[Row]:
+    return [
+        _push_cpu("demo model, p = 2 %", Setup(demo_model, PAUSE, DEMO_FRACTION), limit_ms=1.0),
+        _push_cpu("25M, p = 0.5 %", Setup(gpt_25m, PAUSE, FRACTION), limit_ms=None),
+        _slowdown("25M, p = 0.5 %, 100 ms a step", Setup(gpt_25m, Busy(0.1), FRACTION), steps=30, limit=0.05),
+        _slowdown("124M, p = 0.5 %, 100 ms a step", Setup(gpt2_124m, Busy(0.1), FRACTION), steps=30, limit=0.05),
+        _slowdown(
+            "demo model, p = 2 %, trained for real", Setup(demo_model, train_demo_model, DEMO_FRACTION), steps=500
+        ),
+    ]
+
+
+def _push_cpu(name: str, setup: Setup, *, limit_ms: float | None) -> Row:
+    steps, pairs = 100, 3
+    costs = []
+    with Swarm(setup, peers=2) as swarm:
+        swarm.warm_up()
+        for _ in range(pairs):
+            idle_s, _ = _cpu_of_phase(swarm, Phase(steps, exchange=False))
+            busy_s, pushes = _cpu_of_phase(swarm, Phase(steps))
+            costs.append((busy_s - idle_s) / pushes)
+    cost_s = statistics.median(costs)
+    return Row(
+        work=f"CPU of one push: {name}; gather to merge, two peers and their p2pds",
+        must_reach=f"≤ {limit_ms:g} ms" if limit_ms else "",
+        measured=f"{1e3 * cost_s:.3g} ms (of {pairs} × {2 * steps} pushes: {_span(costs, 1e3)})",
+        reached=1e3 * cost_s <= limit_ms if limit_ms else None,
+        values={"push_cpu_s": cost_s},
+    )
+
+
+def _cpu_of_phase(swarm: Swarm, phase: Phase) -> tuple[float, int]:
+    """CPU seconds of all processes during a phase, and the pushes in it."""
+    before_s = cpu_s(swarm.pids)
+    peers = swarm.run(phase)
+    return cpu_s(swarm.pids) - before_s, sum(step.report.sent for steps in peers for step in steps if step.report)
+
+
+def _slowdown(name: str, setup: Setup, *, steps: int, limit: float | None = None) -> Row:
+    rounds = 5
+    wall: list[float] = []
+    cpu: list[float] = []
+    with Swarm(setup, peers=2) as swarm:
+        swarm.warm_up()
+        for _ in range(rounds):
+            # Without, with, with, without: a machine that gets busier or idler favours neither.
+            phases = [_wall_and_cpu(swarm, Phase(steps, exchange=exchange)) for exchange in (False, True, True, False)]
+            (wall_0, cpu_0), (wall_1, cpu_1), (wall_2, cpu_2), (wall_3, cpu_3) = phases
+            wall.append((wall_1 + wall_2) / (wall_0 + wall_3) - 1)
+            cpu.append((cpu_1 + cpu_2) / (cpu_0 + cpu_3) - 1)
+    slowdown, more_cpu = statistics.median(wall), statistics.median(cpu)
+    # Where others compute on this machine, the scheduler decides more than gossip does: then there is no verdict.
+    share = (cpu_0 + cpu_3) / (wall_0 + wall_3)
+    steady = share >= MIN_CORE_SHARE
+    return Row(
+        work=f"gossip slows training: {name}",
+        must_reach=f"≤ {100 * limit:g} %" if limit else "",
+        measured=f"{100 * slowdown:+.1f} % ({_span(wall, 100)}); CPU of all processes {100 * more_cpu:+.1f} %"
+        + ("" if steady else f"; too busy a machine to tell: each peer had {100 * share:.0f} % of a core"),
+        reached=slowdown <= limit if limit is not None and steady else None,
+        values={"slowdown": slowdown, "more_cpu": more_cpu, "core_share": share, "alone_step_s": wall_0 / (2 * steps)},
+    )
+
+
+def _wall_and_cpu(swarm: Swarm, phase: Phase) -> tuple[float, float]:
+    """Seconds that all steps of a phase took, summed over the peers, and CPU seconds of all processes."""
+    before_s = cpu_s(swarm.pids)
+    peers = swarm.run(phase)
+    return sum(step.whole_s for steps in peers for step in steps), cpu_s(swarm.pids) - before_s
+
+
+def _span(values: Sequence[float], factor: float) -> str:
+    return f"{factor * min(values):.2g} to {factor * max(values):.2g}"

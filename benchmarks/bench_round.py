@@ -1,0 +1,106 @@
+"""A round at 25M parameters among four peers, matchmaking included, from due to landed on the last of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks import rival_hivemind
+from benchmarks.measure import Summary, cpu_s, milliseconds
+from benchmarks.results import Row
+from benchmarks.shapes import gpt_25m
+from benchmarks.swarm import Setup, Step, Swarm
+from benchmarks.workloads import Pause
+
+PEERS = 4
+ROUNDS = 6
+# Nobody trains beside hivemind's rounds, so nobody computes beside ours: 100 steps of 20 ms from round to round.
+SETUP = Setup(gpt_25m, Pause(0.02), sync_every=100)
+
+
+def run() -> list[Row]:
+    default = rival_hivemind.measure(state_sharing=True, peers=PEERS, rounds=ROUNDS)
+    ours = _measure()
+    tuned = rival_hivemind.measure(state_sharing=False, peers=PEERS, rounds=ROUNDS)
+    wall, stall, cpu = Summary.of(ours.wall_s), Summary.of(ours.stall_s), Summary.of(ours.cpu_s)
+    rivals = {
+        name: rival for name, rival in (("as it comes", default), ("its state sharing off", tuned)) if rival.seconds
+    }
+    rival_wall_s = {name: Summary.of(rival.seconds).median for name, rival in rivals.items()}
+    rival_cpu_s = {name: Summary.of(rival.cpu_s).median for name, rival in rivals.items()}
+    fastest_s = min(rival_wall_s.values(), default=float("inf"))
+    return [
+        Row(
+            work="a round, 25M parameters, int8, 4 peers: due to landed, slowest peer",
+            must_reach="faster than hivemind's averager in fp16",
+            measured=f"{wall.median:.2f} s median, {wall.maximum:.2f} s worst of {wall.count}; {ours.failed} failed",
+            reached=wall.median < fastest_s,
+            rival=f"hivemind 1.1.12: {_told(rival_wall_s)}; {default.failed + tuned.failed} failed",
+            values={
+                "wall_s": wall.median,
+                "worst_s": wall.maximum,
+                **{f"rival_wall_s, {name}": seconds for name, seconds in rival_wall_s.items()},
+            },
+        ),
+        Row(
+            work="… CPU of all processes, p2pds included",
+            must_reach="",
+            measured=f"{cpu.median:.2f} s",
+            rival=_told(rival_cpu_s),
+            values={
+                "cpu_s": cpu.median,
+                **{f"rival_cpu_s, {name}": seconds for name, seconds in rival_cpu_s.items()},
+            },
+        ),
+        Row(
+            work="… training thread held in all, most held peer",
+            must_reach="≤ 60 ms",
+            measured=f"{milliseconds(stall.median)} median, {milliseconds(stall.maximum)} worst",
+            reached=stall.median <= 0.06,
+            values={"stall_s": stall.median, "worst_stall_s": stall.maximum},
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """Of each round that all peers committed, and how many others there were."""
+
+    wall_s: list[float]
+    stall_s: list[float]
+    cpu_s: list[float]
+    failed: int
+
+
+def _measure() -> _Rounds:
+    wall_s, stall_s, used_s, failed = [], [], [], 0
+    with Swarm(SETUP, PEERS) as swarm:
+        swarm.drift()
+        swarm.round()  # the founder may be alone in the first
+        for _ in range(ROUNDS):
+            swarm.drift()
+            before_s = cpu_s(swarm.pids)
+            peers = swarm.round()
+            if peers is None:
+                failed += 1
+                continue
+            used_s.append(cpu_s(swarm.pids) - before_s)
+            wall_s.append(max(_wall_s(steps) for steps in peers))
+            stall_s.append(max(_stall_s(steps) for steps in peers))
+    return _Rounds(wall_s, stall_s, used_s, failed)
+
+
+def _told(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{value:.2f} s {name}" for name, value in seconds.items()) or "none worked"
+
+
+def _wall_s(steps: Sequence[Step]) -> float:
+    """Seconds from the step that made the round due to the end of the last, in which it landed."""
+    return sum(step.whole_s for before, step in itertools.pairwise(steps) if before.due)
+
+
+def _stall_s(steps: Sequence[Step]) -> float:
+    """Seconds that `peer.step()` took beyond its usual time."""
+    usual_s = Summary.of(step.exchange_s for step in steps).median
+    return sum(max(0.0, step.exchange_s - usual_s) for step in steps)

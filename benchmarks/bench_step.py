@@ -1,0 +1,60 @@
+"""How long `peer.step()` holds up training at 124M parameters, with fragments really merged."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from benchmarks import rival_exogym
+from benchmarks.measure import Summary
+from benchmarks.results import Row
+from benchmarks.shapes import gpt2_124m
+from benchmarks.swarm import Phase, Setup, Step, Swarm
+from benchmarks.workloads import Busy, Pause
+
+STEPS = 120
+# A step of the model takes seconds on a CPU; 100 ms is what a GPU needs, with the CPU free meanwhile. With every core
+# computing, the step also waits for a core and for Python's lock, as it would where a CPU does the training.
+WORK: dict[str, Pause | Busy] = {"CPU free between steps": Pause(0.1), "every core computing": Busy(0.1)}
+
+
+def run() -> list[Row]:
+    rival = Summary.of(rival_exogym.measure(fragment_fraction=0.005))
+    return [
+        *(_measure(0.005, work, median_ms=10.0, p99_ms=25.0, rival=rival) for work in WORK),
+        *(_measure(0.001, work, median_ms=3.0, p99_ms=None, rival=None) for work in WORK),
+    ]
+
+
+def _measure(
+    fragment_fraction: float, work: str, *, median_ms: float, p99_ms: float | None, rival: Summary | None
+) -> Row:
+    setup = Setup(model=gpt2_124m, fragment_fraction=fragment_fraction, work=WORK[work])
+    with Swarm(setup, peers=2) as swarm:
+        swarm.warm_up()
+        steps = [step for peer in swarm.run(Phase(steps=STEPS)) for step in peer]
+    took = Summary.of(step.exchange_s for step in steps if _merged(step))
+    sent = sum(step.report.sent for step in steps if step.report)
+    merged = sum(_merged(step) for step in steps)
+    skipped = sum((Counter(step.report.skipped) for step in steps if step.report), Counter[str]())
+    skipped["not arrived"] = max(0, sent - merged - skipped.total())
+    losses = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
+    target = f"≤ {median_ms:g} ms median" + (f", ≤ {p99_ms:g} ms p99" if p99_ms else "")
+    return Row(
+        work=f"peer.step(), p = {100 * fragment_fraction:g} %, {work}: steps that merged a fragment",
+        must_reach=target,
+        measured=f"{took.milliseconds()}; merged {merged} of {sent} fragments" + (f" ({losses})" if losses else ""),
+        reached=1e3 * took.median <= median_ms and (p99_ms is None or 1e3 * took.p99 <= p99_ms),
+        rival=f"exo gym's exchange: {rival.milliseconds()}" if rival else "",
+        values={
+            "median_s": took.median,
+            "p99_s": took.p99,
+            "reported_median_s": Summary.of(step.report.exchange_s for step in steps if step.report).median,
+            "sent": sent,
+            "merged": merged,
+            **({"rival_median_s": rival.median, "rival_p99_s": rival.p99} if rival else {}),
+        },
+    )
+
+
+def _merged(step: Step) -> int:
+    return step.report.merged if step.report else 0

@@ -1,0 +1,52 @@
+"""What a benchmark hands back, and on which machine it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a benchmark's table.
+
+    Attributes:
+        work: what was done.
+        must_reach: the target, or "" where there is none.
+        measured: what we took, as text.
+        reached: whether the target was met; None without a target.
+        rival: what the rival took for the same in the same run, as text.
+        values: the numbers behind the text, by a name with its unit.
+    """
+
+    work: str
+    must_reach: str
+    measured: str
+    reached: bool | None = None
+    rival: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+def machine() -> dict[str, str]:
+    """The date, what was measured on, and how much of it others used (load average of a minute)."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu_model(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_model() -> str:
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor()

@@ -1,0 +1,80 @@
+"""What a peer does between two calls of `peer.step()`: a workload prepares it once, and every step calls the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE, load_corpus
+from p2ptrain.models import build
+from p2ptrain.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait without computing, as if a GPU did the work and the CPU were free."""
+
+    seconds: float
+
+    def __call__(self, model: nn.Module) -> Callable[[], None]:
+        return lambda: time.sleep(self.seconds)
+
+
+@dataclass(frozen=True)
+class Busy:
+    """A fixed number of matrix products that take `seconds` of a core, and longer where others compute as well."""
+
+    seconds: float
+
+    def __call__(self, model: nn.Module) -> Callable[[], None]:
+        matrix = torch.randn(256, 256)
+        product = torch.empty(256, 256)
+
+        def multiply(times: int) -> None:
+            for _ in range(times):
+                torch.mm(matrix, matrix, out=product)
+
+        multiply(20)
+        started = time.thread_time()
+        multiply(50)
+        times = max(1, round(50 * self.seconds / (time.thread_time() - started)))
+        return lambda: multiply(times)
+
+
+@dataclass(frozen=True)
+class AdamStates:
+    """Give the model gradients and the inner optimizer its state, then wait as `Pause` does."""
+
+    seconds: float
+
+    def __call__(self, model: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+        def wait() -> None:
+            assert optimizer.state  # alive as long as the workload
+            time.sleep(self.seconds)
+
+        return wait
+
+
+def train_demo_model(model: nn.Module) -> Callable[[], None]:
+    """Train the demo model for real, as `p2ptrain demo` does."""
+    trainer = Trainer(model, load_corpus("stdlib"), RunConfig(total_steps=0), batch_size=4, seed=0)
+    return lambda: _train(trainer)
+
+
+def demo_model() -> nn.Module:
+    """The model that `p2ptrain demo` and a bare `p2ptrain join` train."""
+    return build("gpt-demo", vocab_size=VOCAB_SIZE, seed=0)
+
+
+def _train(trainer: Trainer) -> None:
+    trainer.step(0)

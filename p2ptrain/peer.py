@@ -281,8 +281,8 @@ class Peer:
             if self._node.status != last:
                 last = self._node.status
                 on_status(last)
+            self._exchange.idle()
             self._ended.wait(POLL_S)
-        self._exchange.idle()
 
     def _state_copy(self) -> dict[str, Any]:
         """A consistent copy of the agreed state, made behind a round that is being applied; also after leaving."""

@@ -34,6 +34,8 @@ FOUND_AFTER_S = 2.0
 ADOPT_TIMEOUT_S = 120.0
 # A Commit that is merely late comes before this; then its record is asked for.
 COMMIT_GRACE_S = 0.2
+# Between two tries to catch up (guess).
+RETRY_S = 2.0
 
 
 class ModelAccess(Protocol):
@@ -129,7 +131,7 @@ class Standing:
             host.state.copy_from(restored.state)
             host.engine.set_head(restored.head)
             host.engine.found_lineage()
-            self._exchange.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
+            await host.engine.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
         self._exchange.view.read(host.state.anchor_tensor())
         await host.compute(host.state.rehash)
@@ -137,7 +139,7 @@ class Standing:
         genesis = new_lineage(host.run.digest, -1, host.peer_id, host.incarnation)
         voters = ((host.peer_id, host.incarnation),)
         host.engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
-        self._exchange.land(self._arrival("keep", "founded the run"))
+        await host.engine.land(self._arrival("keep", "founded the run"))
 
     def _ours_to_found(self, started: float) -> bool:
         """Whether nobody has a state, everybody known has been asked, and ours is the lowest id of the fresh ones."""
@@ -196,7 +198,7 @@ class Standing:
             landing = self._arrival("keep", "the swarm stands where our checkpoint does", restored.run_step)
         else:
             landing = self._arrival("write", "adopted the swarm's state")
-        self._exchange.land(landing)
+        await host.engine.land(landing)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """Where the training thread finds itself on our (new) head; "write": with the anchor as its weights."""
@@ -235,8 +237,9 @@ class Standing:
                 elif not await self._follow_record(link):
                     await self._replace_state("the next round's record is not remembered any more")
             except (PeerLostError, WireError) as error:
-                # The next beat of a partner that is ahead starts it again.
+                # The next beat of a partner that is ahead starts it again, but not at once: it may not have what it says.
                 logger.info("catching up failed, will try again: %s", error)
+                await trio.sleep(RETRY_S)
 
     def compare(self, link: Link, beat: Beat) -> None:
         """See whether a partner stands further than we do, and follow if so."""
@@ -274,21 +277,30 @@ class Standing:
         return True
 
     async def _replace_state(self, reason: str) -> None:
-        """Adopt the best state in sight. Of the same genesis we keep our weights, else they are overwritten."""
+        """Adopt the best state in sight. Of the same genesis we keep our weights, else they are overwritten.
+
+        Rounds of our own go on until the other state is here, whole and verified: a partner that only claims to be
+        further holds nobody up.
+        """
         host, engine = self._host, self._host.engine
+        donors = [donor for donor in self._donors() if donor.beat and rank_of(donor.beat) > rank_of(engine.head)]
+        if not donors:
+            return
+        logger.info("replacing our state: %s", reason)
+        head, state = await ask_head(host.links, donors[0]), None
+        # A new lineage may begin from the very state that we stand on; else fetch what differs.
+        if head.state_sha256 != engine.head.state_sha256:
+            # Into a second state: should it fail half-way, we still stand where we stood.
+            state = AnchorState(host.state.num_blocks)
+            await Download(host.links, state, host.compute).run(head, donors)
         async with engine.paused():
-            donors = [donor for donor in self._donors() if donor.beat and rank_of(donor.beat) > rank_of(engine.head)]
-            if not donors:
+            if rank_of(head) <= rank_of(engine.head):
                 return
-            logger.info("replacing our state: %s", reason)
-            head, genesis = await ask_head(host.links, donors[0]), engine.head.genesis
-            # A new lineage may begin from the very state that we stand on; else fetch what differs.
-            if head.state_sha256 != engine.head.state_sha256:
-                # Into a second state: should it fail half-way, we still stand where we stood.
-                download = Download(host.links, AnchorState(host.state.num_blocks), host.compute)
-                await download.run(head, donors)
-                host.state.copy_from(download.state)
-            kind = "keep" if head.genesis == genesis else "write"
+            if state is not None:
+                host.state.copy_from(state)
+            elif head.state_sha256 != engine.head.state_sha256:
+                raise PeerLostError("a round of our own came first")
+            kind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.set_head(head)
             await engine.land(self._arrival(kind, reason))
 

@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.network.thread import NetworkThread
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def thread() -> Iterator[NetworkThread]:
     thread = NetworkThread()
     yield thread

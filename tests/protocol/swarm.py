@@ -67,8 +67,9 @@ class TestPeer:
         return out
 
     async def train(self) -> None:
-        await self.node.ready.wait()
-        self.exchange.idle()
+        while not self.node.ready.is_set():
+            self.exchange.idle()
+            await trio.sleep(0.05)
         generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
         noise = [[0.01 * torch.randn(tensor.shape, generator=generator) for tensor in self.tensors] for _ in range(5)]
         while True:

@@ -182,11 +182,11 @@ class RoundEngine:
         if self._attempts_failed == 0:
             self._started_s, self._traffic_at_start = trio.current_time(), self._traffic()
         if self._own is None:
-            deadline = trio.current_time() + 0.9 * window_s
+            called_s = trio.current_time()
             buffer = await self.compute(touched_buffer, self.num_blocks)
-            # The training thread comes by once a step.
-            self.exchange.want_snapshot(SnapshotWanted(buffer, deadline - 1.2 * self.exchange.step_s))
-            with trio.move_on_at(deadline):
+            # The training thread comes by once a step, and on a busy machine later than that: half a window of room.
+            self.exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
+            with trio.move_on_at(called_s + window_s):
                 await self._own_arrived.wait()
         return self._own
 
@@ -249,8 +249,13 @@ class RoundEngine:
             self._resolving = self._stepping = False
             self._wake()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run's last round is behind us: nothing is decided any more."""
+        return 0 < self.run.total_steps <= self.head.run_step
+
     async def land(self, landing: Landing) -> None:
-        """Hand a landing to the training thread and wait until it has taken effect."""
+        """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
         self._landed = trio.Event()
         self.exchange.land(landing)
         await self._landed.wait()
@@ -305,7 +310,8 @@ class RoundEngine:
         self._wake()
 
     def _is_current(self, lineage: str, round_: int) -> bool:
-        return lineage == self.head.lineage and round_ == self.head.round + 1 and not self._resolving
+        here = lineage == self.head.lineage and round_ == self.head.round + 1
+        return here and not self._resolving and not self.finished
 
     def _to_participation(self, sender: PeerId, attempt: Attempt, message: Message) -> None:
         if self._participation is not None and sender == attempt.leader and attempt == self._participation.attempt:
@@ -357,7 +363,7 @@ class RoundEngine:
         said_s, said_for = 0.0, ("", -2, 0)
         while True:
             changed = self._changed
-            if self.head.lineage and not self._resolving:
+            if self.head.lineage and not self._resolving and not self.finished:
                 now = trio.current_time()
                 if self.exchange.due and self._participation is None:
                     this = (self.head.lineage, self.head.round, self._attempts_failed)

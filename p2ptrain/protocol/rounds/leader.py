@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # A round has at most this many contributors; the others adopt its outcome as left-out members (DESIGN.md).
 MAX_CONTRIBUTORS = 64
+# A JOIN is sent at the end of the window at the latest; on a busy machine it is under way this long (guess).
+JOIN_GRACE_S = 0.5
 # Averaging and encoding one part of a 1B-parameter model takes a few seconds on a busy laptop (guess).
 REDUCE_S = 30.0
 # Fetching all parts takes about as long as sending took; at least this (guess).
@@ -130,7 +132,7 @@ class Leader:
         joined: dict[PeerId, Join] = {}
         self._called_s = trio.current_time()
         lost: set[PeerId] = set()
-        with trio.move_on_after(self._window_s + 2 * self._round_trip_s):
+        with trio.move_on_after(self._window_s + max(JOIN_GRACE_S, 2 * self._round_trip_s)):
             while set(called) - joined.keys() - lost:
                 sender, message = await self._next()
                 match message:

@@ -64,10 +64,12 @@ def landing(
 
     A contributor takes what was agreed on and keeps what quantisation lost: θ += A′ − A + decode(own sent bytes). Who
     was left out once goes on from its own weights (DiLoCo, section 3.1, figure 8: the paper's rule); left out twice,
-    it adopts the anchor, and what it learnt is discarded.
+    it adopts the anchor, and what it learnt is discarded. After the run's last round there is no going on: all end
+    with the anchor.
     """
     kind, buffer = "keep", None
-    overwrite = missed_rounds > MAX_MISSED_ROUNDS
+    finished = 0 < run.total_steps <= record.run_step
+    overwrite = not included and (finished or missed_rounds > MAX_MISSED_ROUNDS)
     if included and own is not None:
         kind, buffer = "add", own.buffer
     elif overwrite:
@@ -96,7 +98,7 @@ def landing(
         included_tokens=own.tokens if included and own else 0,
         snapshot_steps=own.steps if own else None,
         report=report,
-        finished=0 < run.total_steps <= record.run_step,
+        finished=finished,
     )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from p2ptrain.network import launcher
+from p2ptrain.network.scratch import remove_leftovers
 from p2ptrain.settings import ENV_PREFIX
 
 # A peer leaves within 10 s of a SIGTERM (measured: below 2 s on a busy machine).
@@ -69,25 +68,7 @@ def running_processes() -> Iterator[list[Process]]:
             time.sleep(0.05)
         for process in processes:
             process.kill()
-        remove_dead_sockets()
-
-
-def remove_dead_sockets(parent: Path = Path("/tmp")) -> None:
-    """Remove the socket directories of peers that were killed, which could not do it themselves."""
-    for path in parent.glob("p2ptrain-*/p2pd.sock"):
-        if path.is_socket() and _nobody_listens(path):
-            shutil.rmtree(path.parent, ignore_errors=True)
-
-
-def _nobody_listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
+        remove_leftovers()
 
 
 def _command(arguments: Sequence[str]) -> list[str]:

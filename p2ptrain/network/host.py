@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import trio
 
@@ -21,9 +17,7 @@ from p2ptrain.network.daemon import peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import LibP2P, serve_libp2p
-
-# A unix socket's path may have 103 bytes on macOS and 107 on Linux; ours adds 33 to its parent directory's.
-MAX_PARENT_LENGTH = 64
+from p2ptrain.network.scratch import scratch_directory
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
     check_host_maddrs(config.host_maddrs)
     check_announce_maddrs(config.announce_maddrs)
     async with contextlib.AsyncExitStack() as stack:
-        scratch = stack.enter_context(_private_directory())
+        scratch = stack.enter_context(scratch_directory())
         identity = stack.enter_context(hold_identity(config.identity, scratch))
         # One list of initial peers may be given to all peers, those on it included.
         others = tuple(maddr for maddr in config.initial_peers if not maddr.endswith(f"/p2p/{identity.peer_id}"))
@@ -79,39 +73,3 @@ async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
         except PeerLostError as error:
             raise ConfigError(f"the libp2p daemon ended right after its start ({error}); try again") from None
         yield Network(transport, directory)
-
-
-PREFIX = "p2ptrain-"
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """Where the sockets are, and the key of an identity that is kept nowhere. Nobody else can enter it."""
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) <= MAX_PARENT_LENGTH else "/tmp"
-    _sweep(Path(parent))
-    try:
-        directory = tempfile.TemporaryDirectory(
-            prefix=f"{PREFIX}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True
-        )
-    except OSError as error:
-        raise ConfigError(f"no directory for sockets can be made ({error}); set TMPDIR to a writable one") from None
-    with directory as path:
-        yield Path(path)
-
-
-def _sweep(parent: Path) -> None:
-    """Remove what processes left behind that were killed outright: their directories name a process that is gone."""
-    for left in parent.glob(f"{PREFIX}*-*"):
-        pid = left.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdecimal() and not _is_alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # somebody else's
-    return True

@@ -237,7 +237,7 @@ class Standing:
                 elif not await self._follow_record(link):
                     await self._replace_state("the next round's record is not remembered any more")
             except (PeerLostError, WireError) as error:
-                # The next beat of a partner that is ahead starts it again, but not at once: it may not have what it says.
+                # The next beat of a partner that is ahead starts it again; not at once: it may not have what it says.
                 logger.info("catching up failed, will try again: %s", error)
                 await trio.sleep(RETRY_S)
 

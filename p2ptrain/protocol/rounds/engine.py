@@ -275,6 +275,8 @@ class RoundEngine:
     def deliver(self, sender: PeerId, message: Message, payload: bytes = b"") -> None:
         """Take one round message. Raises WireError where it breaks the protocol; stale ones are ignored."""
         match message:
+            case Call(attempt=attempt) if attempt.leader != sender:
+                raise WireError("a Call in another peer's name")
             case Call() | Commit() if self._resolving:
                 # Of the round after the one that is landing here: taken up once it has landed.
                 self._deferred[type(message)] = (sender, message)
@@ -309,6 +311,9 @@ class RoundEngine:
             self._leader.deliver(peer_id, Leave("lost"))
         self._wake()
 
+    def _linked(self, peer_id: PeerId) -> bool:
+        return peer_id == self.peer_id or self.links.get(peer_id) is not None
+
     def _is_current(self, lineage: str, round_: int) -> bool:
         here = lineage == self.head.lineage and round_ == self.head.round + 1
         return here and not self._resolving and not self.finished
@@ -325,8 +330,6 @@ class RoundEngine:
             self._wake()
 
     def _on_call(self, sender: PeerId, call: Call) -> None:
-        if call.attempt.leader != sender:
-            raise WireError("a Call in another peer's name")
         if not self.ballot.promise(call.attempt):
             self.tell(sender, Refuse(call.lineage, call.round, call.attempt, self.ballot.promised))
             return
@@ -494,6 +497,8 @@ class RoundEngine:
         while True:
             await trio.sleep(0.25)
             if self._participation is not None:
+                if not self._linked(self._participation.attempt.leader):
+                    self._participation.note_lost(self._participation.attempt.leader)
                 self._participation.give_up_stalled()
 
     # --- the outcome ----------------------------------------------------------------------------------------------
@@ -524,7 +529,9 @@ class RoundEngine:
             self._wake()
         deferred, self._deferred = self._deferred, {}
         for sender, message in deferred.values():
-            self.deliver(sender, message)
+            # A leader that was lost meanwhile calls nobody any more.
+            if self._linked(sender):
+                self.deliver(sender, message)
 
     async def _step(self, record: Record) -> Landing:
         self.phase = f"round {record.round}: landing"

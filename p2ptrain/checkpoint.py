@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from p2ptrain.errors import ConfigError, P2PTrainError
+from p2ptrain.errors import CheckpointError, ConfigError
 
 FORMAT = 1
 KEEP = 3
@@ -34,10 +34,6 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST = "manifest.json"
 
 logger = logging.getLogger(__name__)
-
-
-class CheckpointError(P2PTrainError):
-    """A checkpoint could not be written, or is damaged; training and the other checkpoints are unharmed."""
 
 
 @dataclass(frozen=True)

@@ -25,5 +25,9 @@ class PeerLostError(P2PTrainError):
     """A peer cannot be reached, or went away while we waited for it."""
 
 
+class CheckpointError(P2PTrainError):
+    """A checkpoint could not be written, or is damaged; training and the other checkpoints are unharmed."""
+
+
 class RoundFailedError(P2PTrainError):
     """One attempt at a round cannot go on; training does."""

@@ -22,7 +22,7 @@ import torch
 from p2ptrain import checkpoint
 from p2ptrain.config import PeerConfig, RunConfig
 from p2ptrain.data import VOCAB_SIZE
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import CheckpointError, ConfigError
 from p2ptrain.trainer import Trainer
 
 # Guesses: how often people want a line, and the longest wait for the run's last round.
@@ -221,7 +221,7 @@ def save_checkpoint(peer: TrainingPeer, trainer: Trainer, out: Path) -> Path | N
     state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict(), "peer": peer.state_dict()}
     try:
         path = checkpoint.save(out, checkpoint.Checkpoint(step=peer.run_step, info=info, state=state))
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         logger.error("%s; training goes on without this checkpoint", error)
         return None
     logger.info("checkpoint %s", path)

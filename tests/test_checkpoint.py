@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from p2ptrain import checkpoint
-from p2ptrain.checkpoint import Checkpoint, CheckpointError
-from p2ptrain.errors import ConfigError
+from p2ptrain.checkpoint import Checkpoint
+from p2ptrain.errors import CheckpointError, ConfigError
 
 
 def _checkpoint(step: int, **parts: Any) -> Checkpoint:

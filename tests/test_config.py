@@ -91,3 +91,9 @@ def test_a_contradiction_names_the_field_and_both_values() -> None:
     with pytest.raises(RunMismatchError, match=r"sync_every: you gave 200, .* trains with 50"):
         # Also when what is given happens to be the default.
         resolve_run({"sync_every": RunConfig.sync_every}, live)
+
+
+def test_a_peers_data_is_its_own_and_the_same_after_a_restart() -> None:
+    seeds = {(run_seed, peer): RunConfig(run_seed=run_seed).data_seed(peer) for run_seed in (0, 1) for peer in "ab"}
+    assert len(set(seeds.values())) == 4
+    assert RunConfig(run_seed=1, lr=1.0).data_seed("b") == seeds[1, "b"]

@@ -158,9 +158,9 @@ class Node:
         fields = dataclasses.asdict(report)
         fields["contributors"] = list(report.contributors)
         self._events("round", group_size=len(report.contributors), **fields)
-        logger.info(
-            "round %d %s with %d contributors %s", report.round, report.status, len(report.contributors), report.reason
-        )
+        who = f", contributors: {len(report.contributors)}" if report.contributors else ""
+        why = f": {report.reason}" if report.reason else ""
+        logger.info("round %d %s%s%s", report.round, report.status, who, why)
 
     def fall_behind(self, reason: str) -> None:
         """Replace the whole state by the swarm's."""

@@ -172,7 +172,7 @@ class Standing:
         host, restored = self._host, self._restored
         if restored is not None:
             host.state.copy_from(restored.state)
-        download = self._download = Download(host.links, host.state, host.compute)
+        download = self._download = self._new_download(host.state)
         head, progress, progress_s = None, 0, trio.current_time()
         while head is None:
             try:
@@ -199,6 +199,10 @@ class Standing:
         else:
             landing = self._arrival("write", "adopted the swarm's state")
         await host.engine.land(landing)
+
+    def _new_download(self, state: AnchorState) -> Download:
+        host = self._host
+        return Download(host.links, state, host.compute, host.engine.parts, host.engine.codec)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """Where the training thread finds itself on our (new) head; "write": with the anchor as its weights."""
@@ -287,19 +291,20 @@ class Standing:
         if not donors:
             return
         logger.info("replacing our state: %s", reason)
-        head, state = await ask_head(host.links, donors[0]), None
+        head = await ask_head(host.links, donors[0])
         # A new lineage may begin from the very state that we stand on; else fetch what differs.
         if head.state_sha256 != engine.head.state_sha256:
-            # Into a second state: should it fail half-way, we still stand where we stood.
-            state = AnchorState(host.state.num_blocks)
-            await Download(host.links, state, host.compute).run(head, donors)
+            # Into a second state: should it fail half-way, we still stand where we stood, and go on from there.
+            self._download = self._download or self._new_download(AnchorState(host.state.num_blocks))
+            await self._download.run(head, donors)
         async with engine.paused():
             if rank_of(head) <= rank_of(engine.head):
                 return
-            if state is not None:
-                host.state.copy_from(state)
-            elif head.state_sha256 != engine.head.state_sha256:
-                raise PeerLostError("a round of our own came first")
+            if head.state_sha256 != engine.head.state_sha256:
+                if self._download is None:
+                    raise PeerLostError("a round of our own came first")
+                host.state.copy_from(self._download.state)
+            self._download = None
             kind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.set_head(head)
             await engine.land(self._arrival(kind, reason))

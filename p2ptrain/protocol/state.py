@@ -1,24 +1,29 @@
 """How a joiner gets the run's state: anchor and momentum in verified chunks, from several donors at once.
 
 The manifest (the list of chunk hashes) is checked against the hash in the donor's head, every chunk against the
-manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor is lost.
+manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor is lost. When the swarm
+resolves a round meanwhile, which changes every chunk, those that are here are rolled forward with the round's encoded
+mean (an eighth of the bytes), so that a slow link comes to the end of a download however often rounds are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import trio
 
+from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.anchor import AnchorState, combine
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, combine
 from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import Answer, Head, Request, pack_value, unpack_head
+from p2ptrain.protocol.messages import Answer, Head, Record, Request, pack_value, unpack_head
+from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.rounds.contribution import apply_outcome, check_decodes, check_parts
 from p2ptrain.protocol.transport import Compute
 
 logger = logging.getLogger(__name__)
@@ -26,8 +31,11 @@ logger = logging.getLogger(__name__)
 # Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and others may be joining too.
 CHUNK_TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 15.0
-# Chunks asked of one donor at once: hides the round trip without queueing much on a slow link.
-PER_DONOR = 8
+# Chunks asked of one donor at once: two hide the round trip of a slow link; where chunks come faster than QUICK_S it
+# takes more. What is asked for when the swarm resolves a round comes in vain.
+PER_DONOR = 2
+MOST_PER_DONOR = 8
+QUICK_S = 0.5
 # Model buffers (running means and such) travel in pieces of this size.
 BUFFER_PIECE_BYTES = 1024 * 1024
 # More than this is not taken in from a donor, whatever it goes on sending (guess).
@@ -100,14 +108,19 @@ class Download:
 
     Args:
         state: written to from the first chunk on; chunks that it holds already, by its hashes, are not fetched.
+        parts: where encoded means are fetched to.
+        codec: how they are encoded.
     """
 
-    def __init__(self, links: Links, state: AnchorState, compute: Compute) -> None:
+    def __init__(self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, codec: Codec) -> None:
         self.state = state
         self.done_chunks = 0
         self._links = links
         self._compute = compute
+        self._parts = parts
+        self._codec = codec
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
+        self._held_of = state.hashes.state
 
     @property
     def progress(self) -> float:
@@ -117,15 +130,50 @@ class Download:
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
         """Fetch everything for `head`. Raises PeerLostError when no donor is left; call again with others then."""
         hashes = await self._manifest(head, donors)
-        missing = deque(i for i, sha256 in enumerate(hashes) if self._held.get(i) != sha256)
+        if head.record is not None and head.record.parent_sha256 == self._held_of:
+            await self._roll_forward(head.record, donors)
+        self._held = {i: sha256 for i, sha256 in enumerate(hashes) if self._held.get(i) == sha256}
+        self._held_of = head.state_sha256
+        missing = deque(i for i in range(len(hashes)) if i not in self._held)
         self.done_chunks = len(hashes) - len(missing)
         async with trio.open_nursery() as nursery:
             for donor in donors:
+                fetching = Counter({donor.peer_id: PER_DONOR})
                 for _ in range(PER_DONOR):
-                    nursery.start_soon(self._fetch_chunks, donor, hashes, missing)
+                    nursery.start_soon(self._fetch_chunks, donor, hashes, missing, nursery, fetching)
         if self.done_chunks < len(hashes):
             raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks could not be had")
         self.state.hashes = combine(hashes)
+
+    async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
+        """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
+        whole = [i for i in range(0, self.state.num_chunks, 2) if i in self._held and i + 1 in self._held]
+        if 2 * len(whole) * self.state.chunk(0).nbytes < self.state.num_blocks * self._codec.bytes_per_block:
+            return  # they come anew for less than the mean would
+        try:
+            check_parts([(part.start, part.stop) for part in record.parts], self.state.num_blocks)
+            await self._parts.fetch(record, self._codec, [donor.peer_id for donor in donors])
+        except (PeerLostError, WireError) as error:
+            logger.info("the state that is here cannot be rolled forward: %s", error)
+            return
+        for part in record.parts:
+            mean = self._parts.get(part.sha256)
+            for index in whole:
+                start = index // 2 * STATE_CHUNK_BLOCKS
+                stop = min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks)
+                if part.start <= start < part.stop:
+                    low, high = ((block - part.start) * self._codec.bytes_per_block for block in (start, stop))
+                    await self._compute(self._step_chunks, index, record, mean[low:high], (start, stop))
+
+    def _step_chunks(self, index: int, record: Record, mean: bytes | bytearray, bounds: tuple[int, int]) -> None:
+        """The outer step on one chunk of anchor and of momentum; their hashes then show whether it was right."""
+        try:
+            check_decodes(self._codec, mean, bounds)
+        except WireError:
+            return
+        apply_outcome(self.state, self._codec, mean, bounds, record.outer_lr, record.outer_momentum, None)
+        for chunk in (index, index + 1):
+            self._held[chunk] = hashlib.sha256(self.state.chunk(chunk).data).hexdigest()
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
         for donor in donors:
@@ -141,10 +189,13 @@ class Download:
                 return hashes
         raise PeerLostError("no donor has the manifest of this head any more")
 
-    async def _fetch_chunks(self, donor: Link, hashes: list[str], missing: deque[int]) -> None:
+    async def _fetch_chunks(
+        self, donor: Link, hashes: list[str], missing: deque[int], nursery: trio.Nursery, fetching: Counter[str]
+    ) -> None:
         """Take chunks off the common list until it is empty or the donor fails; what it failed goes back."""
         while missing:
             index = missing.popleft()
+            asked_s = trio.current_time()
             try:
                 await self._fetch_chunk(donor, index, hashes[index])
             except (PeerLostError, WireError) as error:
@@ -152,6 +203,9 @@ class Download:
                 missing.append(index)
                 return
             self.done_chunks += 1
+            if trio.current_time() - asked_s < QUICK_S and fetching[donor.peer_id] < MOST_PER_DONOR:
+                fetching[donor.peer_id] += 1
+                nursery.start_soon(self._fetch_chunks, donor, hashes, missing, nursery, fetching)
 
     async def _fetch_chunk(self, donor: Link, index: int, sha256: str) -> None:
         answer, payload = await self._links.request(donor, "chunk", "", index, timeout_s=CHUNK_TIMEOUT_S)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,12 +14,25 @@ import pytest
 import torch
 import trio
 
+from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol import state as state_module
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, combine
 from p2ptrain.protocol.link import Link, Traffic
-from p2ptrain.protocol.messages import KIND_OF, Answer, Contribution, Head, Request, pack_value
+from p2ptrain.protocol.messages import (
+    KIND_OF,
+    Answer,
+    Contribution,
+    Contributor,
+    Head,
+    Part,
+    Record,
+    Request,
+    pack_value,
+)
+from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.rounds.contribution import apply_outcome, chunk_bounds
 from p2ptrain.protocol.state import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint, until
@@ -50,14 +65,34 @@ class Donor:
         self.asked: Counter[str] = Counter()
         self.chunks: list[int] = []
         self.instead: dict[str, bytes] = {}
+        self.parts = PartStore(endpoint.links, inline)
         self.server = StateServer(state, lambda: self.head, lambda: self.busy, lambda: buffers, inline)
         endpoint.on_request = self.serve
+
+    def resolve_round(self) -> None:
+        """Take an outer step, as a round does it; its means are served."""
+        before, rng = self.state.hashes.state, np.random.default_rng(self.head.round)
+        half, parts = 6 * STATE_CHUNK_BLOCKS, []
+        for start, stop in ((0, half), (half, BLOCKS)):
+            chunks = (rng.standard_normal((high - low, 64), np.float32) for low, high in chunk_bounds(start, stop))
+            mean = b"".join(map(codec("int8").encode, chunks))
+            apply_outcome(self.state, codec("int8"), mean, (start, stop), 0.7, 0.9, None)
+            sha256 = hashlib.sha256(mean).hexdigest()
+            self.parts.add(sha256, mean)
+            parts.append(Part(start, stop, sha256, "nobody"))
+        self.state.rehash()
+        contributors = (Contributor("a", "a.1", 1.0),)
+        round_ = self.head.round + 1
+        record = Record("G", "L", round_, before, contributors, tuple(parts), 0.7, 0.9, 160, 2000, ())
+        self.head = dataclasses.replace(head_of(self.state, round_=round_), record=record)
 
     async def serve(self, link: Link, request: Request) -> None:
         self.asked[request.what] += 1
         if request.what == "chunk":
             self.chunks.append(request.index)
-        if request.what in self.instead:
+        if request.what == "part":
+            await self.parts.serve(link, request)
+        elif request.what in self.instead:
             answer = Answer(request.request, True, request.what)
             await link.send_bulk(answer, self.instead[request.what], Traffic.STATE)
         else:
@@ -75,6 +110,10 @@ async def donors_and_joiner(
         joiner = await start_endpoint(network, nursery, hello_of("joiner"))
         yield network, donors, joiner, [await joiner.links.connect(name, []) for name in names]
         nursery.cancel_scope.cancel()
+
+
+def download_into(state: AnchorState, joiner: Endpoint) -> Download:
+    return Download(joiner.links, state, inline, PartStore(joiner.links, inline), codec("int8"))
 
 
 def check_equal(mine: AnchorState, theirs: AnchorState) -> None:
@@ -125,7 +164,7 @@ def test_a_download_is_the_donors_state_bit_by_bit_and_spread_over_them(names: s
             head = await ask_head(joiner.links, links[0])
             assert head == donors["a"].head
             state = AnchorState(BLOCKS)
-            download = Download(joiner.links, state, inline)
+            download = download_into(state, joiner)
             await download.run(head, links)
             check_equal(state, donors["a"].state)
             assert download.progress == 1
@@ -143,7 +182,7 @@ def test_only_chunks_that_differ_are_fetched() -> None:
             mine.anchor[STATE_CHUNK_BLOCKS] = 0
             mine.momentum[-1] = 0
             mine.rehash()
-            await Download(joiner.links, mine, inline).run(donors["a"].head, links)
+            await download_into(mine, joiner).run(donors["a"].head, links)
             check_equal(mine, donors["a"].state)
             assert sorted(donors["a"].chunks) == [2, CHUNKS - 1]
 
@@ -155,7 +194,7 @@ def test_of_two_donors_one_may_die() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
             state = AnchorState(BLOCKS)
-            download = Download(joiner.links, state, inline)
+            download = download_into(state, joiner)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(download.run, donors["b"].head, links)
                 await until(lambda: download.done_chunks >= 4)
@@ -170,7 +209,7 @@ def test_what_a_lost_donor_gave_is_kept_for_the_next() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
             state = AnchorState(BLOCKS)
-            download = Download(joiner.links, state, inline)
+            download = download_into(state, joiner)
             async with trio.open_nursery() as nursery:
 
                 async def fails() -> None:
@@ -198,7 +237,7 @@ def test_a_donor_with_a_wrong_chunk_is_refused_and_another_serves(kind: str) -> 
             payloads = {"wrong": bytes(len(right)), "short": right[:-1], "long": right + b"x", "empty": b""}
             donors["a"].instead["chunk"] = payloads[kind]
             state = AnchorState(BLOCKS)
-            download = Download(joiner.links, state, inline)
+            download = download_into(state, joiner)
             for _ in range(4):
                 try:
                     await download.run(donors["b"].head, links)
@@ -216,7 +255,7 @@ def test_a_truncated_download_is_never_adopted() -> None:
     async def main() -> None:
         async with donors_and_joiner("a") as (network, donors, joiner, links):
             state = AnchorState(BLOCKS)
-            download = Download(joiner.links, state, inline)
+            download = download_into(state, joiner)
             link, attempts = links[0], 0
             while not state.hashes.chunks:
                 served = 0
@@ -246,11 +285,11 @@ def test_a_manifest_that_does_not_hash_to_the_head_is_refused(manifest: bytes) -
         async with donors_and_joiner("a", "b") as (_, donors, joiner, links):
             donors["a"].instead["manifest"] = manifest
             state = AnchorState(BLOCKS)
-            await Download(joiner.links, state, inline).run(donors["b"].head, links)
+            await download_into(state, joiner).run(donors["b"].head, links)
             check_equal(state, donors["b"].state)
             donors["b"].instead["manifest"] = manifest
             with pytest.raises(PeerLostError, match="manifest"):
-                await Download(joiner.links, AnchorState(BLOCKS), inline).run(donors["b"].head, links)
+                await download_into(AnchorState(BLOCKS), joiner).run(donors["b"].head, links)
 
     run_virtual(main)
 
@@ -260,7 +299,7 @@ def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> N
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", network=network) as (_, donors, joiner, links):
             donor, state = donors["a"], AnchorState(BLOCKS)
-            download = Download(joiner.links, state, inline)
+            download = download_into(state, joiner)
 
             async def land() -> None:
                 await until(lambda: download.done_chunks >= 3)
@@ -285,6 +324,61 @@ def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> N
 
 
 # --- what a donor says -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool) -> None:
+    """Chunks of which both halves are here become the new round's; where the mean is not to be had they come anew."""
+
+    async def main() -> None:
+        async with donors_and_joiner("b") as (_, donors, joiner, links):
+            donor, state = donors["b"], AnchorState(BLOCKS)
+            download = download_into(state, joiner)
+            donor.instead["chunk"] = b"nothing"  # but for the first two pairs, which come as they are
+            for index in range(5):
+                state.chunk(index)[:] = donor.state.chunk(index)
+                download._held[index] = donor.state.hashes.chunks[index]
+            with pytest.raises(PeerLostError):
+                await download.run(donor.head, links)
+            donor.instead.clear()
+            donor.chunks.clear()
+            donor.resolve_round()
+            if broken:
+                donor.parts = PartStore(donor.endpoint.links, inline)
+            await download.run(donor.head, links)
+            check_equal(state, donor.state)
+            assert sorted(donor.chunks) == list(range(0 if broken else 4, CHUNKS))
+
+    run_virtual(main)
+
+
+def test_a_slow_joiner_comes_to_the_end_however_often_rounds_are() -> None:
+    """The state takes 12 s over this link, and every 5 s there is another."""
+
+    async def main() -> None:
+        slow = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
+        async with donors_and_joiner("b", network=slow) as (_, donors, joiner, links):
+            donor, state = donors["b"], AnchorState(BLOCKS)
+
+            async def resolve_rounds() -> None:
+                while True:
+                    await trio.sleep(5)
+                    donor.resolve_round()
+
+            download = download_into(state, joiner)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(resolve_rounds)
+                with trio.fail_after(60):
+                    while download.done_chunks < CHUNKS:
+                        with contextlib.suppress(PeerLostError):
+                            await download.run(await ask_head(joiner.links, links[0]), links)
+                        await trio.sleep(0.1)
+                nursery.cancel_scope.cancel()
+            check_equal(state, donor.state)
+            assert donor.head.round >= 9
+            assert len(donor.chunks) < 3 * CHUNKS
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("why", ["fresh", "busy"])

@@ -11,6 +11,7 @@ import json
 import os
 import pty
 import shlex
+import signal
 import subprocess
 import sys
 import termios
@@ -30,6 +31,12 @@ Event = dict[str, Any]
 DEADLINE_S = 150.0
 POLL_S = 0.05
 CTRL_C = b"\x03"
+
+
+def _as_from_a_shell() -> None:
+    """Hold the terminal, and heed Ctrl-C even if the tests themselves run in the background, where it is ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Process:
@@ -80,7 +87,7 @@ class Process:
             if terminal:
                 self._keyboard, screen = pty.openpty()
                 streams = {"stdin": screen, "stdout": screen, "stderr": screen, "start_new_session": True}
-                streams["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+                streams["preexec_fn"] = _as_from_a_shell
             self._process = subprocess.Popen(words, cwd=directory, env=environ, **streams)
             if terminal:
                 os.close(screen)

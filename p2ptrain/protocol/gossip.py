@@ -22,6 +22,7 @@ from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, slot_blocks
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Arrival, Epoch, Exchange, Push, PushPlan
+from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.link import Link
 from p2ptrain.protocol.messages import Fragment
 from p2ptrain.protocol.transport import Compute, PeerId
@@ -40,6 +41,7 @@ class GossipHost(Protocol):
 
     run: RunConfig
     compute: Compute
+    faults: Faults
 
     def trainers(self) -> Sequence[PeerId]: ...
 
@@ -89,6 +91,9 @@ class Gossip:
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError on anything that no honest peer sends."""
         self._check(message, payload)
+        if self._host.faults.loses_fragment():
+            self._exchange.count_skipped("lost")
+            return
         epoch = Epoch(message.lineage, message.round)
         own = self._exchange.epoch
         if epoch.lineage != own.lineage or epoch.round < own.round:

@@ -19,6 +19,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange, RoundReport
+from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.links import Links
@@ -45,6 +46,7 @@ FRAGMENTS_EVENT_S = 2.0
 MAX_SERVED_AT_ONCE = 12
 
 TRAINER, GUEST = "trainer", "guest"
+NO_FAULTS = NoFaults()
 
 
 class Events(Protocol):
@@ -60,6 +62,7 @@ class Node:
         may_found: whether the run may be founded at once, because there is nobody to ask.
         restored: state from a checkpoint, used where the swarm has nothing newer.
         rng: all random choices of this peer.
+        faults: what a simulation makes go wrong.
     """
 
     def __init__(
@@ -76,11 +79,13 @@ class Node:
         compute: Compute,
         events: Events,
         rng: random.Random,
+        faults: Faults = NO_FAULTS,
     ) -> None:
         self.run = run
         self.peer_id: PeerId = transport.peer_id
         self.incarnation = incarnation
         self.compute = compute
+        self.faults = faults
         self.ready = trio.Event()
         self.alive: tuple[PeerId, ...] = ()
         self.alive_maddrs: tuple[str, ...] = ()

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 import trio
-import trio.testing
 
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.config import RunConfig
-from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.protocol.exchange import Exchange, StepReport
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.standing import Restored
@@ -179,8 +178,6 @@ async def swarm(run: RunConfig = RUN, *, seed: int = 0, **weather: float) -> Asy
 
 
 def run_virtual(test: Callable[[], Any], seed: int = 0) -> None:
-    """Run a trio test on virtual time. Trio's own shuffling of ready tasks is seeded, so that a failure comes again."""
+    """Run a trio test on virtual time, the same way every time."""
     torch.set_num_threads(1)
-    trio._core._run._ALLOW_DETERMINISTIC_SCHEDULING = True
-    trio._core._run._r.seed(seed)
-    trio.run(test, clock=trio.testing.MockClock(autojump_threshold=0))
+    virtual_time.run_virtual(test, seed)

@@ -22,6 +22,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Epoch, Exchange, Landing, RoundReport, Snapshot, SnapshotWanted
+from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.link import Traffic
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.messages import (
@@ -78,6 +79,7 @@ class EngineHost(Protocol):
     run: RunConfig
     links: Links
     compute: Compute
+    faults: Faults
 
     def trainers(self) -> Sequence[PeerId]:
         """Live peers that train in this run and hold its state."""
@@ -112,6 +114,7 @@ class RoundEngine:
         self._due_hint = 0
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._own: OwnContribution | None = None
+        self._sits_out: bool | None = None
         self._own_arrived = trio.Event()
         self._spreads: deque[float] = deque(maxlen=64)
         self._attempts_failed = 0
@@ -181,6 +184,10 @@ class RoundEngine:
         """The snapshot of this round, taken now if there is none yet; None when training does not come by in time."""
         if self._attempts_failed == 0:
             self._started_s, self._traffic_at_start = trio.current_time(), self._traffic()
+        if self._sits_out is None:
+            self._sits_out = self._host.faults.loses_gradient()
+        if self._sits_out:
+            return None
         if self._own is None:
             called_s = trio.current_time()
             buffer = await self.compute(touched_buffer, self.num_blocks)
@@ -268,6 +275,7 @@ class RoundEngine:
         self._attempts_failed = 0
         self._own = None
         self._own_arrived = trio.Event()
+        self._sits_out = None
         self.exchange.want_snapshot(None)
 
     # --- messages -------------------------------------------------------------------------------------------------

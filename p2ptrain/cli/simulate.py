@@ -1,0 +1,103 @@
+"""`p2ptrain simulate`: whole swarms in one process, in virtual time."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--peers", type=int, metavar="K", help="Peers that train from the start.  [8]")
+@click.option("--steps", type=int, metavar="N", help="Length of the run in inner steps.  [600]")
+@click.option("--sync-every", type=int, metavar="H", help="Inner steps between two rounds.  [100]")
+@click.option("--fragment-fraction", type=float, metavar="P", help="Share of the weights pushed at each step.  [0.02]")
+@click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other setting of a run.")
+@click.option("--drop", type=float, metavar="Q", help="Probability that a peer's outer gradient of a round is lost.")
+@click.option("--loss", type=float, metavar="Q", help="Share of the fragments that do not arrive.")
+@click.option("--latency", type=float, metavar="S", help="One way, in seconds.  [0.02]")
+@click.option("--bandwidth", type=float, metavar="MBIT", help="Of each peer's uplink, in Mbit/s; 0: no limit.  [0]")
+@click.option("--step-time", type=float, metavar="S", help="Virtual seconds of one inner step.  [0.1]")
+@click.option("--speeds", metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25.")
+@click.option("--schedule", metavar="STEP:ACTION:PEER,…", help="What happens when; see below.")
+@click.option("--eval-every", type=int, metavar="N", help="Steps between two measurements.  [100]")
+@click.option("--data", metavar="SOURCE", help="stdlib, or a text file or a directory of them.  [stdlib]")
+@click.option("--seed", type=int, metavar="N", help="Of everything.  [0]")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-simulation",
+              show_default=True, metavar="DIR", help="Where records, table and picture are written.")  # fmt: skip
+def simulate(file: Path | None, out: Path, **options: Any) -> None:
+    """Simulate a whole swarm in this process, in virtual time.
+
+    The peers run the same node, protocol and training loop as `p2ptrain join`, on a network in memory: what costs
+    days and machines in a real swarm takes minutes here, and the same seed gives the same records, byte for byte.
+    FILE is a TOML file of settings, and may hold several [[arm]]s that differ in some; they end up in one picture.
+    Flags win over the file.
+
+    \b
+    Eight peers, 600 steps, a round every 100:
+        p2ptrain simulate
+    The same without gossip, one merge at the end, and a lossy uplink:
+        p2ptrain simulate --fragment-fraction 0 --sync-every 600 --bandwidth 10 --drop 0.3
+    Peer 2 crashes at step 200, peer 8 joins at 300, peer 1 is half as fast from 400 on:
+        p2ptrain simulate --schedule 200:crash:2,300:join:8,400:speed:1:0.5
+    Arms side by side:
+        p2ptrain simulate examples/simulate.toml --out arms
+
+    \b
+    Actions of --schedule: join, leave (says so), crash (does not), pause, resume, speed (with a factor).
+    Written to --out: a metrics stream for each peer as a real one writes it (PEER.jsonl, times in virtual
+    seconds), table.csv with losses, correlation, disagreement and bytes, and curves.png.
+    """
+    from p2ptrain.simulation.experiment import Experiment, read_experiments
+
+    settings = _settings(options)
+    if file is None:
+        title, experiments = "simulation", [Experiment.of(**{"steps": 600, **settings})]
+    else:
+        title, experiments = read_experiments(file, **settings)
+
+    from p2ptrain.simulation.arms import simulate_arms
+    from p2ptrain.simulation.plot import save_plot
+    from p2ptrain.simulation.report import format_table, progress_bars
+
+    logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # what every single peer sees is in its records
+    with progress_bars(experiments) as on_progress:
+        arms = simulate_arms(experiments, on_progress)
+    for arm in arms:
+        arm.write(out / arm.experiment.name if len(arms) > 1 else out)
+    save_plot(title, arms, out / "curves.png")
+    click.echo(format_table(arms))
+    click.echo(f"written to {out}: records, table.csv, curves.png")
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """What the user gave, by the names of `Experiment.of`."""
+    from p2ptrain.errors import ConfigError
+
+    names = {"latency": "latency_s", "bandwidth": "bandwidth_mbit", "step_time": "step_s"}
+    given = {names.get(name, name): value for name, value in options.items() if value not in (None, ())}
+    for text in given.pop("others", ()):
+        name, found, value = text.partition("=")
+        if not found:
+            raise ConfigError(f"--set {text}: must be NAME=VALUE, such as round_codec=int8")
+        given[name.strip().replace("-", "_")] = _literal(value.strip())
+    if "speeds" in given:
+        try:
+            given["speeds"] = [float(speed) for speed in given["speeds"].split(",")]
+        except ValueError:
+            raise ConfigError(f"--speeds {given['speeds']}: must be numbers such as 1,0.5") from None
+    if "schedule" in given:
+        given["schedule"] = given["schedule"].split(",")
+    return given
+
+
+def _literal(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,11 @@
+"""Whole swarms in one process: the same node, protocol and training loop as a real peer, on virtual time.
+
+>>> records = simulate(Experiment.of(peers=8, steps=600, sync_every=100, fragment_fraction=0.02))
+>>> records.final_loss
+"""
+
+from p2ptrain.simulation.experiment import Experiment, Happening, read_experiments
+from p2ptrain.simulation.records import Records
+from p2ptrain.simulation.swarm import simulate
+
+__all__ = ["Experiment", "Happening", "Records", "read_experiments", "simulate"]

@@ -1,0 +1,214 @@
+"""What is simulated: a run's settings, the peers, their network, and what happens to them. From flags or TOML.
+
+An experiment file is a flat TOML table of settings, and may hold several *arms* that differ in some of them:
+
+    title = "DiLoCo with and without SPARTA"
+    peers = 8
+    steps = 600
+    sync_every = 300
+
+    [[arm]]
+    name = "DiLoCo"
+    fragment_fraction = 0.0
+
+    [[arm]]
+    name = "with SPARTA"
+    fragment_fraction = 0.02
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings import did_you_mean
+
+ACTIONS = ("join", "leave", "crash", "pause", "resume", "speed")
+# Settings of a run that a simulation has no use for, or chooses itself.
+_NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
+# ALGORITHMS.md, section 4: the demo model and its settings, tuned by simulation.
+_RUN_DEFAULTS: dict[str, Any] = {"model": "gpt-demo", "fragment_fraction": 0.02, "sync_every": 100}
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something that is done to a peer when the run has come to a step.
+
+    Attributes:
+        step: of the run, as time: step · step_s.
+        action: one of ACTIONS. A peer whose first happening is "join" is not there before.
+        peer: its number, from 0.
+        value: for "speed", relative to the other peers.
+    """
+
+    step: int
+    action: str
+    peer: int
+    value: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"schedule: unknown action {self.action!r}; {did_you_mean(self.action, ACTIONS)}")
+        if self.step < 0 or self.peer < 0 or not 0 < self.value < math.inf:
+            raise ConfigError(f"schedule: {self}: step and peer must be 0 or more, a speed above 0")
+
+    @classmethod
+    def parse(cls, text: str) -> Happening:
+        """From "STEP:ACTION:PEER" or "STEP:speed:PEER:FACTOR". Raises ConfigError."""
+        parts = text.strip().split(":")
+        try:
+            step, action, peer = int(parts[0]), parts[1], int(parts[2])
+            value = float(parts[3]) if len(parts) > 3 else 1.0
+        except (IndexError, ValueError):
+            raise ConfigError(
+                f"schedule {text!r}: must be STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
+            ) from None
+        if len(parts) > 4:
+            raise ConfigError(f"schedule {text!r}: has more than four parts")
+        return cls(step, action, peer, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One simulated run.
+
+    Attributes:
+        run: the settings that a real run would have, hashed and checked as there.
+        name: of this arm, for plots and files.
+        peers: how many train from the start; those that the schedule lets join come on top.
+        step_s: virtual seconds that one inner step takes at speed 1.
+        latency_s: one way, of every packet.
+        bandwidth_mbit: of every peer's uplink, in Mbit/s; 0 for no limit.
+        loss: share of the fragments that do not arrive.
+        drop: probability that a peer's outer gradient of a round is lost; it goes on from its own weights.
+        speeds: relative speeds of the first peers; the others have 1.
+        schedule: what happens when.
+        data: "stdlib", or the path of a text file or a directory of them.
+        batch_size: windows of text per inner step.
+        eval_every: steps between two measurements on held-out text.
+        seed: of everything: first weights, data, partners, the order of what happens at one instant.
+    """
+
+    run: RunConfig
+    name: str = "run"
+    peers: int = 8
+    # A GPU's step of a mid-sized model; heartbeats come once a second, so they stay cheap beside the steps.
+    step_s: float = 0.1
+    # Within a continent.
+    latency_s: float = 0.02
+    bandwidth_mbit: float = 0.0
+    loss: float = 0.0
+    drop: float = 0.0
+    speeds: tuple[float, ...] = ()
+    schedule: tuple[Happening, ...] = ()
+    data: str = "stdlib"
+    batch_size: int = 4
+    eval_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.peers >= 1 and self.peers <= 1000, "peers", self.peers, "from 1 to 1000")
+        _check(0 < self.step_s < math.inf, "step_s", self.step_s, "above 0")
+        _check(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more seconds")
+        _check(0 <= self.bandwidth_mbit < math.inf, "bandwidth_mbit", self.bandwidth_mbit, "0 (no limit) or more")
+        _check(0 <= self.loss < 1, "loss", self.loss, "at least 0 and below 1")
+        _check(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
+        _check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
+        _check(all(0 < speed < math.inf for speed in self.speeds), "speeds", self.speeds, "above 0")
+        _check(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
+        _check(self.eval_every >= 1, "eval_every", self.eval_every, "1 or more")
+        _check(self.run.total_steps >= 1, "steps", self.run.total_steps, "1 or more: a simulation has an end")
+
+    @classmethod
+    def of(cls, **settings: Any) -> Experiment:
+        """From settings by name: fields of this class but `run`, `steps`, and settings of a run. Raises ConfigError."""
+        own = {field.name: field for field in dataclasses.fields(cls) if field.name != "run"}
+        of_run = {field.name for field in dataclasses.fields(RunConfig)} - _NOT_OURS
+        values: dict[str, Any] = {}
+        run: dict[str, Any] = {**_RUN_DEFAULTS, "run_id": "simulation", "data": "stdlib"}
+        for name, value in settings.items():
+            if name == "steps":
+                run["total_steps"] = value
+            elif name in own:
+                values[name] = _converted(name, value, own[name].default)
+            elif name in of_run:
+                run[name] = value
+            else:
+                raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, {'steps', *own, *of_run})}")
+        run["run_seed"] = values.get("seed", 0)
+        run["data"] = "stdlib" if values.get("data", "stdlib") == "stdlib" else "text"
+        return cls(run=RunConfig.from_dict(run), **values)
+
+    @property
+    def everybody(self) -> int:
+        """Peers that take part at any time."""
+        return max([self.peers, *(happening.peer + 1 for happening in self.schedule)])
+
+    def starts_late(self, peer: int) -> bool:
+        """Whether a peer is not there at the start."""
+        first = next((h for h in sorted(self.schedule, key=lambda h: h.step) if h.peer == peer), None)
+        return peer >= self.peers or (first is not None and first.action == "join")
+
+
+def read_experiments(path: Path, **overrides: Any) -> tuple[str, list[Experiment]]:
+    """The title and the arms of an experiment file; `overrides` are settings that win over the file's.
+
+    Raises ConfigError.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no TOML: {error}") from None
+    title, arms = table.pop("title", path.stem), table.pop("arm", [{}])
+    if not isinstance(title, str) or not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
+        raise ConfigError(f"{path}: title must be a text, and arms are written as [[arm]] tables")
+    try:
+        found = [Experiment.of(**{**table, **arm, **overrides}) for arm in arms]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    names = [experiment.name for experiment in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}: the arms are named {', '.join(map(repr, names))}: each needs a name of its own")
+    return title, found
+
+
+def _converted(name: str, value: Any, default: Any) -> Any:
+    """A field's value from TOML's or Python's types. Raises ConfigError."""
+    if name == "schedule" and isinstance(value, (list, tuple)):
+        return tuple(_happening(item) for item in value)
+    if name == "speeds" and isinstance(value, (list, tuple)):
+        if not all(type(speed) in (int, float) for speed in value):
+            raise ConfigError(f"speeds = {value!r}: must be numbers")
+        return tuple(map(float, value))
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if type(value) is not type(default):
+        raise ConfigError(f"{name} = {value!r}: must be of type {type(default).__name__}")
+    return value
+
+
+def _happening(item: object) -> Happening:
+    if isinstance(item, Happening):
+        return item
+    if isinstance(item, str):
+        return Happening.parse(item)
+    if isinstance(item, Mapping) and set(item) <= {"step", "action", "peer", "value"} and len(item) >= 3:
+        try:
+            return Happening(**item)
+        except TypeError as error:
+            raise ConfigError(f"schedule {dict(item)}: {error}") from None
+    raise ConfigError(f"schedule {item!r}: must be a text such as 300:crash:2")
+
+
+def _check(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} = {value!r}: must be {rule}")

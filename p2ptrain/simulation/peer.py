@@ -1,0 +1,172 @@
+"""One simulated peer: a real node on the memory network, and the training loop of `p2ptrain join` in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import trio
+
+from p2ptrain.config import RunConfig
+from p2ptrain.data import Corpus
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.model import ModelParts
+from p2ptrain.protocol.exchange import Exchange, StepReport
+from p2ptrain.protocol.node import Node
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.trainer import Trainer
+from p2ptrain.training import record_evaluation, training_steps
+
+# How often a peer that waits for the run's state looks whether it has come, in virtual seconds.
+LOOK_S = 0.01
+
+
+class SimulatedPeer:
+    """Implements `training.TrainingPeer`. `records` fills with the same events as a real peer's metrics file."""
+
+    def __init__(
+        self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
+        network: MemoryNetwork, incarnation: int,
+    ) -> None:  # fmt: skip
+        self.number = number
+        self.peer_id = f"peer-{number}"
+        self.run = run
+        self.speed = experiment.speeds[number] if number < len(experiment.speeds) else 1.0
+        self.awake = trio.Event()
+        self.awake.set()
+        self.records: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+        self.ended = False
+        self._measured_at = -1
+        self._experiment = experiment
+        parts = ModelParts(model)
+        self._exchange = Exchange(
+            parts.space, parts.tensors, fragment_fraction=run.fragment_fraction, sync_every=run.sync_every,
+            total_steps=run.total_steps, clock=trio.current_time, post=_at_once,
+        )  # fmt: skip
+        seed = run.data_seed(self.peer_id)
+        self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed)
+        name = f"{self.peer_id}.{incarnation}"
+        self.record(
+            "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
+            incarnation=name, run=run.to_dict(),
+        )  # fmt: skip
+        # A fixed list of who is there: nobody founds beside peer 0, which is there from the start.
+        self.node = Node(
+            network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, parts, run,
+            incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
+            events=self.record, rng=random.Random(f"{run.run_seed}/{name}"), faults=_Weather(experiment, name),
+        )  # fmt: skip
+        self._scope = trio.CancelScope()
+
+    # --- as training sees it ------------------------------------------------------------------------------------
+
+    @property
+    def run_step(self) -> int:
+        return self._exchange.run_step
+
+    @property
+    def finished(self) -> bool:
+        return self._exchange.finished
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        return self.node.alive
+
+    @property
+    def round(self) -> int:
+        return self._exchange.epoch.round + 1
+
+    @property
+    def anchor_sha256(self) -> str:
+        return self.node.engine.head.anchor_sha256
+
+    def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
+        report = self._exchange.step(samples)
+        self.record(
+            "step", step=self._exchange.run_step, loss=loss, tokens=samples,
+            step_s=round(self._exchange.step_s, 6), exchange_s=0.0,
+        )  # fmt: skip
+        return report
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        if event == "eval":
+            self._measured_at = self.run_step
+        self.records.append({"event": event, "t": round(trio.current_time(), 6), **fields})
+
+    def wait_finished(self, timeout_s: float) -> object:
+        raise NotImplementedError("virtual time is waited for in `train`")
+
+    def leave(self, reason: str) -> None:
+        """Tell the others, and end."""
+        self.record("stop", reason=reason)
+        self.node.leave(reason)
+        self.ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    # --- as the simulation drives it ----------------------------------------------------------------------------
+
+    async def live(self, start: Callable[[], Any]) -> None:
+        """From joining to the end of the run. `start` waits for the moment to begin training."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.node.run_forever)
+                    while not self.node.ready.is_set():
+                        self._exchange.idle()
+                        await trio.sleep(LOOK_S)
+                    await start()
+                    await self._train()
+                    self.leave("finished")
+                    await trio.sleep(1.0)  # for the word to reach the others
+                    nursery.cancel_scope.cancel()
+        except* Exception as errors:
+            self.failure = errors
+        finally:
+            self.ended = True
+
+    def crash(self) -> None:
+        """End at once, without a word."""
+        self._scope.cancel()
+        self.ended = True
+
+    async def _train(self) -> None:
+        record_evaluation(self, self.trainer)
+        while not self.finished:
+            for _ in training_steps(self, self.trainer, eval_every=self._experiment.eval_every):
+                await trio.sleep(self._experiment.step_s / self.speed)
+                await self.awake.wait()
+            if self._measured_at < self.run_step:
+                record_evaluation(self, self.trainer)
+            while not self.finished and self.run_step >= self.run.total_steps:
+                self._exchange.idle()
+                await trio.sleep(self._experiment.step_s)
+        record_evaluation(self, self.trainer)
+
+
+class _Weather:
+    """Implements `protocol.faults.Faults` by the experiment's rates."""
+
+    def __init__(self, experiment: Experiment, name: str) -> None:
+        self._experiment = experiment
+        self._rng = random.Random(f"weather/{experiment.seed}/{name}")
+
+    def loses_fragment(self) -> bool:
+        return self._experiment.loss > 0 and self._rng.random() < self._experiment.loss
+
+    def loses_gradient(self) -> bool:
+        return self._rng.random() < self._experiment.drop
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    """There is one thread, so the node's side is here."""
+    work()
+
+
+async def _inline(work: Callable[..., Any], /, *args: Any) -> Any:
+    """In virtual time work takes none."""
+    return work(*args)

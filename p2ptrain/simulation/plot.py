@@ -1,0 +1,48 @@
+"""The picture of a simulation: loss, correlation of the weights and bytes of all arms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from p2ptrain.simulation.records import Records
+
+# Okabe and Ito's colours: told apart by everyone.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
+STYLES = ("-", "--", ":", "-.")
+
+
+def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
+    """Write the picture as PNG."""
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 8), layout="constrained")
+        losses, correlation, sent = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
+        for number, arm in enumerate(arms):
+            look: dict[str, Any] = {
+                "color": COLOURS[number % len(COLOURS)],
+                "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
+            }
+            table = arm.table()
+            _curve(losses, table, "held_out_loss", label=arm.experiment.name, **look)
+            _curve(correlation, table, "correlation", **look)
+            sent.plot([r["step"] for r in table], [(r["bytes_sent"] or 0) / 1e6 for r in table], linewidth=1.4, **look)
+            for round_ in arm.rounds:
+                step = (round_["t"] - arm.began_s) / arm.experiment.step_s
+                correlation.axvline(step, linewidth=0.3, alpha=0.4, **look)
+        losses.set_title(title)
+        losses.set_ylabel("loss on held-out text, nats")
+        losses.legend(frameon=False)
+        correlation.set_ylabel("correlation\n(thin: rounds)")
+        sent.set_ylabel("MB sent, all peers")
+        sent.set_xlabel("step of the run")
+        figure.savefig(path, dpi=120)
+
+
+def _curve(axes: Axes, table: list[dict[str, float | int | None]], column: str, **look: Any) -> None:
+    points = [(row["step"], row[column]) for row in table if row[column] is not None]
+    axes.plot(*zip(*points, strict=True) if points else ([], []), linewidth=1.4, **look)

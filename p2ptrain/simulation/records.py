@@ -1,0 +1,122 @@
+"""What a simulation recorded: every peer's metrics stream, and the measures over all of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.algorithms.metrics import disagreement, pairwise_correlation
+from p2ptrain.simulation.experiment import Experiment
+
+COLUMNS = ("step", "t", "peers", "training_loss", "held_out_loss", "correlation", "disagreement", "bytes_sent")
+
+
+@dataclass(frozen=True)
+class Records:
+    """The outcome of one experiment.
+
+    Attributes:
+        experiment: what was simulated.
+        events: by peer (each start of one counts anew), the same events as in a real peer's metrics file; `t` is in
+            virtual seconds.
+        began_s: when training began.
+    """
+
+    experiment: Experiment
+    events: dict[str, list[dict[str, Any]]]
+    began_s: float
+
+    def of(self, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """All events of these kinds, with the peer that recorded them."""
+        for peer, events in self.events.items():
+            for event in events:
+                if event["event"] in kinds:
+                    yield peer, event
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        """Committed rounds, each once, in order."""
+        found = {(e["lineage"], e["round"]): e for _, e in self.of("round") if e["status"] != "skipped"}
+        return sorted(found.values(), key=lambda event: (event["t"], event["round"]))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of fragments and rounds on the wire, all peers together."""
+        return sum(event["bytes_sent"] for _, event in self.of("fragments", "round"))
+
+    @property
+    def final_loss(self) -> float:
+        """Mean held-out loss of the peers that finished, after the last round (a plain average)."""
+        return _mean([self._evals(peer)[-1] for peer in self._finished()]) or math.nan
+
+    @property
+    def loss_before_merge(self) -> float:
+        """Mean held-out loss of the peers that finished, before the run's last round."""
+        return _mean([self._evals(peer)[-2] for peer in self._finished()]) or math.nan
+
+    def _finished(self) -> list[str]:
+        return [p for p, events in self.events.items() if any(e.get("reason") == "finished" for e in events)]
+
+    def _evals(self, peer: str) -> list[float]:
+        """All measurements; at the end one before the last round, and one after it."""
+        return [e["loss"] for e in self.events[peer] if e["event"] == "eval" and e["loss"] is not None]
+
+    def by_step(self, kind: str) -> dict[int, list[dict[str, Any]]]:
+        """Every peer's first event of one kind at each step of the run, so none of after the last round."""
+        found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+        for peer, event in self.of(kind):
+            found[event["step"]].setdefault(peer, event)
+        return {step: list(events.values()) for step, events in sorted(found.items())}
+
+    def correlations(self) -> list[tuple[int, float]]:
+        """Average pairwise correlation of the weights (SPARTA, A.3) by step, where two or more peers measured."""
+        samples = ((step, [event["values"] for event in events]) for step, events in self.by_step("sample").items())
+        return [(step, pairwise_correlation(values)) for step, values in samples if len(values) > 1]
+
+    def table(self) -> list[dict[str, float | int | None]]:
+        """A row for each step at which peers measured themselves; see COLUMNS."""
+        rows: list[dict[str, float | int | None]] = []
+        losses, samples, sent = self.by_step("eval"), self.by_step("sample"), self._bytes_by_time()
+        training = self.by_step("step")
+        since = 0
+        for step, events in losses.items():
+            values = [event["values"] for event in samples.get(step, [])]
+            recent = [e["loss"] for at in range(since + 1, step + 1) for e in training.get(at, ())]
+            since = step
+            measured = [event["loss"] for event in events if event["loss"] is not None]
+            t = max(event["t"] for event in events)
+            rows.append({
+                "step": step,
+                "t": round(t - self.began_s, 6),
+                "peers": len(events),
+                "training_loss": _mean([loss for loss in recent if loss is not None]),
+                "held_out_loss": _mean(measured),
+                "correlation": pairwise_correlation(values) if len(values) > 1 else None,
+                "disagreement": disagreement(values) if len(values) > 1 else None,
+                "bytes_sent": sum(size for at, size in sent if at <= t),
+            })  # fmt: skip
+        return rows
+
+    def _bytes_by_time(self) -> list[tuple[float, int]]:
+        return [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
+
+    def write(self, directory: Path) -> None:
+        """Write every peer's stream as `PEER.jsonl`, and the table as `table.csv`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for peer, events in self.events.items():
+            lines = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
+            (directory / f"{peer}.jsonl").write_text(lines, encoding="utf-8")
+        with (directory / "table.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.table())
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

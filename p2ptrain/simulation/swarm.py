@@ -1,0 +1,145 @@
+"""Running one experiment: all peers in one process, one after the other, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+import trio
+
+from p2ptrain.data import VOCAB_SIZE, Corpus, load_corpus
+from p2ptrain.errors import ConfigError
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.memory_network.virtual_time import run_virtual
+from p2ptrain.model import ModelParts
+from p2ptrain.models import build
+from p2ptrain.simulation.experiment import Experiment, Happening
+from p2ptrain.simulation.peer import SimulatedPeer
+from p2ptrain.simulation.records import Records
+
+# A run takes its steps, its rounds, and the time of those that were slow or came back; beyond that something hangs.
+MOST_TIMES_AS_LONG = 20
+PROGRESS_EVERY_S = 1.0
+POLL_S = 0.05
+
+
+def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda step: None) -> Records:
+    """Simulate a run from its first to its last step.
+
+    The same experiment gives the same records, byte for byte, on one machine and version of torch.
+
+    Args:
+        experiment: what to simulate.
+        on_progress: called with the run's step, now and then.
+
+    Raises:
+        ConfigError: a setting cannot work, or the run does not come to its end.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the demo model's tensors are too small to share, and sums in another order are others
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return run_virtual(_Simulation(experiment, on_progress).main, experiment.seed)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Simulation:
+    """The swarm while it lives."""
+
+    def __init__(self, experiment: Experiment, on_progress: Callable[[int], None]) -> None:
+        self._experiment = experiment
+        self._on_progress = on_progress
+        self._corpus: Corpus = load_corpus(experiment.data)
+        layout = ModelParts(self._model()).layout_sha256
+        self._run = dataclasses.replace(experiment.run, model_layout=layout)
+        self._all: list[SimulatedPeer] = []
+
+    def _model(self) -> torch.nn.Module:
+        run = self._experiment.run
+        return build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+
+    async def main(self) -> Records:
+        experiment = self._experiment
+        mbit = experiment.bandwidth_mbit
+        self._network = MemoryNetwork(
+            latency_s=experiment.latency_s, bandwidth_bytes_s=mbit * 1e6 / 8 if mbit else math.inf
+        )
+        self._present: dict[int, SimulatedPeer] = {}
+        self._begun = trio.Event()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            for number in range(experiment.peers):
+                if not experiment.starts_late(number):
+                    self._start(number)
+            first = list(self._present.values())
+            # All begin with the same weights at the same instant, as the papers' workers do.
+            while not all(peer.node.ready.is_set() for peer in first):
+                self._check_failures()
+                await trio.sleep(POLL_S)
+            began_s = trio.current_time()
+            self._begun.set()
+            nursery.start_soon(self._follow_schedule, began_s)
+            await self._await_end(began_s)
+            nursery.cancel_scope.cancel()
+        return Records(experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s)
+
+    def _start(self, number: int) -> None:
+        incarnation = sum(peer.number == number for peer in self._all)
+        peer = SimulatedPeer(
+            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation
+        )
+        self._all.append(peer)
+        self._present[number] = peer
+        self._nursery.start_soon(peer.live, self._begun.wait)
+
+    async def _follow_schedule(self, began_s: float) -> None:
+        for happening in sorted(self._experiment.schedule, key=lambda happening: happening.step):
+            await trio.sleep_until(began_s + happening.step * self._experiment.step_s)
+            self._let_happen(happening)
+
+    def _let_happen(self, happening: Happening) -> None:
+        peer = self._present.get(happening.peer)
+        if happening.action == "join":
+            if peer is None:
+                self._start(happening.peer)
+        elif peer is None:
+            return
+        elif happening.action == "crash":
+            self._network.crash(peer.peer_id)
+            peer.crash()
+            del self._present[happening.peer]
+        elif happening.action == "leave":
+            peer.leave("left")
+            peer.crash()
+            del self._present[happening.peer]
+        elif happening.action == "pause":
+            peer.awake = trio.Event()
+        elif happening.action == "resume":
+            peer.awake.set()
+        elif happening.action == "speed":
+            peer.speed = happening.value
+
+    async def _await_end(self, began_s: float) -> None:
+        experiment = self._experiment
+        slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule)])
+        deadline_s = began_s + MOST_TIMES_AS_LONG * (60 + experiment.run.total_steps * experiment.step_s / slowest)
+        told_s = -math.inf
+        while not all(peer.ended for peer in self._present.values()):
+            self._check_failures()
+            now = trio.current_time()
+            if now - told_s >= PROGRESS_EVERY_S:
+                told_s = now
+                self._on_progress(max((peer.run_step for peer in self._present.values()), default=0))
+            if now > deadline_s:
+                where = ", ".join(f"{peer.peer_id}: {peer.node.status}" for peer in self._present.values())
+                raise ConfigError(f"the simulated run did not come to its end ({where}); is a peer too slow?")
+            await trio.sleep(POLL_S)
+        self._check_failures()
+
+    def _check_failures(self) -> None:
+        for peer in self._all:
+            if peer.failure is not None:
+                raise peer.failure

@@ -1,0 +1,133 @@
+"""Simulated swarms: the same every time, and everything that a schedule or the weather does to real peers is seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.simulation import Experiment, Records, simulate
+
+
+def run(**settings: Any) -> Records:
+    defaults = {"peers": 3, "steps": 40, "sync_every": 20, "eval_every": 20}
+    return simulate(Experiment.of(**{**defaults, **settings}))
+
+
+def contributors(records: Records) -> list[set[str]]:
+    return [set(event["contributors"]) for event in records.rounds]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from p2ptrain.simulation import Experiment, simulate
+simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, loss=0.2, drop=0.2,
+                       schedule=["12:crash:1", "15:join:3"])).write(Path(sys.argv[1]))
+"""
+
+
+def test_the_same_seed_gives_the_same_records_byte_for_byte(tmp_path: Path) -> None:
+    """Also where Python hashes texts in another way, and in another directory."""
+    contents = []
+    for number in ("1", "2"):
+        out = tmp_path / f"somewhere-{number}"
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(out)], check=True, env={**os.environ, "PYTHONHASHSEED": number}
+        )
+        contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
+    assert contents[0] == contents[1]
+    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv"}
+
+
+def test_another_seed_is_another_run_and_the_callers_randomness_is_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    first, second = (run(steps=10, seed=seed) for seed in (1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert first.final_loss != second.final_loss
+
+
+def test_a_run_learns_commits_every_round_and_ends_with_one_model() -> None:
+    records = run(steps=80)
+    assert [event["round"] for event in records.rounds] == [0, 1, 2, 3]
+    assert contributors(records) == [{"peer-0", "peer-1", "peer-2"}] * 4
+    table = records.table()
+    assert [row["step"] for row in table] == [0, 20, 40, 60, 80]
+    assert table[0]["correlation"] == pytest.approx(1)
+    assert table[-1]["held_out_loss"] < table[0]["held_out_loss"] - 0.8
+    assert records.final_loss < table[0]["held_out_loss"] - 0.8
+    assert table[0]["bytes_sent"] == 0 < table[1]["bytes_sent"] < table[-1]["bytes_sent"] <= records.bytes_sent
+    last = [event["anchor_sha256"] for _, event in records.of("round") if event["round"] == 3]
+    assert len(last) == 3
+    assert len(set(last)) == 1
+
+
+def test_gossip_keeps_peers_together() -> None:
+    apart, together = (run(fragment_fraction=p, sync_every=40).correlations() for p in (0.0, 0.05))
+    assert together[-1][1] > apart[-1][1]
+
+
+def test_one_peer_takes_the_outer_step_alone() -> None:
+    records = run(peers=1)
+    assert [event["status"] for event in records.rounds] == ["solo", "solo"]
+
+
+def test_who_crashes_is_left_out_and_who_joins_is_in() -> None:
+    records = run(steps=100, schedule=["25:crash:2", "45:join:3", "70:leave:1"])
+    first, *_, last = contributors(records)
+    assert first == {"peer-0", "peer-1", "peer-2"}
+    assert last == {"peer-0", "peer-3"}
+    assert {"peer-0", "peer-1", "peer-3"} in contributors(records)
+    reasons = Counter(event["reason"] for _, event in records.of("stop"))
+    assert reasons == {"finished": 2, "left": 1}
+
+
+def test_a_paused_peer_misses_rounds_and_comes_back() -> None:
+    records = run(steps=120, schedule=["22:pause:1", "70:resume:1"])
+    assert {"peer-0", "peer-2"} in contributors(records)
+    assert contributors(records)[-1] == {"peer-0", "peer-1", "peer-2"}
+
+
+def test_a_slow_peer_does_fewer_steps_and_nobody_waits_for_it() -> None:
+    records = run(steps=120, sync_every=20, speeds=[1.0, 1.0, 0.5])
+    steps = Counter(peer for peer, _ in records.of("step"))
+    assert steps["peer-2.0"] < 0.7 * steps["peer-0.0"]
+    assert all(len(names) == 3 for names in contributors(records)[1:])
+
+
+def test_dropped_outer_gradients_are_in_no_mean() -> None:
+    records = run(steps=200, drop=0.4)
+    counts = [len(names) for names in contributors(records)]
+    assert len(counts) >= 8
+    assert min(counts) < 3
+    late = [event for _, event in records.of("round") if event["late"]]
+    assert late
+
+
+def test_lost_fragments_are_counted() -> None:
+    merged: Counter[str] = Counter()
+    for _, event in run(loss=0.3).of("fragments"):
+        merged.update({"merged": event["merged"], **event["skipped"]})
+    assert 0.2 < merged["lost"] / (merged["merged"] + merged["lost"]) < 0.4
+
+
+def test_a_slow_uplink_makes_rounds_longer_not_failing() -> None:
+    quick, slow = run(), run(bandwidth_mbit=0.5)
+    assert len(slow.rounds) == len(quick.rounds)
+    assert slow.rounds[0]["wall_s"] > quick.rounds[0]["wall_s"] + 0.5
+
+
+def test_what_cannot_work_is_said() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        run(data="/nowhere")
+    with pytest.raises(ConfigError, match="unknown model"):
+        run(model="gpt-huge")

@@ -100,6 +100,8 @@ class Swarm:
         self.run = run
         self.peers: dict[str, TestPeer] = {}
         self.dead: list[TestPeer] = []
+        # What a visit to the worker thread takes.
+        self.work_s = 0.0
         self._nursery = nursery
         self._rng = random.Random(seed)
         self._incarnations = 0
@@ -122,9 +124,14 @@ class Swarm:
         def record(event: str, /, **fields: object) -> None:
             events.append({"event": event, "t": trio.current_time(), **fields})
 
+        async def compute(work: Callable[..., Any], *args: Any) -> Any:
+            if self.work_s:
+                await trio.sleep(self.work_s)
+            return await inline(work, *args)
+
         node = Node(
             self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
-            incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=inline,
+            incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
             events=record, rng=rng,
         )  # fmt: skip
         peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)

@@ -83,6 +83,50 @@ def test_a_member_killed_at_a_message_is_left_out_and_the_others_go_on(
     run_virtual(main)
 
 
+async def leave_then_go_on(s: Swarm, leaver: str) -> None:
+    """A peer says that it leaves, and goes; the others' next round must not wait for a time to be out."""
+    s.peers[leaver].node.leave("done")
+    await trio.sleep(0.2)
+    s.kill(leaver)
+    left = trio.current_time()
+    await s.until(
+        lambda: all(any(r["t"] > left and not r["late"] for r in p.rounds()) for p in s.peers.values()), within_s=15
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_member_that_leaves_at_a_message_holds_nobody_up(size: int, kind: type[messages.Message]) -> None:
+    async def main() -> None:
+        rng = random.Random(f"{size}/{kind.__name__}")
+        async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
+            start_all(s, "abc"[:size])
+            await s.until(lambda: common(s, 1, size))
+            happened = when(s, kind, rng.randint(1, 2 * size), lambda source, target: Fault.NONE)
+            await s.until(happened, within_s=60)
+            await leave_then_go_on(s, rng.choice("abc"[:size]))
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.15])
+def test_a_member_that_brings_nothing_and_leaves_holds_nobody_up(rounds: int, after_s: float) -> None:
+    """One whose training has stopped joins without a snapshot: it votes, but neither sends nor averages."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, rounds, 2))
+            # The first listed voter: without it there is no quorum.
+            s.peers["a"].paused, s.work_s = True, 0.1
+            await s.until(when(s, messages.Join, 1, lambda source, target: Fault.NONE), within_s=60)
+            await trio.sleep(after_s)
+            await leave_then_go_on(s, "a")
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
 def test_a_paused_member_costs_a_round_at_most_and_catches_up(kind: type[messages.Message]) -> None:
     """The network falls silent around one peer, for longer than every timeout, as under SIGSTOP."""

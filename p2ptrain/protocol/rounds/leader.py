@@ -87,6 +87,7 @@ class Leader:
         self._window_s = window_s
         self._round_trip_s = round_trip_s
         self._called_s = 0.0
+        self._lost: set[PeerId] = set()
         self._lineage = host.head.lineage
         self._round = host.head.round + 1
         self._send, self._receive = trio.open_memory_channel[tuple[PeerId, Message]](1024)
@@ -131,15 +132,12 @@ class Leader:
             self._host.tell(peer_id, call)
         joined: dict[PeerId, Join] = {}
         self._called_s = trio.current_time()
-        lost: set[PeerId] = set()
         with trio.move_on_after(self._window_s + max(JOIN_GRACE_S, 2 * self._round_trip_s)):
-            while set(called) - joined.keys() - lost:
+            while set(called) - joined.keys() - self._lost:
                 sender, message = await self._next()
-                match message:
-                    case Join():
-                        joined[sender] = message
-                    case Leave():
-                        lost.add(sender)
+                if isinstance(message, Join):
+                    joined[sender] = message
+        joined = {peer_id: join for peer_id, join in joined.items() if peer_id not in self._lost}
         present = {(peer_id, join.incarnation) for peer_id, join in joined.items()}
         if not is_quorum(present, self._host.head.voters):
             raise RoundFailedError(
@@ -271,18 +269,19 @@ class Leader:
         for peer_id in joined:
             self._host.tell(peer_id, Propose(self.attempt, record))
         name = record_sha256(record)
-        voters, awaited = self._host.head.voters, set(joined)
+        # Somebody may have gone since the contributions came.
+        voters, awaited = self._host.head.voters, set(joined) - self._lost
         ready: set[tuple[PeerId, str]] = set()
         with self._deadline(READY_S + TRANSFER_S / 10, "no quorum became READY"):
             while not is_quorum(ready, voters):
+                if not is_quorum(ready | {(peer, joined[peer].incarnation) for peer in awaited}, voters):
+                    raise RoundFailedError("without those who have gone no quorum can become READY")
                 sender, message = await self._next()
                 match message:
                     case Ready(record_sha256=sha256) if sha256 == name:
                         ready.add((sender, message.incarnation))
                     case Leave() | Withdraw():
                         awaited.discard(sender)
-                        if not is_quorum(ready | {(peer, joined[peer].incarnation) for peer in awaited}, voters):
-                            raise RoundFailedError(f"without {sender} no quorum can become READY")
 
     async def _next(self) -> tuple[PeerId, Message]:
         """The next message to this attempt. Raises RoundFailedError when a voter has promised a higher one."""
@@ -290,6 +289,8 @@ class Leader:
         if isinstance(message, Join):
             # Also one that comes after the window: the next window is longer.
             self._host.note_spread(trio.current_time() - self._called_s)
+        if isinstance(message, Leave):
+            self._lost.add(sender)
         if isinstance(message, Refuse):
             raise RoundFailedError(f"{sender} has promised attempt {message.promised.counter} to another leader")
         return sender, message

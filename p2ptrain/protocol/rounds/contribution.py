@@ -91,12 +91,16 @@ def apply_outcome(
         buffer: a contributor's (num_blocks, 64): holds decode(own sent bytes), becomes A′ − A + decode(own sent bytes).
     """
     start, stop = part
+    # Without momentum the step is a plain average, which leaves the momentum alone.
+    optimizer = "nesterov" if outer_momentum else "sgd"
     for low, high in chunk_bounds(start, stop):
         offset = (low - start) * codec.bytes_per_block
         gradient = codec.decode(memoryview(mean)[offset : offset + (high - low) * codec.bytes_per_block], high - low)
         anchor = state.anchor[low:high]
         before = anchor.copy()
-        outer_step(anchor, state.momentum[low:high], gradient, outer_lr, outer_momentum)
+        outer_step(
+            optimizer, anchor, [state.momentum[low:high]], gradient, lr=outer_lr, momentum=outer_momentum, round_=0
+        )
         if buffer is not None:
             buffer[low:high] += np.subtract(anchor, before, out=before)
 

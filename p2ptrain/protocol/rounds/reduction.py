@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from p2ptrain.algorithms.averaging import weighted_mean
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.outer import weighted_mean
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.contribution import chunk_bounds
 from p2ptrain.protocol.transport import PeerId

@@ -39,7 +39,7 @@ class Reduction:
             return False
         if self._stop_of.get(start) != stop:
             raise WireError(f"chunk [{start}, {stop}) is not of part [{self.start}, {self.stop})")
-        if len(data) != (stop - start) * self._codec.bytes_per_block:
+        if len(data) != self._codec.size_bytes(stop - start):
             raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes")
         chunks = self._chunks[sender]
         chunks[start] = data

@@ -54,7 +54,7 @@ def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
 
     The sign elected is that of the weighted sum; those of the other sign, and zeros, do not count, in the divisor
     either. Where neither sign outweighs the other the mean is zero. DiLoCo found it slightly worse than the plain mean
-    (appendix, "Weighted Average of Outer Gradients").
+    (section 6.1, "Weighted Average of Outer Gradients").
 
     Arguments, result and errors are those of `weighted_mean`.
     """

@@ -58,21 +58,19 @@ def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
 
     Arguments, result and errors are those of `weighted_mean`.
     """
-    positive, negative = (np.zeros((num_blocks, BLOCK), np.float32) for _ in range(2))
-    positive_share, negative_share = (np.zeros((num_blocks, BLOCK), np.float32) for _ in range(2))
-    with np.errstate(over="ignore", invalid="ignore"):
+    sign = np.sign(weighted_mean(encoded, codec, num_blocks))
+    mean, divisor = (np.zeros((num_blocks, BLOCK), np.float32) for _ in range(2))
+    with np.errstate(over="ignore"):
         for (data, _), share in zip(encoded, _shares(encoded), strict=True):
             values = codec.decode(data, num_blocks)
-            above, below = values > 0, values < 0
-            values *= share
-            positive += np.maximum(values, 0)
-            negative += np.minimum(values, 0)
-            positive_share += np.multiply(above, share, dtype=np.float32)
-            negative_share += np.multiply(below, share, dtype=np.float32)
-        total = positive + negative
-        elected = np.where(total > 0, positive, negative)
-        share_of = np.where(total > 0, positive_share, negative_share)
-        mean = np.divide(elected, share_of, out=np.zeros_like(total), where=total != 0)
+            counted = np.multiply(values, sign) > 0
+            shares = counted.astype(np.float32)
+            shares *= share
+            divisor += shares
+            shares *= values
+            mean += shares
+        # Where nobody counts, zero stays zero.
+        mean /= np.where(divisor > 0, divisor, np.float32(1))
     return _finite(mean)
 
 

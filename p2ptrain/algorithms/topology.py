@@ -8,9 +8,9 @@ training within 10 %):
     8     1.75    2.23        1.46        1.17
     64    1.97    2.66        1.72        1.31
 
-Partners are drawn anew at each step: a fixed ring would stand at 6.4 with 64 peers, as news takes long around it. "push"
-asks nothing of the others; the rest needs all peers to agree on the step and on who is there, and where they do not,
-somebody's partner looks elsewhere, which costs some mixing and nothing else.
+Partners are drawn anew at each step: a fixed ring would stand at 6.4 with 64 peers, as news takes long around it.
+"push" asks nothing of the others; the rest needs all peers to agree on the step and on who is there, and where they do
+not, somebody's partner looks elsewhere, which costs some mixing and nothing else.
 """
 
 from __future__ import annotations

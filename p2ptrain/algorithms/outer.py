@@ -1,130 +1,161 @@
-"""The outer optimizer of DiLoCo: from encoded outer gradients to the next anchor.
+"""The outer optimizer of DiLoCo: from the mean outer gradient to the next anchor.
 
-Everything that decides the anchor's bits happens here and in `codec`. Members of a round must get the same bits on any
-CPU, so the arithmetic is numpy float32 with every operation rounded on its own, in a fixed order. torch's own
-`SGD(nesterov)`, `add(alpha=)` and `lerp` fuse operations depending on the vector unit and give different bits.
+Everything that decides the anchor's bits happens here, in `averaging` and in `codec`. Members of a round must get the
+same bits on any CPU, so the arithmetic is numpy float32 with every operation rounded on its own, in a fixed order.
+torch's own `SGD(nesterov)`, `add(alpha=)` and `lerp` fuse operations depending on the vector unit and give different
+bits.
+
+The optimizers are those of DiLoCo, figure 6, with the values that table 5 prints in bold. SGD with lr 1 is the plain
+average: federated averaging (McMahan et al., 2017), and a model soup (Wortsman et al., 2022) when there is one round.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.indexspace import BLOCK
-from p2ptrain.errors import WireError
 
 Array = npt.NDArray[np.float32]
 
 # 256 KiB of float32: the scratch of one chunk stays in a core's second-level cache.
 _CHUNK = 65536
-# Weights are token counts; above 2^53 floats do not count.
-_MAX_WEIGHT = 2.0**53
-# A fast peer counts at most twice the median, so that no single peer is the mean (DESIGN: "Speeds").
-_TOKEN_CAP = 2
-# Speeds within 10 % of the median are noise of the measurement: those peers keep H itself.
-_SNAP = 0.1
+# Squares are kept within these. No training comes near either end; without them a value at the end of float32 would
+# freeze its place for ever, and a CPU that flushes subnormals would get other bits. Beside Adam's ε they are nothing.
+_SQUARE_MIN, _SQUARE_MAX = np.float32(2.0**-100), np.float32(2.0**100)
 
 
-def outer_step(anchor: Array, momentum: Array, mean_gradient: Array, lr: float, momentum_factor: float) -> None:
-    """Move the anchor by one Nesterov step, in place (DiLoCo, Algorithm 1, line 14; torch's SGD(nesterov=True)).
+@dataclass(frozen=True)
+class OuterOptimizer:
+    """One outer optimizer with the values that DiLoCo chose for it (table 5).
 
-    m = μ·m + g; A -= lr · (g + μ·m). The first step from m = 0 is thus lr · (1 + μ) · g: 1.33 g at 0.7 and 0.9.
-    With μ = 0 it is A -= lr · g and the momentum is left alone; lr 1 then makes it a plain average (FedAvg).
+    Attributes:
+        lr: outer learning rate.
+        momentum: μ, or Adam's β1.
+        beta2, eps: Adam's; the paper found it unstable with a smaller ε (section 3.1, "Outer Optimizers").
+        num_moments: vectors of the anchor's size that it keeps from round to round.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    num_moments: int = 0
+
+
+OUTER_OPTIMIZERS = {
+    "sgd": OuterOptimizer(lr=0.5),
+    "sgdm": OuterOptimizer(lr=0.3, momentum=0.9, num_moments=1),
+    "nesterov": OuterOptimizer(lr=0.7, momentum=0.9, num_moments=1),
+    "adam": OuterOptimizer(lr=0.3, momentum=0.9, beta2=0.95, eps=0.1, num_moments=2),
+}
+
+
+def outer_step(
+    optimizer: str,
+    anchor: Array,
+    moments: Sequence[Array],
+    mean_gradient: Array,
+    *,
+    lr: float,
+    momentum: float,
+    round_: int,
+) -> None:
+    """Move the anchor by one outer step, in place (DiLoCo, Algorithm 1, line 14). Elementwise: parts can land alone.
+
+    With g the mean outer gradient, each operation rounded to float32 in the order written:
+
+    - sgd: A -= lr · g.
+    - sgdm: m = μ·m + g; A -= lr · m.
+    - nesterov: m = μ·m + g; A -= lr · (g + μ·m), as torch's. The first step from m = 0 is 1.33 g at 0.7 and 0.9.
+    - adam: m = β1·m + (1-β1)·g; v = β2·v + (1-β2)·g²; A -= lr/(1-β1ᵗ) · m / (√v · 1/√(1-β2ᵗ) + ε), t = round_ + 1.
 
     Args:
+        optimizer: a name in `OUTER_OPTIMIZERS`.
         anchor: contiguous float32 of any shape, changed in place.
-        momentum: as `anchor`, changed in place.
+        moments: at least as many as the optimizer has, each as `anchor`; those are changed in place, others left alone.
         mean_gradient: as `anchor`, the mean of anchor - local; only read.
         lr: outer learning rate.
-        momentum_factor: μ.
+        momentum: μ or β1, in [0, 1); sgd has none.
+        round_: outer steps taken before this one on these moments; only Adam's bias correction asks.
     """
-    assert anchor.shape == momentum.shape == mean_gradient.shape
+    used = [moment.reshape(-1) for moment in moments[: OUTER_OPTIMIZERS[optimizer].num_moments]]
+    assert len(used) == OUTER_OPTIMIZERS[optimizer].num_moments, (optimizer, len(moments))
+    assert all(moment.shape == anchor.shape and moment.flags.c_contiguous for moment in moments[: len(used)])
+    assert anchor.shape == mean_gradient.shape
     assert anchor.flags.c_contiguous
-    assert momentum.flags.c_contiguous
-    lr32, factor32 = np.float32(lr), np.float32(momentum_factor)
-    anchors, momenta, gradients = anchor.reshape(-1), momentum.reshape(-1), mean_gradient.reshape(-1)
-    scratch = np.empty(min(_CHUNK, anchors.size), np.float32)
+    anchors, gradients = anchor.reshape(-1), mean_gradient.reshape(-1)
+    scratch = np.empty((2, min(_CHUNK, anchors.size)), np.float32)
+    factors = _adam_factors(lr, momentum, round_ + 1) if optimizer == "adam" else None
     for start in range(0, anchors.size, _CHUNK):
-        a, m, g = (array[start : start + _CHUNK] for array in (anchors, momenta, gradients))
-        update = scratch[: len(a)]
-        if momentum_factor == 0:
-            np.multiply(g, lr32, out=update)
+        chunk = slice(start, start + _CHUNK)
+        a, g = anchors[chunk], gradients[chunk]
+        update, other = scratch[:, : len(a)]
+        if factors is not None:
+            _adam_update(used[0][chunk], used[1][chunk], g, factors, update, other)
         else:
-            np.multiply(m, factor32, out=m)
-            np.add(m, g, out=m)
-            np.multiply(m, factor32, out=update)
-            np.add(update, g, out=update)
-            np.multiply(update, lr32, out=update)
+            _sgd_update(optimizer, [moment[chunk] for moment in used], g, lr, momentum, update)
         np.subtract(a, update, out=a)
 
 
-def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
-    """The mean that a reducer computes: sum of (w / W) · decode(bytes), in the order given.
+def _sgd_update(optimizer: str, moments: list[Array], g: Array, lr: float, momentum: float, update: Array) -> None:
+    """What sgd, sgdm and nesterov take off the anchor, into `update`."""
+    factor = np.float32(momentum)
+    direction = g
+    for m in moments:
+        np.multiply(m, factor, out=m)
+        np.add(m, g, out=m)
+        direction = m
+    if optimizer == "nesterov":
+        np.multiply(direction, factor, out=update)
+        direction = np.add(update, g, out=update)
+    np.multiply(direction, np.float32(lr), out=update)
 
-    Args:
-        encoded: for each contributor its coded outer gradient of this part and its weight; at least one.
-        codec: how they are coded.
-        num_blocks: blocks of the part.
 
-    Returns:
-        (num_blocks, 64) float32, fresh. The same bits on every machine for the same order.
+@dataclass(frozen=True)
+class _AdamFactors:
+    """Adam's factors of one round: worked out in double precision by + - × ÷ √ alone, then rounded."""
 
-    Raises:
-        WireError: bytes that do not decode, weights that cannot be token counts, or a mean that is not finite (values
-            at the end of float32, which no training sends); so every mean that is returned can be encoded.
-    """
-    weights = [weight for _, weight in encoded]
-    if not (all(0 <= weight <= _MAX_WEIGHT for weight in weights) and any(weights)):
-        raise WireError(f"round weights {weights}: must be between 0 and 2^53, and not all zero")
-    # fsum, as `sum` adds floats in another way from Python 3.12 on.
-    total = math.fsum(weights)
-    mean = np.zeros((num_blocks, BLOCK), np.float32)
+    beta1: np.float32
+    rest1: np.float32
+    beta2: np.float32
+    rest2: np.float32
+    root: np.float32
+    step: np.float32
+
+
+def _adam_factors(lr: float, beta1: float, t: int) -> _AdamFactors:
+    beta2 = OUTER_OPTIMIZERS["adam"].beta2
+    root, step = 1 / math.sqrt(1 - _power(beta2, t)), lr / (1 - _power(beta1, t))
+    return _AdamFactors(*(np.float32(factor) for factor in (beta1, 1 - beta1, beta2, 1 - beta2, root, step)))
+
+
+def _adam_update(m: Array, v: Array, g: Array, by: _AdamFactors, update: Array, other: Array) -> None:
+    """What Adam takes off the anchor, into `update`; `other` is scratch. Always finite for finite m and g."""
+    np.multiply(m, by.beta1, out=m)
+    np.multiply(g, by.rest1, out=other)
+    np.add(m, other, out=m)
     with np.errstate(over="ignore"):
-        for data, weight in encoded:
-            values = codec.decode(data, num_blocks)
-            values *= np.float32(weight / total)
-            mean += values
-    if not np.isfinite(mean).all():
-        raise WireError("the mean of the outer gradients is not finite")
-    return mean
+        np.multiply(g, g, out=other)
+    np.clip(other, _SQUARE_MIN, _SQUARE_MAX, out=other)
+    np.multiply(other, by.rest2, out=other)
+    np.multiply(v, by.beta2, out=v)
+    np.add(v, other, out=v)
+    np.sqrt(v, out=other)
+    np.multiply(other, by.root, out=other)
+    np.add(other, np.float32(OUTER_OPTIMIZERS["adam"].eps), out=other)
+    np.divide(m, other, out=update)
+    np.multiply(update, by.step, out=update)
 
 
-def token_weights(tokens: Sequence[int]) -> list[float]:
-    """Weights of outer gradients: tokens since each peer's last inclusion, at most twice their median.
-
-    Measured with unequal speeds: 2.341 → 2.300 for DiLoCo, 2.286 → 2.268 with gossip. Peers that trained nothing do
-    not count in the median; if nobody trained, all weigh the same.
-
-    Args:
-        tokens: for each contributor, not negative.
-
-    Returns:
-        Unnormalised weights in the same order; at least one is positive.
-    """
-    trained = [count for count in tokens if count > 0]
-    if not trained:
-        return [1.0] * len(tokens)
-    cap = _TOKEN_CAP * statistics.median(trained)
-    return [float(min(count, cap)) for count in tokens]
-
-
-def scaled_interval(sync_every: int, speed: float, median_speed: float) -> int:
-    """H_i, the inner steps a peer takes between rounds: H · speed / median, so that all arrive together.
-
-    Args:
-        sync_every: H of the run.
-        speed, median_speed: inner steps per second of this peer and of the roster's median.
-
-    Returns:
-        At least 1; H itself when the speed is within 10 % of the median, or when a speed is not known (not a positive
-        number).
-    """
-    ratio = speed / median_speed if median_speed > 0 else math.nan
-    if not 0 < ratio < math.inf or abs(ratio - 1) <= _SNAP:
-        return sync_every
-    return max(1, round(sync_every * ratio))
+def _power(base: float, exponent: int) -> float:
+    """base ** exponent by squaring: libraries of mathematics differ in the last bit of `pow`, products do not."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result

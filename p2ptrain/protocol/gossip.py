@@ -64,7 +64,7 @@ class Gossip:
         # One is enough: the next plan is offered when the push of the last has come.
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
         exchange.on_push = self._pushes_send.send_nowait
-        slot_bytes = self._blocks_per_slot * self._codec.bytes_per_block
+        slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
         self._most_slots = MAX_PAYLOAD_BYTES // slot_bytes
         if not self._most_slots:
             raise ConfigError(
@@ -104,7 +104,7 @@ class Gossip:
             self._exchange.count_skipped("too_old")
             return
         arrived_s = trio.current_time()
-        blocks = len(payload) // self._codec.bytes_per_block
+        blocks = message.slot_count * self._blocks_per_slot
         arrival = await self._off_loop(blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s)
         self._exchange.deliver(arrival)
 
@@ -167,8 +167,8 @@ class Gossip:
         if not 0 <= message.cycle < 2**40 or message.age_s < 0:
             raise WireError("fragment of an impossible cycle or age")
         # Before its blocks are worked out, so that this never costs more than the bytes that came.
-        blocks, fewest = len(payload) // self._codec.bytes_per_block, self._blocks_per_slot - 1
-        if not message.slot_count * fewest <= blocks <= message.slot_count * self._blocks_per_slot:
+        fewest, most = (message.slot_count * blocks for blocks in (self._blocks_per_slot - 1, self._blocks_per_slot))
+        if not self._codec.size_bytes(fewest) <= len(payload) <= self._codec.size_bytes(most):
             raise WireError(f"fragment of {message.slot_count} slots in {len(payload)} bytes")
 
     def _decode(

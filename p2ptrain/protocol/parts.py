@@ -72,7 +72,7 @@ class PartStore:
             raise PeerLostError(str(errors.exceptions[0])) from None
 
     async def _fetch_part(self, part: Part, codec: Codec, holders: Sequence[PeerId]) -> None:
-        size = (part.stop - part.start) * codec.bytes_per_block
+        size = codec.size_bytes(part.stop - part.start)
         for holder in dict.fromkeys(holders):
             link = self._links.get(holder)
             if link is None:

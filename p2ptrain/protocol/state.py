@@ -148,7 +148,7 @@ class Download:
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
         """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
         whole = [i for i in range(0, self.state.num_chunks, 2) if i in self._held and i + 1 in self._held]
-        if 2 * len(whole) * self.state.chunk(0).nbytes < self.state.num_blocks * self._codec.bytes_per_block:
+        if 2 * len(whole) * self.state.chunk(0).nbytes < self._codec.size_bytes(self.state.num_blocks):
             return  # they come anew for less than the mean would
         try:
             check_parts([(part.start, part.stop) for part in record.parts], self.state.num_blocks)
@@ -162,7 +162,7 @@ class Download:
                 start = index // 2 * STATE_CHUNK_BLOCKS
                 stop = min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks)
                 if part.start <= start < part.stop:
-                    low, high = ((block - part.start) * self._codec.bytes_per_block for block in (start, stop))
+                    low, high = (self._codec.size_bytes(block - part.start) for block in (start, stop))
                     await self._compute(self._step_chunks, index, record, mean[low:high], (start, stop))
 
     def _step_chunks(self, index: int, record: Record, mean: bytes | bytearray, bounds: tuple[int, int]) -> None:

@@ -10,9 +10,9 @@ from hypothesis.extra import numpy as hnp
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import ConfigError, WireError
 
-NAMES = ("int8", "fp16", "none")
-BYTES_PER_BLOCK = {"int8": 66, "fp16": 128, "none": 256}
-LARGEST = {"int8": 3.3e38, "fp16": 65504.0, "none": float(np.finfo(np.float32).max)}
+NAMES = ("int8", "int4", "fp16", "none")
+BYTES_PER_BLOCK = {"int8": 66, "int4": 34, "fp16": 128, "none": 256}
+LARGEST = {"int8": 3.3e38, "int4": 2.9e38, "fp16": 65504.0, "none": float(np.finfo(np.float32).max)}
 
 
 def normal_blocks(num_blocks: int, seed: int = 0) -> np.ndarray:
@@ -28,12 +28,12 @@ def any_blocks(limit: float = LARGEST["none"]) -> st.SearchStrategy[np.ndarray]:
     return hnp.arrays(np.float32, st.integers(0, 5).map(lambda n: (n, 64)), elements=values)
 
 
-def plain_int8_block(block: list[float]) -> tuple[int, list[int]]:
-    """Scale bits and values of one block, with exact fractions instead of float32."""
+def plain_steps(block: list[float], most: int) -> tuple[int, list[int]]:
+    """Scale bits and steps of one block, written from the description one value at a time."""
     peak = max(abs(value) for value in block)
     if peak == 0:
         return 0, [0] * 64
-    quotient = np.float32(peak) / np.float32(127)
+    quotient = np.float32(peak) / np.float32(most)
     (bits,) = struct.unpack("<I", struct.pack("<f", quotient))
     bits = max(0x80, bits // 65536 + (bits % 65536 > 0))
     (scale,) = struct.unpack("<f", struct.pack("<I", bits * 65536))
@@ -43,28 +43,46 @@ def plain_int8_block(block: list[float]) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_fixed_per_block(name: str) -> None:
     assert codec(name).name == name
-    assert codec(name).bytes_per_block == BYTES_PER_BLOCK[name]
-    for num_blocks in (0, 1, 5):
+    for num_blocks in (0, 1, 5, 2000):
+        assert codec(name).size_bytes(num_blocks) == num_blocks * BYTES_PER_BLOCK[name]
         assert len(codec(name).encode(normal_blocks(num_blocks))) == num_blocks * BYTES_PER_BLOCK[name]
 
 
 def test_an_unknown_codec_is_the_users_error() -> None:
-    with pytest.raises(ConfigError, match="int4"):
-        codec("int4")
+    with pytest.raises(ConfigError, match="int5"):
+        codec("int5")
 
 
-def test_int8_agrees_with_the_plain_reference() -> None:
+def reference_blocks() -> np.ndarray:
     blocks = normal_blocks(40)
     blocks[7] = 0
     blocks[8] *= np.float32(1e-38)
-    data = codec("int8").encode(blocks)
-    expected = [plain_int8_block(block.tolist()) for block in blocks]
-    assert np.frombuffer(data, "<u2", 40).tolist() == [bits for bits, _ in expected]
-    assert np.frombuffer(data, np.int8, offset=80).reshape(40, 64).tolist() == [values for _, values in expected]
-    decoded = codec("int8").decode(data, 40)
-    for row, (bits, values) in zip(decoded, expected, strict=True):
+    return blocks
+
+
+def assert_decodes_to(decoded: np.ndarray, expected: list[tuple[int, list[int]]]) -> None:
+    for row, (bits, steps) in zip(decoded, expected, strict=True):
         (scale,) = struct.unpack("<f", struct.pack("<I", bits * 65536))
-        assert row.tolist() == [float(np.float32(value * scale)) for value in values]
+        assert row.tolist() == [float(np.float32(step * scale)) for step in steps]
+
+
+def test_int8_agrees_with_the_plain_reference() -> None:
+    blocks = reference_blocks()
+    data = codec("int8").encode(blocks)
+    expected = [plain_steps(block.tolist(), 127) for block in blocks]
+    assert np.frombuffer(data, "<u2", 40).tolist() == [bits for bits, _ in expected]
+    assert np.frombuffer(data, np.int8, offset=80).reshape(40, 64).tolist() == [steps for _, steps in expected]
+    assert_decodes_to(codec("int8").decode(data, 40), expected)
+
+
+def test_int4_agrees_with_the_plain_reference() -> None:
+    blocks = reference_blocks()
+    data = codec("int4").encode(blocks)
+    expected = [plain_steps(block.tolist(), 7) for block in blocks]
+    assert np.frombuffer(data, "<u2", 40).tolist() == [bits for bits, _ in expected]
+    packed = [[steps[i] % 16 + steps[i + 32] % 16 * 16 for i in range(32)] for _, steps in expected]
+    assert np.frombuffer(data, np.uint8, offset=80).reshape(40, 32).tolist() == packed
+    assert_decodes_to(codec("int4").decode(data, 40), expected)
 
 
 def test_fp16_agrees_with_torch() -> None:
@@ -88,12 +106,13 @@ def test_none_is_lossless(blocks: np.ndarray) -> None:
     assert decoded.tobytes() == blocks.tobytes()
 
 
-@given(any_blocks(LARGEST["int8"]))
+@pytest.mark.parametrize(("name", "most"), [("int8", 127), ("int4", 7)])
+@given(blocks=any_blocks(LARGEST["int4"]))
 @settings(deadline=None)
-def test_int8_errs_by_at_most_half_a_step(blocks: np.ndarray) -> None:
-    decoded = codec("int8").decode(codec("int8").encode(blocks), len(blocks)).astype(np.float64)
+def test_what_is_scaled_errs_by_at_most_half_a_step(name: str, most: int, blocks: np.ndarray) -> None:
+    decoded = codec(name).decode(codec(name).encode(blocks), len(blocks)).astype(np.float64)
     peak = np.abs(blocks).max(axis=1, keepdims=True, initial=0).astype(np.float64)
-    step = np.maximum(peak / 127 * (1 + 2.0**-7), 2.0**-126)
+    step = np.maximum(peak / most * (1 + 2.0**-7), 2.0**-126)
     assert np.all(np.abs(decoded - blocks) <= step * (0.5 + 1e-5))
 
 
@@ -156,10 +175,13 @@ def test_int8_stays_finite_and_close_at_the_ends_of_float32(magnitude: float) ->
     assert np.all(np.abs(codec("int8").decode(data, 1) - blocks) <= max(magnitude / 250, 2.0**-126))
 
 
-def test_int8_saturates() -> None:
+@pytest.mark.parametrize(
+    ("name", "largest"), [("int8", 127 * (2.0**121 - 2.0**113)), ("int4", 7 * (2.0**125 - 2.0**117))]
+)
+def test_what_is_scaled_saturates(name: str, largest: float) -> None:
     blocks = np.full((1, 64), 3.4e38, np.float32) * np.where(np.arange(64) % 2, 1, -1).astype(np.float32)
-    decoded = codec("int8").decode(codec("int8").encode(blocks), 1)
-    assert decoded.tolist() == (np.sign(blocks) * np.float32(127 * (2.0**121 - 2.0**113))).tolist()
+    decoded = codec(name).decode(codec(name).encode(blocks), 1)
+    assert decoded.tolist() == (np.sign(blocks) * np.float32(largest)).tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,15 +220,24 @@ def test_a_wrong_size_is_a_wire_error(name: str, num_blocks: int, payload: bytes
         codec(name).decode(payload, num_blocks)
 
 
-@pytest.mark.parametrize("bits", [0x0001, 0x007F, 0x7C00, 0x7F80, 0x7FC0, 0x8000, 0xBF80, 0xFFFF])
-def test_int8_refuses_scales_that_no_encoder_makes(bits: int) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("bits", [0x0001, 0x007F, 0x7E00, 0x7F80, 0x7FC0, 0x8000, 0xBF80, 0xFFFF])
+def test_scales_that_no_encoder_makes_are_refused(name: str, bits: int) -> None:
     with pytest.raises(WireError, match="scale"):
-        codec("int8").decode(struct.pack("<HH", 0x3F80, bits) + bytes(128), 2)
+        codec(name).decode(struct.pack("<HH", 0x3F80, bits) + bytes(2 * BYTES_PER_BLOCK[name] - 4), 2)
 
 
-def test_int8_decodes_the_largest_scale_and_most_negative_value() -> None:
-    decoded = codec("int8").decode(struct.pack("<H", 0x7BFF) + b"\x80" * 64, 1)
-    assert decoded.tolist() == [[-128 * (2.0**121 - 2.0**113)] * 64]
+@pytest.mark.parametrize(
+    ("name", "bits", "steps", "lowest"),
+    [
+        ("int8", 0x7BFF, b"\x80" * 64, -128 * (2.0**121 - 2.0**113)),
+        ("int4", 0x7DFF, b"\x88" * 32, -8 * (2.0**125 - 2.0**117)),
+    ],
+)
+def test_the_largest_scale_and_lowest_step_decode(name: str, bits: int, steps: bytes, lowest: float) -> None:
+    assert codec(name).decode(struct.pack("<H", bits) + steps, 1).tolist() == [[lowest] * 64]
+    with pytest.raises(WireError, match="scale"):
+        codec(name).decode(struct.pack("<H", bits + 1) + steps, 1)
 
 
 @pytest.mark.parametrize(("name", "pattern"), [("fp16", "<e"), ("none", "<f")])

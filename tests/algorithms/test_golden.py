@@ -12,27 +12,57 @@ import sys
 import numpy as np
 import pytest
 
+from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
-from p2ptrain.algorithms.outer import outer_step, weighted_mean
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 
 NUM_BLOCKS = 1500  # above the chunks that codec and outer step work in
-CODECS = ("int8", "fp16", "none")
+CODECS = {
+    "int8": codec("int8"),
+    "int4": codec("int4"),
+    "fp16": codec("fp16"),
+    "none": codec("none"),
+    "pruned": codec("int8", prune_fraction=0.5),
+    "topk": codec("topk", density=0.02),
+}
 
 GOLDEN = {
     "input": "24ecc7a17a62a2f6b085da3946e8ac4914a791edb6bb594283c2d72a05358572",
     "int8 encode": "f3b3405ad5f7d4b1925d1c91de8819c8d347c3018446cdebc37244bd6494110d",
     "int8 decode": "976bb5dfaf75353db1dfc06df6648fc82a33ace645313fe153d998b9b86c0835",
     "int8 weighted_mean": "18293fb11562b7752c16a91d12aace1454dc7a86bcc690b95291219731771511",
+    "int8 disjoint_mean": "9d051ecbbbac0f5a40cb85fdeb2ce4c471a5ca90db665fd107e527a67f9ec902",
     "int8 outer_step": "6c1eced7f2e8494e5fcd2183dffc8ea37d3843ebce76f90891ce114f1102f88a",
+    "int4 encode": "3e530bd57c4281869c693f64d232289d5376e0cceeddcf7e312a179c96022cba",
+    "int4 decode": "76bf60d8d5bee98c836154c5184dc044735544a588e8e404154d60e9b107af13",
+    "int4 weighted_mean": "af3c23d431caee38cfe904d069a4b71cfb4f4e8c00f970610d736054af526cdd",
+    "int4 disjoint_mean": "f758b2b3a6da5ba119a7996dd0ebf1a0ac9c320833d175c91383216aa5797edf",
+    "int4 outer_step": "b1aaeb1b9ad41aedbf9e84061d6c3b78fc57eb1b8598843b0480f29c7139353d",
     "fp16 encode": "aa398212df0480558fd192cb09e60b1e9179f36539f6a694562f572fc940c98b",
     "fp16 decode": "875b3790bc2274ceedbb6bb9962d4ecb7fd81084c81c437a0cac5a89a1dd4181",
     "fp16 weighted_mean": "d5ccad399e609a0de452b9ef59a0f612f32daf2891c6ae30225e0c15cb625369",
+    "fp16 disjoint_mean": "c891c9cf45c88a2acbf4dc0448f2e052923b1795b418c2694db78e7723f4d48f",
     "fp16 outer_step": "44ef5eba6878e57b2ba05cff7aa539771b606a03fd1a2c8b00fdddcd92322e60",
     "none encode": "adcea13069db2d2d1e7cb2fb607fa1dc149c9ee861d84d24dea37e62ad58c7f8",
     "none decode": "adcea13069db2d2d1e7cb2fb607fa1dc149c9ee861d84d24dea37e62ad58c7f8",
     "none weighted_mean": "18df2894fbbb4d06f230ced54fbf0b822fabe7eb336cda2fc88b1f1851d74b14",
+    "none disjoint_mean": "5ce951893eba1884d86a52a25b4ada17662b67eaed940dc5e5ac3e20531fc62f",
     "none outer_step": "6d2e31c5ea34c7498ad2b7b49c75aed3f845b6ccdef2f3eb9e9f7b3b9bba574c",
+    "pruned encode": "6d8496def82ce91e21fdbc613e2631eba677460688bbab618747d9bd72ef8770",
+    "pruned decode": "1493b398f10cf9b9267bad8e5f9c8eb16dd35b2d8713e7ee650208d91f258d53",
+    "pruned weighted_mean": "3ee0326fa6e651fb2c399f1d35cefc4d084e7316440852fbea0757aa16d6ec77",
+    "pruned disjoint_mean": "f9988766f57c755ba2ab8a0c4045fe0170d4d663dd5ffed9314dcc111d589980",
+    "pruned outer_step": "e3a5202621362e17fccf0b2ecec34fa37270a7f7e089471496f3ee5dd835b775",
+    "topk encode": "b4ac13aa3bc04cce5d6c9b864a35a7fcf9eccd424b316392cc252247d091e017",
+    "topk decode": "140f88be080a41c8f461cf4ad17bac4403db17dd6d436c1cb26e74536c5dfbaf",
+    "topk weighted_mean": "6da163daf0572b7041583cbf1010a9e96011536e16e5e77d53600aaef796271a",
+    "topk disjoint_mean": "cf3f176c9edd480f1f62eb827a3d1051202436b9313422f0996ddf6a26fadaf5",
+    "topk outer_step": "5ffdf3415e874ccb886e467f851f38f27c3b5fb6dbc672c07418b345417e111c",
+    "outer sgd": "b1e6a91d3efd409b74bfec9ee4f7b75b2efd6999672f1071bfa3d7bafb7a600b",
+    "outer sgdm": "65bb6680051ad2ff11d26efadce974d4354e9b00f8b16b1149b7899499af4f3f",
+    "outer nesterov": "ece59a217770a49daa2840c110a0bea9d8b01448ae54775f06977c46e425ca7d",
+    "outer adam": "87cdff3f46ef1aebcf3e9cddc27a3a5f2d9a248b82882e7e8756ef856922c3fb",
     "slot_blocks": "42e6477d3d4ce0e9391fd5c00dddde9768bd5d8a8e07aebb488b6a350dbf206d",
     "fresh_blocks": "9dcb118c0414185acce96b25bb1d28fba8bc55353e245e03562b6d48c51831d0",
 }
@@ -70,19 +100,27 @@ def digest(data: bytes) -> str:
 
 def digests() -> dict[str, str]:
     found = {"input": digest(integer_blocks(1).astype("<f4").tobytes())}
-    for name in CODECS:
-        chosen = codec(name)
+    for name, chosen in CODECS.items():
         encoded = [chosen.encode(integer_blocks(seed)) for seed in (1, 2, 3)]
         decoded = [chosen.decode(data, NUM_BLOCKS) for data in encoded]
-        mean = weighted_mean(list(zip(encoded, [3.0, 1.0, 7.0], strict=True)), chosen, NUM_BLOCKS)
+        weighted = list(zip(encoded, [3.0, 1.0, 7.0], strict=True))
+        mean = weighted_mean(weighted, chosen, NUM_BLOCKS)
         anchor, momentum = integer_blocks(4), integer_blocks(5)
         for gradient in (mean, *decoded):
-            outer_step(anchor, momentum, gradient, 0.7, 0.9)
-        outer_step(anchor, momentum, mean, 1.0, 0.0)
+            outer_step("nesterov", anchor, [momentum], gradient, lr=0.7, momentum=0.9, round_=0)
+        outer_step("sgd", anchor, [momentum], mean, lr=1.0, momentum=0.0, round_=0)
         found[f"{name} encode"] = digest(b"".join(encoded))
         found[f"{name} decode"] = digest(np.stack(decoded).astype("<f4").tobytes())
         found[f"{name} weighted_mean"] = digest(mean.astype("<f4").tobytes())
+        found[f"{name} disjoint_mean"] = digest(disjoint_mean(weighted, chosen, NUM_BLOCKS).astype("<f4").tobytes())
         found[f"{name} outer_step"] = digest(np.stack([anchor, momentum]).astype("<f4").tobytes())
+    for name, optimizer in OUTER_OPTIMIZERS.items():
+        anchor, *moments = (integer_blocks(4 + i) for i in range(1 + optimizer.num_moments))
+        moments[1:] = [np.abs(moment) for moment in moments[1:]]
+        for round_ in (0, 1, 700):
+            gradient = integer_blocks(7 + round_)
+            outer_step(name, anchor, moments, gradient, lr=optimizer.lr, momentum=optimizer.momentum, round_=round_)
+        found[f"outer {name}"] = digest(np.stack([anchor, *moments]).astype("<f4").tobytes())
     cyclic = np.concatenate([slot_blocks(1, 2, slot, 1, 200, 1_944_372) for slot in (0, 77, 199)])
     found["slot_blocks"] = digest(cyclic.astype("<i8").tobytes())
     found["fresh_blocks"] = digest(fresh_blocks(1, 2, 3, 200, 1_944_372).astype("<i8").tobytes())

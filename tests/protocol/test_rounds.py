@@ -58,7 +58,10 @@ class Witness:
                 for c in record.contributors
             ).astype(np.float32)
             expected, momentum = before.copy(), momentum.copy()
-            outer_step(expected, momentum, mean, record.outer_lr, record.outer_momentum)
+            optimizer = "nesterov" if record.outer_momentum else "sgd"
+            outer_step(
+                optimizer, expected, [momentum], mean, lr=record.outer_lr, momentum=record.outer_momentum, round_=0
+            )
             np.testing.assert_allclose(anchor, expected, rtol=0, atol=2e-6)
             checked += 1
         return checked

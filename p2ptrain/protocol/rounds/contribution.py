@@ -1,7 +1,8 @@
 """What one member brings to a round: its outer gradient, encoded once, and later what the outcome does to its weights.
 
-The vector is cut into chunks of 1024 blocks on a grid that all peers share. The parts of an attempt are runs of
-chunks, so a second attempt with other parts sends the very same bytes.
+The vector is cut into chunks of 1024 blocks, on a grid that all peers share and codecs code alone. The parts of an
+attempt are runs of chunks, so a second attempt with other parts sends the very same bytes. A chunk has 66 KiB as int8,
+256 KiB as fp32: small enough that a control frame never waits long behind one on a slow link.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.anchor import AnchorState
 
-# 66 KiB as int8, 256 KiB as fp32: small enough that a control frame never waits long behind one on a slow link.
-CHUNK_BLOCKS = 1024
 # Chunks handled in one visit to the worker thread: 1 MiB of int8.
 CHUNKS_PER_VISIT = 16
 
@@ -91,12 +90,15 @@ def apply_outcome(
         buffer: a contributor's (num_blocks, 64): holds decode(own sent bytes), becomes A′ − A + decode(own sent bytes).
     """
     start, stop = part
+    # Without momentum the step is a plain average, which leaves the momentum alone.
+    optimizer = "nesterov" if outer_momentum else "sgd"
     for low, high in chunk_bounds(start, stop):
-        offset = (low - start) * codec.bytes_per_block
-        gradient = codec.decode(memoryview(mean)[offset : offset + (high - low) * codec.bytes_per_block], high - low)
+        gradient = _decode_chunk(codec, mean, start, low, high)
         anchor = state.anchor[low:high]
         before = anchor.copy()
-        outer_step(anchor, state.momentum[low:high], gradient, outer_lr, outer_momentum)
+        outer_step(
+            optimizer, anchor, [state.momentum[low:high]], gradient, lr=outer_lr, momentum=outer_momentum, round_=0
+        )
         if buffer is not None:
             buffer[low:high] += np.subtract(anchor, before, out=before)
 
@@ -104,8 +106,13 @@ def apply_outcome(
 def check_decodes(codec: Codec, mean: bytes | bytearray, part: tuple[int, int]) -> None:
     """Raises WireError unless every chunk of a part decodes: done before READY, so that no outcome half applies."""
     start, stop = part
-    if len(mean) != (stop - start) * codec.bytes_per_block:
+    if len(mean) != codec.size_bytes(stop - start):
         raise WireError(f"part [{start}, {stop}) has {len(mean)} bytes")
     for low, high in chunk_bounds(start, stop):
-        offset = (low - start) * codec.bytes_per_block
-        codec.decode(memoryview(mean)[offset : offset + (high - low) * codec.bytes_per_block], high - low)
+        _decode_chunk(codec, mean, start, low, high)
+
+
+def _decode_chunk(codec: Codec, mean: bytes | bytearray, start: int, low: int, high: int) -> np.ndarray:
+    """Blocks [low, high) of a part that starts at block `start`."""
+    coded = memoryview(mean)[codec.size_bytes(low - start) : codec.size_bytes(high - start)]
+    return codec.decode(coded, high - low)

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import trio
 
-from p2ptrain.algorithms.outer import scaled_interval, token_weights
+from p2ptrain.algorithms.averaging import token_weights
+from p2ptrain.algorithms.schedules import scaled_interval
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.messages import (

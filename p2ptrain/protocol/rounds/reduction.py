@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from p2ptrain.algorithms.averaging import weighted_mean
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.outer import weighted_mean
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.contribution import chunk_bounds
 from p2ptrain.protocol.transport import PeerId
@@ -39,7 +39,7 @@ class Reduction:
             return False
         if self._stop_of.get(start) != stop:
             raise WireError(f"chunk [{start}, {stop}) is not of part [{self.start}, {self.stop})")
-        if len(data) != (stop - start) * self._codec.bytes_per_block:
+        if len(data) != self._codec.size_bytes(stop - start):
             raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes")
         chunks = self._chunks[sender]
         chunks[start] = data

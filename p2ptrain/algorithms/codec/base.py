@@ -1,0 +1,68 @@
+"""What all codecs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.algorithms.indexspace import BLOCK
+from p2ptrain.errors import WireError
+
+Blocks = npt.NDArray[np.float32]
+
+# 65536 values: their positions fit 16 bits, and as float32 (256 KiB) they stay in a core's second-level cache.
+CHUNK_BLOCKS = 1024
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One way to code blocks.
+
+    Blocks are coded on their own, except by "topk", which codes each run of `CHUNK_BLOCKS` on its own.
+
+    Attributes:
+        name: as in `RunConfig.round_codec`.
+    """
+
+    name: str
+    _size_bytes: Callable[[int], int]
+    _encode: Callable[[Blocks], bytes]
+    _decode: Callable[[memoryview, int], Blocks]
+
+    def size_bytes(self, num_blocks: int) -> int:
+        """Coded size of `num_blocks` blocks. Sizes of runs of whole chunks of `CHUNK_BLOCKS` add up."""
+        return self._size_bytes(num_blocks)
+
+    def encode(self, blocks: Blocks) -> bytes:
+        """Code (n, 64) float32 values, only read, into `size_bytes(n)` bytes, the same on every machine.
+
+        Raises:
+            ValueError: a value is not finite. Finite ones never raise: what a codec cannot hold saturates.
+        """
+        return self._encode(np.ascontiguousarray(blocks, np.float32).reshape(-1, BLOCK))
+
+    def decode(self, data: bytes | memoryview, num_blocks: int) -> Blocks:
+        """Return the (num_blocks, 64) float32 values in `data`: fresh, writable, finite, the same bits everywhere.
+
+        Raises:
+            WireError: the size is wrong, or the bytes are not such that `encode` can make.
+        """
+        view = memoryview(data)
+        if view.nbytes != self.size_bytes(num_blocks):
+            raise WireError(
+                f"{view.nbytes} bytes for {num_blocks} blocks in {self.name}: must be {self.size_bytes(num_blocks)}"
+            )
+        return self._decode(view, num_blocks)
+
+
+def chunks(num_blocks: int) -> Iterator[slice]:
+    """[0, num_blocks) in steps of `CHUNK_BLOCKS`, the last one shorter."""
+    return (slice(start, min(start + CHUNK_BLOCKS, num_blocks)) for start in range(0, num_blocks, CHUNK_BLOCKS))
+
+
+def per_block(size_bytes: int) -> Callable[[int], int]:
+    """The size of a codec that codes each block into as many bytes."""
+    return lambda num_blocks: num_blocks * size_bytes

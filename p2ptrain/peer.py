@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 import trio
 
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.memory import release_unused
@@ -36,7 +37,7 @@ Array = npt.NDArray[np.float32]
 POLL_S = 0.05
 # A Leave needs one write per partner.
 LEAVE_S = 0.3
-# A copy of anchor and momentum, behind a round that is landing.
+# A copy of anchor and moments, behind a round that is landing.
 STATE_TIMEOUT_S = 120.0
 
 
@@ -77,14 +78,13 @@ class Peer:
         self._scope: trio.CancelScope | None = None
         self._ended = threading.Event()
         self._exchange = Exchange(
-            self._parts.space, self._parts.tensors, fragment_fraction=run.fragment_fraction,
-            sync_every=run.sync_every, total_steps=run.total_steps, clock=time.monotonic, post=thread.post,
-        )  # fmt: skip
+            self._parts.space, self._parts.tensors, self.run, clock=time.monotonic, post=thread.post
+        )
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
             incarnation=incarnation, run=self.run.to_dict(),
         )  # fmt: skip
-        restored = _restored(resume_state, self._parts.space.num_blocks)
+        restored = self._restored(resume_state)
         self._limiter = trio.CapacityLimiter(1)
         self._node = Node(
             network.transport, network.directory, self._exchange, self._parts, self.run,
@@ -197,7 +197,7 @@ class Peer:
         return self._parts.unflatten(self._state_copy()["anchor"])
 
     def state_dict(self) -> dict[str, Any]:
-        """This peer's part of a checkpoint: anchor, outer momentum and where it stands. Tensors are copies."""
+        """This peer's part of a checkpoint: anchor, outer optimizer and where it stands. Tensors are copies."""
         return self._state_copy()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -209,7 +209,7 @@ class Peer:
         Raises:
             ConfigError: it is damaged, or of another model.
         """
-        restored = _restored(state, self._parts.space.num_blocks)
+        restored = self._restored(state)
         assert restored is not None
         if not self._thread.run(self._node.standing.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
@@ -287,21 +287,41 @@ class Peer:
     def _state_copy(self) -> dict[str, Any]:
         """A consistent copy of the agreed state, made behind a round that is being applied; also after leaving."""
         if self._left:
-            return self._describe(self._node.state.anchor.copy(), self._node.state.momentum.copy())
+            return self._describe([vector.copy() for vector in self._node.state.vectors])
         return self._thread.run(self._copy_state, timeout_s=STATE_TIMEOUT_S)
 
     async def _copy_state(self) -> dict[str, Any]:
         state = self._node.state
         async with self._node.engine.state_lock:
-            return self._describe(await self._compute(state.anchor.copy), await self._compute(state.momentum.copy))
+            return self._describe([await self._compute(vector.copy) for vector in state.vectors])
 
-    def _describe(self, anchor: Array, momentum: Array) -> dict[str, Any]:
+    def _describe(self, vectors: list[Array]) -> dict[str, Any]:
+        anchor, *moments = map(torch.from_numpy, vectors)
         return {
             "head": pack_value(self._node.engine.head).hex(),
             "run_step": self._exchange.run_step,
-            "anchor": torch.from_numpy(anchor),
-            "momentum": torch.from_numpy(momentum),
+            "anchor": anchor,
+            "moments": moments,
         }
+
+    def _restored(self, state: dict[str, Any] | None) -> Restored | None:
+        """A checked `Restored` from `state_dict()`. Raises ConfigError."""
+        if state is None:
+            return None
+        num_blocks, num_moments = self._parts.space.num_blocks, OUTER_OPTIMIZERS[self.run.outer_optimizer].num_moments
+        anchor_state, vectors = AnchorState(num_blocks, num_moments), [state["anchor"], *state["moments"]]
+        if len(vectors) != 1 + num_moments or any(vector.shape != (num_blocks, 64) for vector in vectors):
+            raise ConfigError(
+                f"the state to resume from has {len(vectors)} vectors of {len(vectors[0])} blocks, "
+                f"this run needs {1 + num_moments} of {num_blocks}: not of this model and run"
+            )
+        for own, saved in zip(anchor_state.vectors, vectors, strict=True):
+            own[:] = saved.numpy()
+        anchor_state.rehash()
+        head = unpack_head(bytes.fromhex(state["head"]))
+        if anchor_state.hashes.state != head.state_sha256:
+            raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
+        return Restored(anchor_state, head, int(state["run_step"]))
 
 
 def _with_layout(run: RunConfig, layout: str) -> RunConfig:
@@ -311,21 +331,3 @@ def _with_layout(run: RunConfig, layout: str) -> RunConfig:
             f"those of run {run.run_id!r} to {run.model_layout[:12]}; build the same model, or choose another run_id"
         )
     return dataclasses.replace(run, model_layout=layout)
-
-
-def _restored(state: dict[str, Any] | None, num_blocks: int) -> Restored | None:
-    """A checked `Restored` from `state_dict()`. Raises ConfigError."""
-    if state is None:
-        return None
-    anchor_state = AnchorState(num_blocks)
-    anchor, momentum = state["anchor"], state["momentum"]
-    if anchor.shape != (num_blocks, 64) or momentum.shape != (num_blocks, 64):
-        raise ConfigError(
-            f"the state to resume from has {len(anchor)} blocks, the model {num_blocks}: not of this model"
-        )
-    anchor_state.anchor[:], anchor_state.momentum[:] = anchor.numpy(), momentum.numpy()
-    anchor_state.rehash()
-    head = unpack_head(bytes.fromhex(state["head"]))
-    if anchor_state.hashes.state != head.state_sha256:
-        raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
-    return Restored(anchor_state, head, int(state["run_step"]))

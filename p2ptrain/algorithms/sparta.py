@@ -6,6 +6,7 @@ simulation it was as good as the delta form or better.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -13,9 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-# Fragments that are p · delay = 0.05 old cost 0.01 nats, at 0.15 they cost 0.03 (measured), so older ones are dropped.
 # Two steps are always allowed: with a large p (2 % and a slow link) nothing else would be left.
-_MAX_STALENESS = 0.15
 _MIN_AGE_STEPS = 2.0
 # Clip rule, from DESIGN ("Gossip"). The window follows disagreement as it grows between rounds; the factor is a guess.
 _WINDOW = 64
@@ -46,9 +45,14 @@ def merge_weights(
     return (1 / (earlier + 2)).astype(np.float32)[:, None]
 
 
-def max_age_steps(fragment_fraction: float) -> float:
-    """The age, in steps of the receiver, above which a fragment is discarded: p · delay ≤ 0.15, but 2 at least."""
-    return max(_MIN_AGE_STEPS, _MAX_STALENESS / fragment_fraction)
+def max_age_steps(fragment_fraction: float, max_staleness: float) -> float:
+    """The age in steps of the receiver above which a fragment is discarded: p · delay ≤ `max_staleness`, at least 2.
+
+    0 for either means that none is too old.
+    """
+    if not fragment_fraction or not max_staleness:
+        return math.inf
+    return max(_MIN_AGE_STEPS, max_staleness / fragment_fraction)
 
 
 class ClipRule:

@@ -1,12 +1,14 @@
-"""The anchor and outer momentum of one peer: the state that rounds agree on, bit by bit.
+"""The anchor and the outer optimizer's moments of one peer: the state that rounds agree on, bit by bit.
 
 Kept as float32 in CPU memory in the flat layout of the index space. Hashed in chunks of 256 KiB, so that a joiner can
-verify what it downloads piece by piece: chunk 2i is the i-th slice of the anchor, chunk 2i+1 that of the momentum.
+verify what it downloads piece by piece. The i-th slices of all vectors follow each other: with one moment, chunk 2i is
+of the anchor and chunk 2i+1 of the moment.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +28,11 @@ class StateHashes:
 
 
 class AnchorState:
-    """Owns the two vectors. Only the node's side touches it; rounds change it in worker threads, one at a time."""
+    """Owns the vectors. Only the node's side touches it; rounds change it in worker threads, one at a time."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_moments: int) -> None:
         self.anchor = np.zeros((num_blocks, 64), np.float32)
-        self.momentum = np.zeros((num_blocks, 64), np.float32)
+        self.moments = [np.zeros((num_blocks, 64), np.float32) for _ in range(num_moments)]
         self.hashes = StateHashes((), "", "")
 
     @property
@@ -38,33 +40,51 @@ class AnchorState:
         return len(self.anchor)
 
     @property
+    def vectors(self) -> list[np.ndarray]:
+        """The anchor, then the moments."""
+        return [self.anchor, *self.moments]
+
+    @property
+    def num_slices(self) -> int:
+        """Chunks of each vector."""
+        return -(-self.num_blocks // STATE_CHUNK_BLOCKS)
+
+    @property
     def num_chunks(self) -> int:
-        return 2 * -(-self.num_blocks // STATE_CHUNK_BLOCKS)
+        return self.num_slices * len(self.vectors)
+
+    def chunks_of(self, piece: int) -> range:
+        """Numbers of the chunks that hold one slice of all vectors."""
+        return range(piece * len(self.vectors), (piece + 1) * len(self.vectors))
 
     def chunk(self, index: int) -> np.ndarray:
         """The live (n, 64) view of one chunk. Raises IndexError."""
         if not 0 <= index < self.num_chunks:
             raise IndexError(index)
-        start = index // 2 * STATE_CHUNK_BLOCKS
-        vector = self.momentum if index % 2 else self.anchor
-        return vector[start : start + STATE_CHUNK_BLOCKS]
+        piece, vector = divmod(index, len(self.vectors))
+        start = piece * STATE_CHUNK_BLOCKS
+        return self.vectors[vector][start : start + STATE_CHUNK_BLOCKS]
+
+    def blank(self) -> AnchorState:
+        """A state of the same shape, all zero."""
+        return AnchorState(self.num_blocks, len(self.moments))
 
     def copy_from(self, other: AnchorState) -> None:
         """Become equal to another state."""
-        self.anchor[:], self.momentum[:] = other.anchor, other.momentum
+        for own, others in zip(self.vectors, other.vectors, strict=True):
+            own[:] = others
         self.hashes = other.hashes
 
     def rehash(self) -> None:
         """Compute all hashes. About 0.7 s a GB: call it in a worker thread."""
-        self.hashes = combine([hashlib.sha256(self.chunk(i).data).hexdigest() for i in range(self.num_chunks)])
+        self.hashes = self.combine([hashlib.sha256(self.chunk(i).data).hexdigest() for i in range(self.num_chunks)])
+
+    def combine(self, chunks: Sequence[str]) -> StateHashes:
+        """The hashes over a list of chunk hashes."""
+        state = hashlib.sha256("".join(chunks).encode()).hexdigest()
+        anchor = hashlib.sha256("".join(chunks[:: len(self.vectors)]).encode()).hexdigest()
+        return StateHashes(tuple(chunks), state, anchor)
 
     def anchor_tensor(self) -> torch.Tensor:
         """The live anchor as a (num_blocks, 64) tensor that shares its memory."""
         return torch.from_numpy(self.anchor)
-
-
-def combine(chunks: list[str] | tuple[str, ...]) -> StateHashes:
-    """The hashes over a list of chunk hashes."""
-    state = hashlib.sha256("".join(chunks).encode()).hexdigest()
-    anchor = hashlib.sha256("".join(chunks[::2]).encode()).hexdigest()
-    return StateHashes(tuple(chunks), state, anchor)

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, Plan
+from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
+from p2ptrain.config import RunConfig
 
 # Fragments waiting for the next step. 64 partners at one fragment a step; beyond that the oldest are dropped.
 MAX_INBOX = 64
@@ -66,6 +68,7 @@ class Push:
     epoch: Epoch
     values: torch.Tensor
     gathered_s: float
+    steps: int
 
 
 @dataclass(slots=True)
@@ -126,6 +129,8 @@ class RoundReport:
     wall_s: float = 0.0
     stall_s: float = 0.0
     tokens_discarded: int = 0
+    cosine: float = 0.0
+    mean_norm: float = 0.0
     reason: str = ""
 
 
@@ -150,9 +155,7 @@ class Exchange:
     Args:
         space: index space of `tensors`.
         tensors: the live trainable parameters; changed in place, inside `step()` only, never re-pointed.
-        fragment_fraction: p.
-        sync_every: H of the run; each landing brings this peer's own.
-        total_steps: the run's length, 0 for none.
+        run: the run's settings; each landing brings this peer's own H.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's side, soon.
     """
@@ -161,10 +164,8 @@ class Exchange:
         self,
         space: IndexSpace,
         tensors: Sequence[torch.Tensor],
+        run: RunConfig,
         *,
-        fragment_fraction: float,
-        sync_every: int,
-        total_steps: int,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
     ) -> None:
@@ -177,9 +178,12 @@ class Exchange:
         self.on_push: Callable[[Push], None] = lambda push: None
         self.on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None
         self.on_landed: Callable[[Landing, float], None] = lambda landing, held_s: None
-        self._max_age_steps = max_age_steps(fragment_fraction) if fragment_fraction else 0.0
-        self._total_steps = total_steps
-        self._run_sync_every = sync_every
+        # Tokens that this peer has to train on, for runs that weigh by it; set before training begins.
+        self.shard_tokens = 0
+        self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
+        self._total_steps = run.total_steps
+        self._run_sync_every = run.sync_every
+        self._fragment_schedule = run.fragment_schedule
         self._clock = clock
         self._post = post
         self._lock = threading.Lock()
@@ -188,12 +192,12 @@ class Exchange:
         self._merged_total = 0
         self._skipped_total: Counter[str] = Counter()
         self._push_plan: PushPlan | None = None
-        self._pushed_at_steps = 0
+        self._credit = 0.0
         self._wanted: SnapshotWanted | None = None
         self._landing: Landing | None = None
         self._clip = ClipRule()
         self._last_end_s: float | None = None
-        self._sync_every = sync_every
+        self._sync_every = run.sync_every
         self._base_run_step = 0
         self._base_at_steps = 0
         self._told_due = False
@@ -259,6 +263,13 @@ class Exchange:
     def tokens(self) -> int:
         """Tokens trained on since our outer gradient was last included."""
         return self._tokens
+
+    @property
+    def fragment_rate(self) -> float:
+        """Slots that a step pushes on average, by the run's schedule of p."""
+        interval_position = (self.steps - self._base_at_steps) / self._sync_every
+        progress = self.run_step / self._total_steps if self._total_steps else 0.0
+        return fragment_rate(self._fragment_schedule, interval_position, progress)
 
     @property
     def max_age_s(self) -> float:
@@ -380,12 +391,14 @@ class Exchange:
         return False
 
     def _gather(self, now: float) -> int:
+        self._credit += self.fragment_rate
         plan = self._push_plan
-        if plan is None or self.steps - self._pushed_at_steps < plan.slot_count:
+        if plan is None or self._credit < plan.slot_count:
             return 0
         self._push_plan = None
-        self._pushed_at_steps = self.steps
-        push = Push(plan, self.epoch, self.view.gather(plan.plan), now)
+        # What could not be pushed in time is not made up for later.
+        self._credit = min(self._credit - plan.slot_count, 1.0)
+        push = Push(plan, self.epoch, self.view.gather(plan.plan), now, self.steps)
         self._post(lambda: self.on_push(push))
         return 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ import trio
 
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, slot_blocks
+from p2ptrain.algorithms.topology import partners
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Arrival, Epoch, Exchange, Push, PushPlan
@@ -40,6 +42,7 @@ class GossipHost(Protocol):
     """What gossip needs of its node."""
 
     run: RunConfig
+    peer_id: PeerId
     compute: Compute
     faults: Faults
 
@@ -77,16 +80,16 @@ class Gossip:
         """Plan the next slots, wait for their push, send it; until cancelled."""
         # Peers of one run start their walks at different slots, so that partners rarely send the same one.
         self._position = self._rng.randrange(self._num_slots)
+        waiting: deque[Push] = deque()
         while True:
             if not self._host.trainers():
                 await trio.sleep(0.5)
                 continue
             plan = await self._off_loop(self._slot_count() * self._blocks_per_slot, self._plan)
             self._exchange.offer_push(plan)
-            push = await self._pushes.receive()
-            partner = self._partner()
-            if partner is not None:
-                await self._send(partner, push)
+            waiting.append(await self._pushes.receive())
+            while waiting and self._exchange.steps - waiting[0].steps >= self._host.run.fragment_delay:
+                await self._send(waiting.popleft())
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError on anything that no honest peer sends."""
@@ -118,9 +121,13 @@ class Gossip:
         """Slots of the next push: one a step, so several where steps are faster than pushes may be."""
         step_s = self._exchange.step_s
         steps = math.ceil(MIN_PUSH_INTERVAL_S / step_s) if step_s > 0 else 1
-        return min(steps, self._most_slots, self._num_slots - self._position % self._num_slots)
+        slots = max(1, round(steps * self._exchange.fragment_rate))
+        return min(slots, self._most_slots, self._num_slots - self._position % self._num_slots)
 
     def _plan(self) -> PushPlan:
+        if self._host.run.topology != "push":
+            # Partners that find each other by the step also push the same slot.
+            self._position = self._exchange.run_step
         cycle, slot = divmod(self._position, self._num_slots)
         count = self._slot_count()
         self._position += count
@@ -135,12 +142,17 @@ class Gossip:
             return slot_blocks(seed, cycle, slot, count, self._num_slots, blocks)
         return fresh_blocks(seed, cycle * self._num_slots + slot, count, self._num_slots, blocks)
 
-    def _partner(self) -> Link | None:
-        """A uniformly random live peer; never a ring, which mixes 6 × worse at k = 64 (simulated)."""
-        peers = sorted(self._host.trainers())
-        return self._host.link(self._rng.choice(peers)) if peers else None
+    def _partners(self, push: Push) -> list[Link]:
+        """Whom a push goes to, by the run's topology."""
+        run, plan = self._host.run, push.plan
+        chosen = partners(
+            run.topology, self._host.peer_id, self._host.trainers(), fan_out=run.fan_out, seed=run.run_seed,
+            step=plan.cycle * plan.num_slots + plan.slot, rng=self._rng,
+        )  # fmt: skip
+        links = (self._host.link(peer_id) for peer_id in chosen)
+        return [link for link in links if link is not None]
 
-    async def _send(self, partner: Link, push: Push) -> None:
+    async def _send(self, push: Push) -> None:
         try:
             payload = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
         except ValueError:
@@ -155,7 +167,8 @@ class Gossip:
                 plan.num_slots, max(0.0, trio.current_time() - push.gathered_s),
             )  # fmt: skip
 
-        partner.send_fragment(make, payload)
+        for partner in self._partners(push):
+            partner.send_fragment(make, payload)
 
     # --- receiving ----------------------------------------------------------------------------------------------
 

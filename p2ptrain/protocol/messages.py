@@ -121,7 +121,8 @@ class Record:
     """What a round decided; the hash of its packed form names it.
 
     `contributors` are in the order in which quorums count them. `parent_sha256` is the hash of the state (anchor and
-    momentum) that the round starts from, `intervals` each member's next H in inner steps.
+    moments) that the round starts from, `intervals` each member's next H in inner steps. `cosine` is the average
+    pairwise similarity of the outer gradients and `mean_norm` the norm of their mean; 0 where they are not known.
     """
 
     genesis: str
@@ -130,11 +131,14 @@ class Record:
     parent_sha256: str
     contributors: tuple[Contributor, ...]
     parts: tuple[Part, ...]
+    outer_optimizer: str
     outer_lr: float
     outer_momentum: float
     run_step: int
     tokens_total: int
     intervals: tuple[tuple[str, int], ...]
+    cosine: float
+    mean_norm: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,7 @@ class Call:
 class Join:
     """A promise to refuse lower attempts, and what the leader needs to know to plan the round.
 
+    `tokens` were trained on since the last inclusion, `shard_tokens` are there to be trained on (0: no shard).
     `at_length`: the sender has reached the run's length and wants the last, plain-average round.
     """
 
@@ -188,6 +193,7 @@ class Join:
     state_sha256: str
     has_snapshot: bool
     tokens: int
+    shard_tokens: int
     run_step: int
     speed: float
     rate: float
@@ -260,13 +266,18 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Reducer to leader: the mean of its part is encoded and served under this hash."""
+    """Reducer to leader: the mean of its part is encoded and served under this hash.
+
+    `gram` holds the inner products of the contributors' outer gradients in this part, row by row; empty when there are
+    too many of them.
+    """
 
     lineage: str
     round: int
     attempt: Attempt
     part: int
     sha256: str
+    gram: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,7 @@ class Standing:
 
     def _new_download(self, state: AnchorState) -> Download:
         host = self._host
-        return Download(host.links, state, host.compute, host.engine.parts, host.engine.codec)
+        return Download(host.links, state, host.compute, host.engine.parts, host.engine.codec_of)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """Where the training thread finds itself on our (new) head; "write": with the anchor as its weights."""
@@ -295,7 +295,7 @@ class Standing:
         # A new lineage may begin from the very state that we stand on; else fetch what differs.
         if head.state_sha256 != engine.head.state_sha256:
             # Into a second state: should it fail half-way, we still stand where we stood, and go on from there.
-            self._download = self._download or self._new_download(AnchorState(host.state.num_blocks))
+            self._download = self._download or self._new_download(host.state.blank())
             await self._download.run(head, donors)
         async with engine.paused():
             if rank_of(head) <= rank_of(engine.head):

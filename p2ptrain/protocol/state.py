@@ -1,4 +1,4 @@
-"""How a joiner gets the run's state: anchor and momentum in verified chunks, from several donors at once.
+"""How a joiner gets the run's state: anchor and moments in verified chunks, from several donors at once.
 
 The manifest (the list of chunk hashes) is checked against the hash in the donor's head, every chunk against the
 manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor is lost. When the swarm
@@ -18,7 +18,7 @@ import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, combine
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.messages import Answer, Head, Record, Request, pack_value, unpack_head
@@ -109,16 +109,18 @@ class Download:
     Args:
         state: written to from the first chunk on; chunks that it holds already, by its hashes, are not fetched.
         parts: where encoded means are fetched to.
-        codec: how they are encoded.
+        codec_of: how a round's are encoded.
     """
 
-    def __init__(self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, codec: Codec) -> None:
+    def __init__(
+        self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, codec_of: Callable[[Record], Codec]
+    ) -> None:
         self.state = state
         self.done_chunks = 0
         self._links = links
         self._compute = compute
         self._parts = parts
-        self._codec = codec
+        self._codec_of = codec_of
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
 
@@ -143,36 +145,39 @@ class Download:
                     nursery.start_soon(self._fetch_chunks, donor, hashes, missing, nursery, fetching)
         if self.done_chunks < len(hashes):
             raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks could not be had")
-        self.state.hashes = combine(hashes)
+        self.state.hashes = self.state.combine(hashes)
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
         """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
-        whole = [i for i in range(0, self.state.num_chunks, 2) if i in self._held and i + 1 in self._held]
-        if 2 * len(whole) * self.state.chunk(0).nbytes < self._codec.size_bytes(self.state.num_blocks):
+        state, codec = self.state, self._codec_of(record)
+        whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
+        if len(whole) * len(state.vectors) * state.chunk(0).nbytes < codec.size_bytes(state.num_blocks):
             return  # they come anew for less than the mean would
         try:
-            check_parts([(part.start, part.stop) for part in record.parts], self.state.num_blocks)
-            await self._parts.fetch(record, self._codec, [donor.peer_id for donor in donors])
+            check_parts([(part.start, part.stop) for part in record.parts], state.num_blocks)
+            await self._parts.fetch(record, codec, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
             logger.info("the state that is here cannot be rolled forward: %s", error)
             return
         for part in record.parts:
             mean = self._parts.get(part.sha256)
-            for index in whole:
-                start = index // 2 * STATE_CHUNK_BLOCKS
-                stop = min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks)
+            for piece in whole:
+                start = piece * STATE_CHUNK_BLOCKS
+                stop = min(start + STATE_CHUNK_BLOCKS, state.num_blocks)
                 if part.start <= start < part.stop:
-                    low, high = (self._codec.size_bytes(block - part.start) for block in (start, stop))
-                    await self._compute(self._step_chunks, index, record, mean[low:high], (start, stop))
+                    low, high = (codec.size_bytes(block - part.start) for block in (start, stop))
+                    await self._compute(self._step_chunks, piece, record, codec, mean[low:high], (start, stop))
 
-    def _step_chunks(self, index: int, record: Record, mean: bytes | bytearray, bounds: tuple[int, int]) -> None:
-        """The outer step on one chunk of anchor and of momentum; their hashes then show whether it was right."""
+    def _step_chunks(
+        self, piece: int, record: Record, codec: Codec, mean: bytes | bytearray, bounds: tuple[int, int]
+    ) -> None:
+        """The outer step on one slice of anchor and moments; their hashes then show whether it was right."""
         try:
-            check_decodes(self._codec, mean, bounds)
+            check_decodes(codec, mean, bounds)
         except WireError:
             return
-        apply_outcome(self.state, self._codec, mean, bounds, record.outer_lr, record.outer_momentum, None)
-        for chunk in (index, index + 1):
+        apply_outcome(self.state, codec, mean, bounds, record, None)
+        for chunk in self.state.chunks_of(piece):
             self._held[chunk] = hashlib.sha256(self.state.chunk(chunk).data).hexdigest()
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
@@ -185,7 +190,7 @@ class Download:
                 continue
             text = payload.decode("ascii", "replace")
             hashes = [text[i : i + 64] for i in range(0, len(text), 64)]
-            if combine(hashes).state == head.state_sha256:
+            if self.state.combine(hashes).state == head.state_sha256:
                 return hashes
         raise PeerLostError("no donor has the manifest of this head any more")
 

@@ -42,10 +42,7 @@ class SimulatedPeer:
         self._measured_at = -1
         self._experiment = experiment
         parts = ModelParts(model)
-        self._exchange = Exchange(
-            parts.space, parts.tensors, fragment_fraction=run.fragment_fraction, sync_every=run.sync_every,
-            total_steps=run.total_steps, clock=trio.current_time, post=_at_once,
-        )  # fmt: skip
+        self._exchange = Exchange(parts.space, parts.tensors, run, clock=trio.current_time, post=_at_once)
         seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed)
         name = f"{self.peer_id}.{incarnation}"

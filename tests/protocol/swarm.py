@@ -115,8 +115,7 @@ class Swarm:
         run = run or self.run
         rng = random.Random(self._rng.randrange(2**31))
         exchange = Exchange(
-            IndexSpace(SHAPES), tensors, fragment_fraction=run.fragment_fraction, sync_every=run.sync_every,
-            total_steps=run.total_steps, clock=trio.current_time, post=lambda work: work(),
+            IndexSpace(SHAPES), tensors, run, clock=trio.current_time, post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1
         events: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import IndexSpace, Plan
+from p2ptrain.config import RunConfig
 from p2ptrain.protocol.exchange import (
     MAX_INBOX,
     MAX_WAITING_PER_SENDER,
@@ -38,10 +39,8 @@ class Bench:
         self.tensors = [torch.randn(30, 64, generator=generator), torch.randn(70, generator=generator)]
         self.now = 100.0
         self.posted: list[Callable[[], object]] = []
-        self.exchange = Exchange(
-            SPACE, self.tensors, fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps,
-            clock=lambda: self.now, post=self.posted.append,
-        )  # fmt: skip
+        run = RunConfig(fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps)
+        self.exchange = Exchange(SPACE, self.tensors, run, clock=lambda: self.now, post=self.posted.append)
         self.exchange.epoch = Epoch("L", 3)
 
     def step(self, samples: int = 16, *, took_s: float = STEP_S):

@@ -22,6 +22,7 @@ from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Epoch, Exchange
+from p2ptrain.protocol.faults import NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.messages import Fragment, to_header
@@ -51,14 +52,15 @@ class Peer:
         self, run: RunConfig, partners: tuple[str, ...] = ("b",), *, seed: int = 0, shapes: list[Any] = SHAPES
     ) -> None:
         self.run = run
+        self.peer_id = "a"
         self.compute = inline
+        self.faults = NoFaults()
         self.mailboxes = {name: Mailbox(name) for name in partners}
         generator = torch.Generator().manual_seed(seed)
         self.tensors = [torch.randn(shape, generator=generator) for _, shape in shapes]
         self.exchange = Exchange(
-            IndexSpace(shapes), self.tensors, fragment_fraction=run.fragment_fraction, sync_every=100, total_steps=0,
-            clock=trio.current_time, post=lambda work: work(),
-        )  # fmt: skip
+            IndexSpace(shapes), self.tensors, run, clock=trio.current_time, post=lambda work: work()
+        )
         self.exchange.epoch = Epoch("L", 3)
         self.gossip = Gossip(self, self.exchange, random.Random(seed))
 

@@ -216,14 +216,14 @@ def test_the_longest_honest_messages_fit() -> None:
         "g" * 20, "l" * 20, 2**40, "0" * 64,
         tuple(Contributor(peer, "i" * 16, 1 / 3) for peer in ids[:64]),
         tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(512)),
-        0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids),
+        "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids), 0.5, 1.5,
     )  # fmt: skip
     attempt = Attempt(3, ids[0])
     parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64]) for i in range(512))
     maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
     longest = [
         Propose(attempt, record),
-        Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
+        Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
         Roster("l", 1, attempt, tuple(ids[:64]), parts),
         Beat(1.0, 1.0, 1.0, "g", "l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs))),
         Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs),

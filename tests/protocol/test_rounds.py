@@ -35,7 +35,7 @@ class Witness:
         def round_ended(report) -> None:  # type: ignore[no-untyped-def]
             if report.status != "skipped":
                 self.anchors[(report.lineage, report.round, peer.peer_id)] = peer.node.state.anchor.copy()
-                self.momenta[(report.lineage, report.round)] = peer.node.state.momentum.copy()
+                self.momenta[(report.lineage, report.round)] = peer.node.state.moments[0].copy()
                 self.records[(report.lineage, report.round)] = peer.node.engine.head.record
             ended(report)
 
@@ -58,9 +58,8 @@ class Witness:
                 for c in record.contributors
             ).astype(np.float32)
             expected, momentum = before.copy(), momentum.copy()
-            optimizer = "nesterov" if record.outer_momentum else "sgd"
             outer_step(
-                optimizer, expected, [momentum], mean, lr=record.outer_lr, momentum=record.outer_momentum, round_=0
+                record.outer_optimizer, expected, [momentum], mean, lr=record.outer_lr, momentum=record.outer_momentum, round_=0
             )
             np.testing.assert_allclose(anchor, expected, rtol=0, atol=2e-6)
             checked += 1

@@ -18,7 +18,7 @@ from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol import state as state_module
-from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, combine
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.messages import (
     KIND_OF,
@@ -42,9 +42,9 @@ CHUNKS = 24
 
 
 def some_state(seed: int = 0, num_blocks: int = BLOCKS) -> AnchorState:
-    rng, state = np.random.default_rng(seed), AnchorState(num_blocks)
+    rng, state = np.random.default_rng(seed), AnchorState(num_blocks, 1)
     state.anchor[:] = rng.standard_normal(state.anchor.shape, np.float32)
-    state.momentum[:] = rng.standard_normal(state.momentum.shape, np.float32)
+    state.moments[0][:] = rng.standard_normal(state.moments[0].shape, np.float32)
     state.rehash()
     return state
 
@@ -72,18 +72,22 @@ class Donor:
     def resolve_round(self) -> None:
         """Take an outer step, as a round does it; its means are served."""
         before, rng = self.state.hashes.state, np.random.default_rng(self.head.round)
-        half, parts = 6 * STATE_CHUNK_BLOCKS, []
+        half, parts, means = 6 * STATE_CHUNK_BLOCKS, [], []
         for start, stop in ((0, half), (half, BLOCKS)):
             chunks = (rng.standard_normal((high - low, 64), np.float32) for low, high in chunk_bounds(start, stop))
             mean = b"".join(map(codec("int8").encode, chunks))
-            apply_outcome(self.state, codec("int8"), mean, (start, stop), 0.7, 0.9, None)
+            means.append((mean, (start, stop)))
             sha256 = hashlib.sha256(mean).hexdigest()
             self.parts.add(sha256, mean)
             parts.append(Part(start, stop, sha256, "nobody"))
-        self.state.rehash()
         contributors = (Contributor("a", "a.1", 1.0),)
         round_ = self.head.round + 1
-        record = Record("G", "L", round_, before, contributors, tuple(parts), 0.7, 0.9, 160, 2000, ())
+        record = Record(
+            "G", "L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (), 0.0, 0.0
+        )
+        for mean, bounds in means:
+            apply_outcome(self.state, codec("int8"), mean, bounds, record, None)
+        self.state.rehash()
         self.head = dataclasses.replace(head_of(self.state, round_=round_), record=record)
 
     async def serve(self, link: Link, request: Request) -> None:
@@ -113,12 +117,12 @@ async def donors_and_joiner(
 
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
-    return Download(joiner.links, state, inline, PartStore(joiner.links, inline), codec("int8"))
+    return Download(joiner.links, state, inline, PartStore(joiner.links, inline), lambda record: codec("int8"))
 
 
 def check_equal(mine: AnchorState, theirs: AnchorState) -> None:
     assert np.array_equal(mine.anchor, theirs.anchor)
-    assert np.array_equal(mine.momentum, theirs.momentum)
+    assert np.array_equal(mine.moments[0], theirs.moments[0])
     assert mine.hashes == theirs.hashes
     mine.rehash()
     assert mine.hashes == theirs.hashes
@@ -131,7 +135,7 @@ def test_hashes_cover_every_value_and_the_anchor_has_its_own() -> None:
     state = some_state()
     before = state.hashes
     assert (len(before.chunks), state.num_chunks) == (CHUNKS, CHUNKS)
-    state.momentum[-1, -1] += 1
+    state.moments[0][-1, -1] += 1
     state.rehash()
     assert state.hashes.state != before.state
     assert state.hashes.anchor == before.anchor
@@ -139,7 +143,7 @@ def test_hashes_cover_every_value_and_the_anchor_has_its_own() -> None:
     state.rehash()
     assert state.hashes.anchor != before.anchor
     assert sum(new != old for new, old in zip(state.hashes.chunks, before.chunks, strict=True)) == 2
-    assert combine(before.chunks) == before
+    assert state.combine(before.chunks) == before
 
 
 def test_chunks_are_views_that_cover_both_vectors_once() -> None:
@@ -148,7 +152,7 @@ def test_chunks_are_views_that_cover_both_vectors_once() -> None:
         state.chunk(index)[:] += 1
     expected = some_state()
     assert np.array_equal(state.anchor, expected.anchor + 1)
-    assert np.array_equal(state.momentum, expected.momentum + 1)
+    assert np.array_equal(state.moments[0], expected.moments[0] + 1)
     for index in (-1, CHUNKS):
         with pytest.raises(IndexError):
             state.chunk(index)
@@ -163,7 +167,7 @@ def test_a_download_is_the_donors_state_bit_by_bit_and_spread_over_them(names: s
         async with donors_and_joiner(*names) as (_, donors, joiner, links):
             head = await ask_head(joiner.links, links[0])
             assert head == donors["a"].head
-            state = AnchorState(BLOCKS)
+            state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             await download.run(head, links)
             check_equal(state, donors["a"].state)
@@ -193,7 +197,7 @@ def test_of_two_donors_one_may_die() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
-            state = AnchorState(BLOCKS)
+            state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(download.run, donors["b"].head, links)
@@ -208,7 +212,7 @@ def test_what_a_lost_donor_gave_is_kept_for_the_next() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", "b", network=network) as (_, donors, joiner, links):
-            state = AnchorState(BLOCKS)
+            state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             async with trio.open_nursery() as nursery:
 
@@ -236,7 +240,7 @@ def test_a_donor_with_a_wrong_chunk_is_refused_and_another_serves(kind: str) -> 
             right = donors["a"].state.chunk(0).tobytes()
             payloads = {"wrong": bytes(len(right)), "short": right[:-1], "long": right + b"x", "empty": b""}
             donors["a"].instead["chunk"] = payloads[kind]
-            state = AnchorState(BLOCKS)
+            state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             for _ in range(4):
                 try:
@@ -254,7 +258,7 @@ def test_a_truncated_download_is_never_adopted() -> None:
 
     async def main() -> None:
         async with donors_and_joiner("a") as (network, donors, joiner, links):
-            state = AnchorState(BLOCKS)
+            state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             link, attempts = links[0], 0
             while not state.hashes.chunks:
@@ -284,12 +288,12 @@ def test_a_manifest_that_does_not_hash_to_the_head_is_refused(manifest: bytes) -
     async def main() -> None:
         async with donors_and_joiner("a", "b") as (_, donors, joiner, links):
             donors["a"].instead["manifest"] = manifest
-            state = AnchorState(BLOCKS)
+            state = AnchorState(BLOCKS, 1)
             await download_into(state, joiner).run(donors["b"].head, links)
             check_equal(state, donors["b"].state)
             donors["b"].instead["manifest"] = manifest
             with pytest.raises(PeerLostError, match="manifest"):
-                await download_into(AnchorState(BLOCKS), joiner).run(donors["b"].head, links)
+                await download_into(AnchorState(BLOCKS, 1), joiner).run(donors["b"].head, links)
 
     run_virtual(main)
 
@@ -298,7 +302,7 @@ def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> N
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("a", network=network) as (_, donors, joiner, links):
-            donor, state = donors["a"], AnchorState(BLOCKS)
+            donor, state = donors["a"], AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
 
             async def land() -> None:
@@ -332,7 +336,7 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool)
 
     async def main() -> None:
         async with donors_and_joiner("b") as (_, donors, joiner, links):
-            donor, state = donors["b"], AnchorState(BLOCKS)
+            donor, state = donors["b"], AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             donor.instead["chunk"] = b"nothing"  # but for the first two pairs, which come as they are
             for index in range(5):
@@ -358,7 +362,7 @@ def test_a_slow_joiner_comes_to_the_end_however_often_rounds_are() -> None:
     async def main() -> None:
         slow = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
         async with donors_and_joiner("b", network=slow) as (_, donors, joiner, links):
-            donor, state = donors["b"], AnchorState(BLOCKS)
+            donor, state = donors["b"], AnchorState(BLOCKS, 1)
 
             async def resolve_rounds() -> None:
                 while True:

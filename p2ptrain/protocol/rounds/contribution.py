@@ -16,7 +16,10 @@ from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.messages import Record
 
+# What top-k did not send counts a little less in each round after (SparseLoCo: error feedback with a moving average).
+ERROR_DECAY = np.float32(0.95)
 # Chunks handled in one visit to the worker thread: 1 MiB of int8.
 CHUNKS_PER_VISIT = 16
 
@@ -51,7 +54,13 @@ class OwnContribution:
     """A snapshot on its way through a round.
 
     `buffer` holds the snapshot's weights until a chunk is encoded, then what its bytes decode to, and at the end
-    (after `apply_outcome`) what must be added to the live weights: one vector from start to finish.
+    (after `apply_outcome`) what must be added to the live weights: one vector from start to finish. With an error
+    buffer it holds anchor − weights in between, so that the live weights come to stand on the new anchor: what was not
+    sent is then in `next_error`, and no longer in the weights.
+
+    Attributes:
+        error: what earlier rounds did not send, (num_blocks, 64); only read. None where the weights keep it.
+        next_error: what this one does not send; takes the place of `error` if the round commits with it.
     """
 
     buffer: torch.Tensor
@@ -61,6 +70,8 @@ class OwnContribution:
     at_length: bool
     held_s: float
     chunks: dict[int, bytes]
+    error: np.ndarray | None = None
+    next_error: np.ndarray | None = None
 
     def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
         """Encode these chunks of anchor − weights; chunks that were encoded before are left alone."""
@@ -69,8 +80,14 @@ class OwnContribution:
             if start in self.chunks:
                 continue
             gradient = np.subtract(anchor[start:stop], weights[start:stop])
-            encoded = codec.encode(gradient)
-            weights[start:stop] = codec.decode(encoded, stop - start)
+            if self.error is None or self.next_error is None:
+                encoded = codec.encode(gradient)
+                weights[start:stop] = codec.decode(encoded, stop - start)
+            else:
+                weights[start:stop] = gradient
+                gradient += ERROR_DECAY * self.error[start:stop]
+                encoded = codec.encode(gradient)
+                self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
             self.chunks[start] = encoded
 
 
@@ -79,26 +96,25 @@ def apply_outcome(
     codec: Codec,
     mean: bytes | bytearray,
     part: tuple[int, int],
-    outer_lr: float,
-    outer_momentum: float,
+    record: Record,
     buffer: np.ndarray | None,
 ) -> None:
     """Take the outer step on one part's blocks, in place: A, m ← step(A, m, decode(mean)).
 
     Args:
         mean: the part's encoded mean outer gradient, already verified by hash.
-        buffer: a contributor's (num_blocks, 64): holds decode(own sent bytes), becomes A′ − A + decode(own sent bytes).
+        record: says which step it is.
+        buffer: a contributor's (num_blocks, 64), to which A′ − A is added.
     """
     start, stop = part
-    # Without momentum the step is a plain average, which leaves the momentum alone.
-    optimizer = "nesterov" if outer_momentum else "sgd"
     for low, high in chunk_bounds(start, stop):
         gradient = _decode_chunk(codec, mean, start, low, high)
         anchor = state.anchor[low:high]
         before = anchor.copy()
         outer_step(
-            optimizer, anchor, [state.momentum[low:high]], gradient, lr=outer_lr, momentum=outer_momentum, round_=0
-        )
+            record.outer_optimizer, anchor, [moment[low:high] for moment in state.moments], gradient,
+            lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
+        )  # fmt: skip
         if buffer is not None:
             buffer[low:high] += np.subtract(anchor, before, out=before)
 

@@ -15,9 +15,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import numpy as np
 import trio
 
-from p2ptrain.algorithms.codec import codec as codec_named
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.anchor import AnchorState
@@ -49,6 +51,7 @@ from p2ptrain.protocol.messages import (
 )
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum, leader_order
+from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.contribution import OwnContribution, check_decodes, check_parts
 from p2ptrain.protocol.rounds.leader import Leader
 from p2ptrain.protocol.rounds.member import Participation
@@ -107,13 +110,15 @@ class RoundEngine:
         self.state = state
         self.exchange = exchange
         self.state_lock = trio.Lock()
-        self.codec = codec_named(host.run.round_codec)
+        self.codec = gradient_codec(host.run)
         self._host = host
         self._rng = rng
         self._due_peers: dict[int, set[PeerId]] = {}
         self._due_hint = 0
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._own: OwnContribution | None = None
+        # What top-k has not sent yet. With other codecs it stays in the weights, and is sent with the next gradient.
+        self._error = np.zeros_like(state.anchor) if host.run.round_codec == "topk" else None
         self._sits_out: bool | None = None
         self._own_arrived = trio.Event()
         self._spreads: deque[float] = deque(maxlen=64)
@@ -197,19 +202,26 @@ class RoundEngine:
                 await self._own_arrived.wait()
         return self._own
 
+    def codec_of(self, record: Record) -> Codec:
+        """How the mean of a record is coded."""
+        return mean_codec(self.run, len(record.contributors))
+
     async def fetch(self, record: Record) -> None:
         """Hold all parts of a record, verified by hash and decodable.
 
         Raises RoundFailedError, PeerLostError or WireError.
         """
         check_parts([(part.start, part.stop) for part in record.parts], self.num_blocks)
-        if not record.contributors:
-            raise WireError("a record without contributors")
+        if not record.contributors or record.outer_optimizer not in OUTER_OPTIMIZERS:
+            raise WireError("a record without contributors, or with an unknown outer optimizer")
         if record.parent_sha256 != self.head.state_sha256:
             raise RoundFailedError("the record starts from another state than ours")
-        await self.parts.fetch(record, self.codec, self._host.trainers())
+        if OUTER_OPTIMIZERS[record.outer_optimizer].num_moments > len(self.state.moments):
+            raise WireError(f"a record with outer optimizer {record.outer_optimizer}")
+        codec = self.codec_of(record)
+        await self.parts.fetch(record, codec, self._host.trainers())
         for part in record.parts:
-            await self.compute(check_decodes, self.codec, self.parts.get(part.sha256), (part.start, part.stop))
+            await self.compute(check_decodes, codec, self.parts.get(part.sha256), (part.start, part.stop))
 
     # --- where we stand -------------------------------------------------------------------------------------------
 
@@ -358,7 +370,7 @@ class RoundEngine:
         if self._own is None and snapshot.epoch == Epoch(self.head.lineage, self.head.round):
             self._own = OwnContribution(
                 snapshot.weights, snapshot.tokens, snapshot.steps, snapshot.run_step, snapshot.at_length,
-                snapshot.held_s, {},
+                snapshot.held_s, {}, self._error, None if self._error is None else np.zeros_like(self._error),
             )  # fmt: skip
             self._own_arrived.set()
 
@@ -550,8 +562,10 @@ class RoundEngine:
         async with self.state_lock:
             self._stepping = True
             head = await step_anchor(
-                self.state, record, self.parts, self.codec, own if included else None, self.compute
+                self.state, record, self.parts, self.codec_of(record), own if included else None, self.compute
             )
+            if included and own is not None and own.next_error is not None:
+                self._error = own.next_error
             self.parts.keep(record)
             self.set_head(head)
             self._stepping = False

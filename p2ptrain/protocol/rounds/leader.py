@@ -7,13 +7,17 @@ whatever goes wrong ends in Abort: the members then try again under another lead
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
 from p2ptrain.algorithms.averaging import token_weights
-from p2ptrain.algorithms.schedules import scaled_interval
+from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
+from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.messages import (
@@ -176,7 +180,7 @@ class Leader:
         for peer_id in members:
             self._host.tell(peer_id, roster)
         included = await self._await_contributions(members, parts)
-        weights = token_weights([joined[peer_id].tokens for peer_id in included])
+        weights = self._weights([joined[peer_id] for peer_id in included])
         contributors = tuple(
             Contributor(peer_id, joined[peer_id].incarnation, weight)
             for peer_id, weight in zip(included, weights, strict=True)
@@ -184,15 +188,27 @@ class Leader:
         for reducer in dict.fromkeys(part.reducer for part in parts):
             self._host.tell(reducer, Reduce(self._lineage, self._round, self.attempt, contributors))
         hashes: dict[int, str] = {}
+        products: list[npt.NDArray[np.float64]] = []
         with self._deadline(REDUCE_S, "a reducer did not finish its part"):
             while len(hashes) < len(parts):
                 sender, message = await self._next()
                 match message:
                     case Reduced(part=part) if 0 <= part < len(parts) and parts[part].reducer == sender:
                         hashes[part] = message.sha256
+                        products.append(np.array(message.gram))
                     case Leave() | Withdraw():
                         self._require_not(sender, parts)
-        return self._record(parts, hashes, contributors, {p: joined[p] for p in members})
+        measures = _measures(products, weights)
+        return self._record(parts, hashes, contributors, {p: joined[p] for p in members}, measures)
+
+    def _weights(self, joined: list[Join]) -> list[float]:
+        """What each outer gradient counts by."""
+        match self._host.run.round_weights:
+            case "equal":
+                return [1.0] * len(joined)
+            case "shard":
+                return token_weights([join.shard_tokens for join in joined])
+        return token_weights([join.tokens for join in joined])
 
     def _plan_parts(self, members: list[PeerId], joined: dict[PeerId, Join]) -> list[RosterPart]:
         """One part per member that all others are linked to; the best-connected first where there are fewer parts."""
@@ -240,6 +256,7 @@ class Leader:
         hashes: dict[int, str],
         contributors: tuple[Contributor, ...],
         joined: dict[PeerId, Join],
+        measures: tuple[float, float],
     ) -> Record:
         run, head = self._host.run, self._host.head
         included = [joined[c.peer_id] for c in contributors]
@@ -247,6 +264,9 @@ class Leader:
         speeds = sorted(join.speed for join in included)
         median_speed = speeds[len(speeds) // 2]
         steps = sorted(join.run_step for join in included)
+        run_step = run.total_steps if ends else steps[len(steps) // 2]
+        progress = run_step / run.total_steps if run.total_steps else 0.0
+        sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
         return Record(
             genesis=head.genesis,
             lineage=self._lineage,
@@ -255,13 +275,16 @@ class Leader:
             contributors=contributors,
             parts=tuple(Part(p.start, p.stop, hashes[i], p.reducer) for i, p in enumerate(parts)),
             # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323).
-            outer_lr=1.0 if ends else run.outer_lr,
+            outer_optimizer="sgd" if ends else run.outer_optimizer,
+            outer_lr=1.0 if ends else run.outer_lr * outer_lr_scale(run.outer_lr_schedule, progress),
             outer_momentum=0.0 if ends else run.outer_momentum,
-            run_step=run.total_steps if ends else steps[len(steps) // 2],
+            run_step=run_step,
             tokens_total=head.tokens_total + sum(join.tokens for join in included),
             intervals=tuple(
-                (peer_id, scaled_interval(run.sync_every, join.speed, median_speed)) for peer_id, join in joined.items()
+                (peer_id, scaled_interval(sync_every, join.speed, median_speed)) for peer_id, join in joined.items()
             ),
+            cosine=measures[0],
+            mean_norm=measures[1],
         )
 
     # --- deciding -----------------------------------------------------------------------------------------------
@@ -298,6 +321,16 @@ class Leader:
 
     def _deadline(self, seconds: float, reason: str) -> _Deadline:
         return _Deadline(seconds, lambda: RoundFailedError(f"{reason} within {seconds:.0f} s"))
+
+
+def _measures(products: list[npt.NDArray[np.float64]], weights: Sequence[float]) -> tuple[float, float]:
+    """Average cosine of the outer gradients and norm of their mean, from the parts' Gram matrices; 0 if unknown."""
+    size = len(weights)
+    if any(part.size != size * size for part in products):
+        return 0.0, 0.0
+    total = np.sum(products, axis=0).reshape(size, size)
+    measures = mean_cosine(total) if size > 1 else 0.0, mean_norm(total, weights)
+    return measures if all(map(math.isfinite, measures)) else (0.0, 0.0)
 
 
 class _Deadline:

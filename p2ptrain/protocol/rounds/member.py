@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 import trio
 
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.config import RunConfig
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange
@@ -36,6 +38,7 @@ from p2ptrain.protocol.messages import (
 )
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.ballot import Ballot, record_sha256
+from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution, check_parts, chunk_bounds
 from p2ptrain.protocol.rounds.reduction import Reduction
 from p2ptrain.protocol.transport import Compute, PeerId
@@ -60,6 +63,8 @@ class MemberHost(Protocol):
     def peer_id(self) -> PeerId: ...
     @property
     def incarnation(self) -> str: ...
+    @property
+    def run(self) -> RunConfig: ...
     @property
     def codec(self) -> Codec: ...
     @property
@@ -176,6 +181,7 @@ class Participation:
             state_sha256=host.head.state_sha256,
             has_snapshot=own is not None,
             tokens=own.tokens if own else 0,
+            shard_tokens=host.exchange.shard_tokens,
             run_step=own.run_step if own else 0,
             speed=1 / max(host.exchange.step_s, 1e-6),
             rate=max((link.rate_bytes_s for link in links.live.values()), default=0.0),
@@ -244,10 +250,13 @@ class Participation:
         for reduction in self._reductions or ():
             if not named or not {peer for peer, _ in named} <= reduction.complete:
                 raise RoundFailedError("told to average a member that is not complete here")
-            data, sha256 = await self._host.compute(reduction.reduce, named)
-            self._host.parts.add(sha256, data)
+            run = self._host.run
+            reduce = partial(reduction.reduce, disjoint=run.round_mean == "disjoint")
+            done = await self._host.compute(reduce, named, mean_codec(run, len(named)))
+            self._host.parts.add(done.sha256, done.data)
             self._host.tell(
-                self.attempt.leader, Reduced(order.lineage, order.round, self.attempt, reduction.part, sha256)
+                self.attempt.leader,
+                Reduced(order.lineage, order.round, self.attempt, reduction.part, done.sha256, done.gram),
             )
 
     def _tell_arrived(self, reduction: Reduction) -> None:

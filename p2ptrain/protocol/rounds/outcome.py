@@ -1,4 +1,4 @@
-"""What a committed round does to a peer: to its anchor and momentum, and through a landing to its weights."""
+"""What a committed round does to a peer: to its anchor and moments, and through a landing to its weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from p2ptrain.protocol.rounds.ballot import voters_of
 from p2ptrain.protocol.rounds.contribution import OwnContribution, apply_outcome
 from p2ptrain.protocol.transport import Compute, PeerId
 
-# Left out this often in a row, a peer's weights have drifted too far to go on from (DESIGN.md, "Landing").
-MAX_MISSED_ROUNDS = 1
-
 
 @dataclass(frozen=True, slots=True)
 class Spent:
@@ -32,15 +29,14 @@ class Spent:
 async def step_anchor(
     state: AnchorState, record: Record, parts: PartStore, codec: Codec, own: OwnContribution | None, compute: Compute
 ) -> Head:
-    """Take the outer step on anchor and momentum, and a contributor's buffer with it; returns where we stand then.
+    """Take the outer step on anchor and moments, and a contributor's buffer with it; returns where we stand then.
 
     Every part is here and decodes, so this cannot fail half-way.
     """
     buffer = own.buffer.numpy() if own is not None else None
     for part in record.parts:
         await compute(
-            apply_outcome, state, codec, parts.get(part.sha256), (part.start, part.stop),
-            record.outer_lr, record.outer_momentum, buffer,
+            apply_outcome, state, codec, parts.get(part.sha256), (part.start, part.stop), record, buffer
         )  # fmt: skip
     await compute(state.rehash)
     return Head(
@@ -69,7 +65,7 @@ def landing(
     """
     kind, buffer = "keep", None
     finished = 0 < run.total_steps <= record.run_step
-    overwrite = not included and (finished or missed_rounds > MAX_MISSED_ROUNDS)
+    overwrite = not included and (finished or missed_rounds > run.max_missed_rounds)
     if included and own is not None:
         kind, buffer = "add", own.buffer
     elif overwrite:
@@ -88,6 +84,8 @@ def landing(
         wall_s=spent.wall_s,
         stall_s=own.held_s if own else 0.0,
         tokens_discarded=outstanding_tokens if overwrite else 0,
+        cosine=record.cosine,
+        mean_norm=record.mean_norm,
     )
     return Landing(
         kind=kind,

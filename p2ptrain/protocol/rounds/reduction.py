@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from p2ptrain.algorithms.averaging import weighted_mean
+import numpy as np
+
+from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.contribution import chunk_bounds
 from p2ptrain.protocol.transport import PeerId
@@ -18,6 +22,18 @@ from p2ptrain.protocol.transport import PeerId
 STALL_S = 2.0
 # Before its first chunk a sender may still be encoding behind a busy training thread (guess).
 FIRST_CHUNK_S = 5.0
+# Outer gradients are compared in pairs where there are at most so many, in about so many chunks of each part.
+MAX_COMPARED = 16
+SAMPLED_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The encoded mean of one part, its SHA-256, and the inner products of the outer gradients there, row by row."""
+
+    data: bytearray
+    sha256: str
+    gram: tuple[float, ...]
 
 
 class Reduction:
@@ -67,13 +83,20 @@ class Reduction:
             and now - at > max(STALL_S, 4 * rtt_s.get(sender, 0.0))
         ]
 
-    def reduce(self, contributors: Sequence[tuple[PeerId, float]]) -> tuple[bytearray, str]:
-        """The encoded weighted mean over this part, and its SHA-256. Raises WireError on values that do not decode.
+    def reduce(self, contributors: Sequence[tuple[PeerId, float]], mean_codec: Codec, *, disjoint: bool) -> Reduced:
+        """Average exactly these contributors over this part. Raises WireError on values that do not decode.
 
         Heavy: call it in a worker thread. Chunks are dropped as they are averaged.
         """
+        merge = disjoint_mean if disjoint else weighted_mean
         averaged = bytearray()
+        products = np.zeros((len(contributors), len(contributors)))
+        sampled = self._bounds[:: max(1, len(self._bounds) // SAMPLED_CHUNKS)]
         for start, stop in self._bounds:
             encoded = [(self._chunks[peer].pop(start), weight) for peer, weight in contributors]
-            averaged += self._codec.encode(weighted_mean(encoded, self._codec, stop - start))
-        return averaged, hashlib.sha256(averaged).hexdigest()
+            if len(contributors) <= MAX_COMPARED and (start, stop) in sampled:
+                products += encoded_gram([data for data, _ in encoded], self._codec, stop - start)
+            averaged += mean_codec.encode(merge(encoded, self._codec, stop - start))
+        products *= (self.stop - self.start) / sum(stop - start for start, stop in sampled)
+        gram = tuple(products.ravel().tolist()) if len(contributors) <= MAX_COMPARED else ()
+        return Reduced(averaged, hashlib.sha256(averaged).hexdigest(), gram)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.presets import PRESETS
 
 PROTOCOL_VERSION = 1
 
@@ -214,6 +215,7 @@ class PeerConfig:
 
     Attributes:
         network: how this machine meets the others.
+        preset: name of the settings that a run founded here takes where the user gives none; see `presets.py`.
         data: "stdlib", or the path of a text file or of a directory of text files.
         batch_size: windows of text per inner step.
         device: "auto" (a GPU when torch sees one), or a torch device such as "cpu" or "cuda:1".
@@ -227,6 +229,7 @@ class PeerConfig:
     """
 
     network: NetworkConfig = NetworkConfig()
+    preset: str | None = None
     # On every machine that can run this program, and English enough to show a model that learns.
     data: str = "stdlib"
     # ALGORITHMS.md, section 4: the demo model, tuned for one slow core.
@@ -243,6 +246,8 @@ class PeerConfig:
     write_addresses: str | None = None
 
     def __post_init__(self) -> None:
+        if self.preset is not None:
+            _check_choice("preset", self.preset, tuple(PRESETS))
         _check_count("batch_size", self.batch_size, 1)
         _check_count("threads", self.threads, 0, "(0: torch decides)")
         _check_count("eval_every", self.eval_every, 1)

@@ -48,10 +48,17 @@ def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: objec
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("batch_size", 0), ("threads", -1), ("eval_every", 0), ("checkpoint_minutes", 0.0), ("seed", -1)],
+    [
+        ("batch_size", 0),
+        ("threads", -1),
+        ("eval_every", 0),
+        ("checkpoint_minutes", 0.0),
+        ("seed", -1),
+        ("preset", "dilocoo"),
+    ],
 )
 def test_a_bad_peer_setting_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field} = {value}"):
+    with pytest.raises(ConfigError, match=f"{field} = {value!r}"):
         PeerConfig(**{field: value})
 
 

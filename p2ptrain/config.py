@@ -24,6 +24,7 @@ DATA_KINDS = ("stdlib", "text", "")
 FRAGMENT_CODECS = ("int8", "fp16")
 ROUND_CODECS = ("int8", "fp16", "none")
 FRAGMENT_SELECTIONS = ("cyclic", "fresh")
+SHARDINGS = ("iid", "unbalanced", "clusters")
 
 
 def _finite(value: float) -> bool:
@@ -71,7 +72,10 @@ class RunConfig:
         round_codec: how outer gradients travel.
         outer_lr: learning rate of the outer Nesterov step.
         outer_momentum: momentum of the outer Nesterov step.
-        run_seed: seeds the initial weights and the fragment partition.
+        num_shards: parts that the training text is cut into, of which each peer trains on one; 0: on all of it.
+        sharding: what goes together: "iid" (blocks of text at random), "unbalanced" (the same, in sizes that differ)
+            or "clusters" (blocks that are alike, by k-means). See `data/shards.py`.
+        run_seed: seeds the initial weights, the fragment partition and the shards.
     """
 
     run_id: str = "p2ptrain"
@@ -97,6 +101,10 @@ class RunConfig:
     # DiLoCo, table 5: Nesterov, 0.7 and 0.9.
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
+    # In a swarm that anybody may leave, shards of absent peers would never be seen. The papers' settings want them.
+    num_shards: int = 0
+    # DiLoCo's experiments default to clusters, "the more challenging use case"; iid costs no training beforehand.
+    sharding: str = "iid"
     run_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -127,6 +135,8 @@ class RunConfig:
             _finite(self.outer_momentum) and 0 <= self.outer_momentum < 1,
             "outer_momentum", self.outer_momentum, "at least 0 and below 1",
         )  # fmt: skip
+        _check_count("num_shards", self.num_shards, 0, "(0: every peer trains on all of the text)")
+        _check_choice("sharding", self.sharding, SHARDINGS)
         _check_count("run_seed", self.run_seed, 0)
 
     @property
@@ -138,6 +148,11 @@ class RunConfig:
     def data_seed(self, peer_id: str) -> int:
         """A seed for a peer's share of the data: the same after a restart with the same identity."""
         return int.from_bytes(hashlib.sha256(f"{self.run_seed}/{peer_id}".encode()).digest()[:6], "big")
+
+    def shard_of(self, peer_id: str) -> int:
+        """A peer's shard where the user names none: the same after a restart. The run must have shards."""
+        digest = hashlib.sha256(f"{self.run_seed}/shard/{peer_id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % self.num_shards
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -223,6 +238,7 @@ class PeerConfig:
         out: directory for identity, metrics and checkpoints; None for `p2ptrain-<run id>`.
         metrics: file that gets one JSON line per event; None for `metrics.jsonl` in the out directory.
         seed: of this peer's stream of training windows; None derives it from the identity.
+        shard: the part of the text to train on, in runs that have parts; None chooses one by the identity.
         eval_every: inner steps of the run between two measurements on the held-out text.
         checkpoint_minutes: time between two checkpoints; one more is written when training stops.
         write_addresses: file that gets the addresses of this peer, one a line, for others' `--initial-peers`.
@@ -239,6 +255,7 @@ class PeerConfig:
     out: str | None = None
     metrics: str | None = None
     seed: int | None = None
+    shard: int | None = None
     # One evaluation of the demo model takes as long as about six of its steps: 100 keeps it near 5 %. A guess else.
     eval_every: int = 100
     # A guess: ten minutes of one peer's work is little in a swarm, which keeps the weights anyway.
@@ -254,3 +271,5 @@ class PeerConfig:
         _check_positive("checkpoint_minutes", self.checkpoint_minutes)
         if self.seed is not None:
             _check_count("seed", self.seed, 0)
+        if self.shard is not None:
+            _check_count("shard", self.shard, 0)

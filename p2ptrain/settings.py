@@ -105,7 +105,11 @@ RUN_SETTINGS = (
     Setting("round_codec", RunConfig, "none|fp16|int8", "How the outer gradients of a round travel."),
     Setting("outer_lr", RunConfig, "X", "Learning rate of the outer Nesterov step."),
     Setting("outer_momentum", RunConfig, "X", "Momentum of the outer Nesterov step."),
-    Setting("run_seed", RunConfig, "N", "Seed of the initial weights and of the fragments."),
+    Setting(
+        "num_shards", RunConfig, "N", "Parts of the text, of which each peer trains on one; 0 for all on all of it."
+    ),
+    Setting("sharding", RunConfig, "iid|unbalanced|clusters", "What goes into one part: by chance, or what is alike."),
+    Setting("run_seed", RunConfig, "N", "Seed of the initial weights, the fragments and the shards."),
 )
 NETWORK_SETTINGS = (
     Setting(
@@ -129,6 +133,7 @@ TRAINING_SETTINGS = (
     Setting("out", PeerConfig, "DIR", "Identity, metrics and checkpoints. [default: p2ptrain-<run id>]"),
     Setting("metrics", PeerConfig, "FILE", "One JSON line per event. [default: metrics.jsonl in --out]"),
     Setting("seed", PeerConfig, "N", "Seed of this peer's own share of the text. [default: from its identity]"),
+    Setting("shard", PeerConfig, "N", "Part of the text to train on, from 0. [default: from its identity]"),
     Setting("eval_every", PeerConfig, "N", "Steps between two measurements on the held-out text."),
     Setting("checkpoint_minutes", PeerConfig, "MINUTES", "Time between two checkpoints."),
 )

@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"peer"},
     {"lobby"},
     {"api", "generation", "trainer"},
-    {"training"},
+    {"sharding", "training"},
     {"session", "simulation"},
     {"demo"},
     {"cli"},

@@ -30,6 +30,8 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "round_codec": ("none", "none"),
     "outer_lr": ("1.5", 1.5),
     "outer_momentum": ("0.5", 0.5),
+    "num_shards": ("8", 8),
+    "sharding": ("clusters", "clusters"),
     "run_seed": ("3", 3),
     "initial_peers": ("/ip4/10.0.0.1/tcp/1/p2p/QmA", ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)),
     "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
@@ -45,6 +47,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "out": ("here", "here"),
     "metrics": ("m.jsonl", "m.jsonl"),
     "seed": ("5", 5),
+    "shard": ("6", 6),
     "eval_every": ("11", 11),
     "checkpoint_minutes": ("2.5", 2.5),
 }

@@ -232,6 +232,7 @@ class PeerConfig:
         network: how this machine meets the others.
         preset: name of the settings that a run founded here takes where the user gives none; see `presets.py`.
         data: "stdlib", or the path of a text file or of a directory of text files.
+        init_from: checkpoint directory or .safetensors file with the first weights of a run that is founded here.
         batch_size: windows of text per inner step.
         device: "auto" (a GPU when torch sees one), or a torch device such as "cpu" or "cuda:1".
         threads: CPU threads for torch; 0 leaves the choice to torch.
@@ -248,6 +249,7 @@ class PeerConfig:
     preset: str | None = None
     # On every machine that can run this program, and English enough to show a model that learns.
     data: str = "stdlib"
+    init_from: str | None = None
     # ALGORITHMS.md, section 4: the demo model, tuned for one slow core.
     batch_size: int = 4
     device: str = "auto"

@@ -22,6 +22,7 @@ from p2ptrain.data import VOCAB_SIZE, Corpus, Shards, load_corpus
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.interrupt import stop_on_signals
 from p2ptrain.models import build, check_name, context_length
+from p2ptrain.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.rundir import claim_out
 from p2ptrain.settings import Settings
 from p2ptrain.sharding import choose_shard, make_shards
@@ -60,6 +61,8 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
     device = choose_device(config.device)
     if settings.explicit("model"):
         check_name(str(settings.values["model"]))
+    if config.init_from:
+        check_weights(Path(config.init_from))
     corpus = load_corpus(config.data)
 
     with ExitStack() as stack:
@@ -76,7 +79,10 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
-        model = _build_model(run, saved).to(device)
+        model = _build_model(run, saved)
+        if config.init_from:
+            _start_from(config.init_from, model, found, saved, out, lobby.knows_others, say)
+        model.to(device)
         # Before the run is entered: it takes a second of imports, in which a member would only hold up rounds.
         shards, shard = _shards(run, corpus, model, config.shard, lobby.peer_id, say)
         spans = None if shards is None else shards.spans(shard)
@@ -187,6 +193,28 @@ def _build_model(run: RunConfig, saved: checkpoint.Checkpoint | None) -> nn.Modu
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint does not fit model {run.model}: {error}; give another --out") from error
     return model
+
+
+def _start_from(
+    init_from: str,
+    model: nn.Module,
+    found: RunConfig | None,
+    saved: checkpoint.Checkpoint | None,
+    out: Path,
+    knows_others: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Give `model` the first weights that the user chose, or say why the run's are taken instead."""
+    if found:
+        say(f"--init-from {init_from}: not used, as run {found.run_id!r} is under way; its weights are taken instead")
+        return
+    if saved:
+        say(f"--init-from {init_from}: not used, as the checkpoint of step {saved.step} in {out} is continued instead")
+        return
+    load_weights(model, read_weights(Path(init_from)), origin=init_from)
+    # Two that start at once both find nobody, and one of them founds the run.
+    unless = ", unless another peer founds the run before us" if knows_others else ""
+    say(f"starting from the weights of {init_from}{unless}")
 
 
 def _shards(

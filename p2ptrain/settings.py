@@ -127,6 +127,7 @@ TRAINING_SETTINGS = (
         "preset", PeerConfig, "NAME", f"A paper's settings for a new run, which yours go over: {', '.join(PRESETS)}."
     ),
     Setting("data", PeerConfig, "stdlib|FILE|DIR", "Text to train on: Python's own library source, or your own."),
+    Setting("init_from", PeerConfig, "DIR|FILE", "First weights of a new run: a checkpoint, or a .safetensors file."),
     Setting("batch_size", PeerConfig, "N", "Windows of text per inner step."),
     Setting("device", PeerConfig, "DEVICE", "auto, cpu, cuda, cuda:1, mps …"),
     Setting("threads", PeerConfig, "N", "CPU threads for torch; 0 leaves it to torch."),

@@ -24,7 +24,7 @@ LAYERS: list[set[str]] = [
     {"models"},
     {"peer"},
     {"lobby"},
-    {"api", "generation", "trainer"},
+    {"api", "generation", "pretrained", "trainer"},
     {"sharding", "training"},
     {"session", "simulation"},
     {"demo"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 import types
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from p2ptrain import checkpoint, session
 from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE
 from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.models import build
 from p2ptrain.session import join_run
 from p2ptrain.settings import merge
 from p2ptrain.trainer import Trainer
@@ -228,3 +232,64 @@ def test_a_shard_that_is_not_there_is_refused(lobby: type[FakeLobby]) -> None:
     with pytest.raises(ConfigError, match=r"num_shards = 99999: must be between 1 and the number of blocks"):
         _join(num_shards="99999", sharding="clusters", out="other")
     assert lobby.peer is None
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Weights of the demo model that no seed here gives, in `weights.safetensors`."""
+    state = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=99).state_dict()
+    save_file(state, tmp_path / "weights.safetensors")
+    return state
+
+
+def _entered_with(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> bool:
+    assert lobby.entered is not None
+    return all(torch.equal(lobby.entered[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_founder_starts_from_given_weights(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
+    _join(steps="1", out="plain")
+    assert not _entered_with(lobby, weights)
+    lines = _join(steps="1", init_from="weights.safetensors")
+    assert lines[0] == "starting from the weights of weights.safetensors"
+    assert _entered_with(lobby, weights)
+    # A run's end is another's beginning: from its directory, or from one checkpoint in it.
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    for place in ("p2ptrain-r", "p2ptrain-r/checkpoint-1"):
+        _join(steps="1", run_id="next", out=place.replace("/", "-") + "-next", init_from=place)
+        assert _entered_with(lobby, saved.state["model"])
+
+
+def test_a_joiner_and_a_restart_say_that_other_weights_are_taken(
+    lobby: type[FakeLobby], weights: dict[str, torch.Tensor]
+) -> None:
+    lobby.live = replace(LIVE, total_steps=9)
+    lines = _join(initial_peers=MADDR, init_from="weights.safetensors")
+    assert lines[0].startswith("--init-from weights.safetensors: not used, as run 'r' is under way; its weights are")
+    assert not _entered_with(lobby, weights)
+    lobby.live = None
+    lobby.unreachable = FakePeer.alive_maddrs
+    _join(steps="2", out="own")
+    saved = checkpoint.load_newest(Path("own"))
+    assert saved is not None
+    shutil.rmtree("own/checkpoint-2")
+    checkpoint.save(Path("own"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
+    lines = _join(out="own", init_from="weights.safetensors")
+    assert any("not used, as the checkpoint of step 1 in own is continued instead" in line for line in lines)
+    assert _entered_with(lobby, saved.state["model"])
+
+
+def test_one_of_several_that_found_at_once_says_so(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
+    lines = _join(steps="1", initial_peers=MADDR, init_from="weights.safetensors")
+    assert lines[0].endswith("weights.safetensors, unless another peer founds the run before us")
+    assert _entered_with(lobby, weights)
+
+
+def test_weights_that_do_not_fit_are_refused(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match=r"--init-from nowhere: cannot be read"):
+        _join(init_from="nowhere")
+    assert lobby.opened is None
+    with pytest.raises(ConfigError, match=r"--init-from weights\.safetensors: .* of the model's tensors are"):
+        _join(init_from="weights.safetensors", model="gpt-small")
+    assert lobby.entered is None

@@ -41,6 +41,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "write_addresses": ("addresses.txt", "addresses.txt"),
     "preset": ("diloco", "diloco"),
     "data": ("texts", "texts"),
+    "init_from": ("weights.safetensors", "weights.safetensors"),
     "batch_size": ("2", 2),
     "device": ("cpu", "cpu"),
     "threads": ("1", 1),

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -34,16 +34,17 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.models import build, context_length
 from p2ptrain.trainer import Trainer
 
-# Some seconds of one slow core for the demo model. Guesses that separate kinds of text there (tests/test_sharding.py).
-STEPS = 200
+# Measured on the standard library (docs/LOG.md): with the demo model this takes ten seconds of one core, and more of
+# either makes the clusters hardly more different from each other.
+STEPS = 400
 TOKENS_PER_STEP = 512
 WARMUP_STEPS = 20
-# A sixteenth of a block, spread over it. A guess: a block's kind shows in a few lines.
-TOKENS_PER_BLOCK = 256
+# A quarter of a block, spread over it. With 256 tokens a quarter of the difference between clusters was lost.
+TOKENS_PER_BLOCK = 1024
 # Tokens in one pass of the model: bounds the memory for the logits of models without features.
 PASS_TOKENS = 4096
-# Up to here on one CPU thread, which rounds alike on most machines: minutes at worst. Larger models take the device.
-CPU_PARAMETERS = 20_000_000
+# Up to here on one CPU thread, which rounds alike on most machines: a minute at worst. Larger models take the device.
+CPU_PARAMETERS = 1_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,12 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
     """The partition of the training text that a run asks for, or None where every peer draws from all of it.
 
     "iid" and "unbalanced" depend on the run's seed, the length of the text and the model's context: they are the same
-    wherever those are. "clusters" depends on the text itself and on floating-point arithmetic: it is the same for the
-    same versions of torch and scikit-learn on the same kind of processor (for larger models: of GPU, and not always
-    there). Elsewhere sums may round differently, which moves the few blocks that lie between two clusters, and in a
-    rare case finds other clusters. `Shards.digest` shows whether two peers have the same. Nothing breaks where they
-    differ: shards then overlap.
+    wherever those are. "clusters" depends on the text itself and on floating-point arithmetic. On one machine with one
+    version of torch and scikit-learn it is the same each time. Another processor rounds sums differently: with plain
+    SSE instead of AVX the demo model's features moved by 1e-4, and no block of 996 changed its cluster (8, 32 and 64
+    clusters), but another text may have blocks that lie so close between two, and another version of a library may
+    find other clusters. Larger models are trained on the device, where GPUs of two kinds differ by more.
+    `Shards.digest` shows whether two peers have the same. Nothing breaks where they differ: shards then overlap.
 
     Args:
         run: gives `num_shards`, `sharding`, the model and the seed.
@@ -77,9 +79,9 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
             return unbalanced_shards(bounds, run.num_shards, seed=run.run_seed)
     check_enough_blocks(bounds, run.num_shards)  # before the minutes that a model takes
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    with _one_thread():
-        model = model.to(device if size > CPU_PARAMETERS else "cpu")
+    small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
+    with _one_thread() if small else nullcontext():
+        model = model.to("cpu" if small else device)
         train_briefly(model, corpus, run)
         features = block_features(model, corpus.training, bounds)
     if not np.isfinite(features).all():

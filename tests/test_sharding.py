@@ -101,8 +101,8 @@ def test_features_are_the_last_layers_mean_over_the_block() -> None:
     bounds = np.array([0, 300, 700])
     features = block_features(model, CORPUS.training, bounds)
     assert features.shape == (2, 8)
-    # 256 tokens are 16 windows of 16, from the block's first to its last.
-    starts = np.linspace(300, 700 - 16, 16).astype(int)
+    # 1024 tokens are 64 windows of 16, from the block's first token to its last.
+    starts = np.linspace(300, 700 - 16, 64).astype(int)
     windows = torch.stack([torch.from_numpy(CORPUS.training[start : start + 16].astype(np.int64)) for start in starts])
     with torch.no_grad():
         expected = model.features(windows).mean(dim=(0, 1))

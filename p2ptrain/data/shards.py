@@ -43,7 +43,7 @@ class Shards:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each shard: what its outer gradients are weighted by (DiLoCo, section 6.1)."""
+        """Tokens of each shard, by which the paper weights outer gradients of unlike shards (DiLoCo, section 6.1)."""
         sizes = np.bincount(self.shard_of, weights=np.diff(self.bounds), minlength=self.count)
         return tuple(int(size) for size in sizes)
 

@@ -132,6 +132,21 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     return Checkpoint(step=content["step"], info=content["info"], state=state)
 
 
+def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
+    """The checkpoint that a user names: one, or the newest whole one in a directory of `p2ptrain join`.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    try:
+        saved = load(path, parts) if (path / MANIFEST).exists() else load_newest(path, parts)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; give another checkpoint") from error
+    if saved is None:
+        raise ConfigError(f"{path}: no checkpoint there; give the --out directory of a p2ptrain join that wrote one")
+    return saved
+
+
 def _write(folder: Path, checkpoint: Checkpoint) -> None:
     files, plain = {}, {}
     for part, value in checkpoint.state.items():

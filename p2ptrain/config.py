@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.presets import PRESETS
 
 PROTOCOL_VERSION = 1
 
@@ -30,6 +31,7 @@ OUTER_OPTIMIZERS = ("nesterov", "sgdm", "sgd", "adam")
 OUTER_LR_SCHEDULES = ("constant", "cosine")
 ROUND_WEIGHTS = ("tokens", "equal", "shard")
 ROUND_MEANS = ("weighted", "disjoint")
+SHARDINGS = ("iid", "unbalanced", "clusters")
 
 
 def _finite(value: float) -> bool:
@@ -75,7 +77,7 @@ class RunConfig:
             gossip off.
         fragment_selection: "cyclic" walks a shuffled partition, "fresh" draws anew at each step as the paper does.
         fragment_codec: how fragments travel.
-        fragment_schedule: "fixed"; "ramp", from 0 to 2p over each interval (SPARTA); "decay", from 2p to 0 over the run.
+        fragment_schedule: "fixed"; "ramp", from 0 to 2p over each interval (SPARTA); "decay", 2p to 0 over the run.
         fragment_delay: steps that a fragment waits before it is sent: the paper's asynchronous mode, made visible.
         max_staleness: fragments with p · delay beyond this are discarded; 0 keeps all.
         topology: whom fragments are pushed to: "push" to random peers, "pairs" that exchange, "groups", or "all" (the
@@ -92,7 +94,10 @@ class RunConfig:
         outer_lr: learning rate of the outer step.
         outer_lr_schedule: "constant", or "cosine" to 0 over the run.
         outer_momentum: its momentum; Adam's first beta.
-        run_seed: seeds the initial weights and the fragment partition.
+        num_shards: parts that the training text is cut into, of which each peer trains on one; 0: on all of it.
+        sharding: what goes together: "iid" (blocks of text at random), "unbalanced" (the same, in sizes that differ)
+            or "clusters" (blocks that are alike, by k-means). See `data/shards.py`.
+        run_seed: seeds the initial weights, the fragment partition and the shards.
     """
 
     run_id: str = "p2ptrain"
@@ -136,6 +141,10 @@ class RunConfig:
     outer_lr: float = 0.7
     outer_lr_schedule: str = "constant"
     outer_momentum: float = 0.9
+    # In a swarm that anybody may leave, shards of absent peers would never be seen. The papers' settings want them.
+    num_shards: int = 0
+    # DiLoCo's experiments default to clusters, "the more challenging use case"; iid costs no training beforehand.
+    sharding: str = "iid"
     run_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -198,6 +207,8 @@ class RunConfig:
             _finite(self.outer_momentum) and 0 <= self.outer_momentum < 1,
             "outer_momentum", self.outer_momentum, "at least 0 and below 1",
         )  # fmt: skip
+        _check_count("num_shards", self.num_shards, 0, "(0: every peer trains on all of the text)")
+        _check_choice("sharding", self.sharding, SHARDINGS)
         _check_count("run_seed", self.run_seed, 0)
 
     @property
@@ -209,6 +220,11 @@ class RunConfig:
     def data_seed(self, peer_id: str) -> int:
         """A seed for a peer's share of the data: the same after a restart with the same identity."""
         return int.from_bytes(hashlib.sha256(f"{self.run_seed}/{peer_id}".encode()).digest()[:6], "big")
+
+    def shard_of(self, peer_id: str) -> int:
+        """A peer's shard where the user names none: the same after a restart. The run must have shards."""
+        digest = hashlib.sha256(f"{self.run_seed}/shard/{peer_id}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") % self.num_shards
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -286,21 +302,26 @@ class PeerConfig:
 
     Attributes:
         network: how this machine meets the others.
+        preset: name of the settings that a run founded here takes where the user gives none; see `presets.py`.
         data: "stdlib", or the path of a text file or of a directory of text files.
+        init_from: checkpoint directory or .safetensors file with the first weights of a run that is founded here.
         batch_size: windows of text per inner step.
         device: "auto" (a GPU when torch sees one), or a torch device such as "cpu" or "cuda:1".
         threads: CPU threads for torch; 0 leaves the choice to torch.
         out: directory for identity, metrics and checkpoints; None for `p2ptrain-<run id>`.
         metrics: file that gets one JSON line per event; None for `metrics.jsonl` in the out directory.
         seed: of this peer's stream of training windows; None derives it from the identity.
+        shard: the part of the text to train on, in runs that have parts; None chooses one by the identity.
         eval_every: inner steps of the run between two measurements on the held-out text.
         checkpoint_minutes: time between two checkpoints; one more is written when training stops.
         write_addresses: file that gets the addresses of this peer, one a line, for others' `--initial-peers`.
     """
 
     network: NetworkConfig = NetworkConfig()
+    preset: str | None = None
     # On every machine that can run this program, and English enough to show a model that learns.
     data: str = "stdlib"
+    init_from: str | None = None
     # ALGORITHMS.md, section 4: the demo model, tuned for one slow core.
     batch_size: int = 4
     device: str = "auto"
@@ -308,6 +329,7 @@ class PeerConfig:
     out: str | None = None
     metrics: str | None = None
     seed: int | None = None
+    shard: int | None = None
     # One evaluation of the demo model takes as long as about six of its steps: 100 keeps it near 5 %. A guess else.
     eval_every: int = 100
     # A guess: ten minutes of one peer's work is little in a swarm, which keeps the weights anyway.
@@ -315,9 +337,13 @@ class PeerConfig:
     write_addresses: str | None = None
 
     def __post_init__(self) -> None:
+        if self.preset is not None:
+            _check_choice("preset", self.preset, tuple(PRESETS))
         _check_count("batch_size", self.batch_size, 1)
         _check_count("threads", self.threads, 0, "(0: torch decides)")
         _check_count("eval_every", self.eval_every, 1)
         _check_positive("checkpoint_minutes", self.checkpoint_minutes)
         if self.seed is not None:
             _check_count("seed", self.seed, 0)
+        if self.shard is not None:
+            _check_count("shard", self.shard, 0)

@@ -11,7 +11,6 @@ from torch import nn
 from p2ptrain import checkpoint
 from p2ptrain.config import RunConfig
 from p2ptrain.data import VOCAB_SIZE, decode, encode
-from p2ptrain.errors import CheckpointError, ConfigError
 from p2ptrain.models import build, context_length
 
 
@@ -21,13 +20,7 @@ def load_model(path: Path) -> nn.Module:
     Raises:
         ConfigError: there is no checkpoint, or it is damaged.
     """
-    is_checkpoint = (path / checkpoint.MANIFEST).exists()
-    try:
-        saved = (checkpoint.load if is_checkpoint else checkpoint.load_newest)(path, parts=["model"])
-    except CheckpointError as error:
-        raise ConfigError(f"{error}; give another checkpoint") from error
-    if saved is None:
-        raise ConfigError(f"{path}: no checkpoint there; give the --out directory of a p2ptrain join that wrote one")
+    saved = checkpoint.load_given(path, parts=["model"])
     run = RunConfig.from_dict(saved.info["run"])
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
     model.load_state_dict(saved.state["model"])

@@ -174,6 +174,15 @@ class Peer:
         return self._exchange.finished
 
     @property
+    def shard_tokens(self) -> int:
+        """What this peer has to train on, for runs that weigh outer gradients by it; set it before training."""
+        return self._exchange.shard_tokens
+
+    @shard_tokens.setter
+    def shard_tokens(self, tokens: int) -> None:
+        self._exchange.shard_tokens = tokens
+
+    @property
     def anchor_sha256(self) -> str:
         """Hash of the anchor: equal on all peers that stand on the same round."""
         return self._node.engine.head.anchor_sha256

@@ -18,12 +18,14 @@ from torch import nn
 from p2ptrain import checkpoint
 from p2ptrain.addresses import join_line, read_initial_peers, write_addresses
 from p2ptrain.config import NetworkConfig, RunConfig
-from p2ptrain.data import VOCAB_SIZE, load_corpus
+from p2ptrain.data import VOCAB_SIZE, Corpus, Shards, load_corpus
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.interrupt import stop_on_signals
-from p2ptrain.models import build, check_name
+from p2ptrain.models import build, check_name, context_length
+from p2ptrain.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.rundir import claim_out
 from p2ptrain.settings import Settings
+from p2ptrain.sharding import choose_shard, make_shards
 from p2ptrain.trainer import Trainer, choose_device
 from p2ptrain.training import Progress, run_training
 
@@ -59,6 +61,8 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
     device = choose_device(config.device)
     if settings.explicit("model"):
         check_name(str(settings.values["model"]))
+    if config.init_from:
+        check_weights(Path(config.init_from))
     corpus = load_corpus(config.data)
 
     with ExitStack() as stack:
@@ -75,10 +79,15 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
-        model = _build_model(run, saved).to(device)
+        model = _build_model(run, saved)
+        if config.init_from:
+            _start_from(config.init_from, model, found, saved, out, lobby.knows_others, say)
+        model.to(device)
         # Before the run is entered: it takes a second of imports, in which a member would only hold up rounds.
+        shards, shard = _shards(run, corpus, model, config.shard, lobby.peer_id, say)
+        spans = None if shards is None else shards.spans(shard)
         seed = run.data_seed(lobby.peer_id) if config.seed is None else config.seed
-        trainer = Trainer(model, corpus, run, batch_size=config.batch_size, seed=seed)
+        trainer = Trainer(model, corpus, run, batch_size=config.batch_size, seed=seed, spans=spans)
         if saved:
             trainer.load_state_dict(saved.state["trainer"])
 
@@ -93,6 +102,9 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
         )
         if config.write_addresses:
             write_addresses(Path(config.write_addresses), peer.maddrs)
+        if shards is not None:
+            peer.shard_tokens = shards.sizes[shard]
+            peer.record("shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest)
         stop = stack.enter_context(stop_on_signals())
         verb = "continuing" if saved else "joined" if network.initial_peers else "started"
         _say_hello(say, peer.peer_id, peer.maddrs, peer.run, verb)
@@ -167,6 +179,8 @@ def settle_run(
         raise ConfigError(
             f"run {run.run_id!r} trains the model {run.model}, code that you must have: add --model {run.model}"
         )
+    if settings.explicit("sharding") and run.num_shards == 0:
+        raise ConfigError(f"--sharding {run.sharding}: has no meaning without shards; add --num-shards N")
     if run.data == "text" and not settings.explicit("data"):
         raise ConfigError(f"run {run.run_id!r} trains on text that every peer brings: add --data FILE or DIR")
     return run
@@ -180,6 +194,46 @@ def _build_model(run: RunConfig, saved: checkpoint.Checkpoint | None) -> nn.Modu
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint does not fit model {run.model}: {error}; give another --out") from error
     return model
+
+
+def _start_from(
+    init_from: str,
+    model: nn.Module,
+    found: RunConfig | None,
+    saved: checkpoint.Checkpoint | None,
+    out: Path,
+    knows_others: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Give `model` the first weights that the user chose, or say why the run's are taken instead."""
+    if found:
+        say(f"--init-from {init_from}: not used, as run {found.run_id!r} is under way; its weights are taken instead")
+        return
+    if saved:
+        say(f"--init-from {init_from}: not used, as the checkpoint of step {saved.step} in {out} is continued instead")
+        return
+    load_weights(model, read_weights(Path(init_from)), origin=init_from)
+    # Two that start at once both find nobody, and one of them founds the run.
+    unless = ", unless another peer founds the run before us" if knows_others else ""
+    say(f"starting from the weights of {init_from}{unless}")
+
+
+def _shards(
+    run: RunConfig, corpus: Corpus, model: nn.Module, given: int | None, peer_id: str, say: Callable[[str], None]
+) -> tuple[Shards | None, int]:
+    """The run's shards and the number of ours; None and 0 in a run without any. `model` is not touched."""
+    if run.num_shards == 0 and given is None:
+        return None, 0
+    shard = choose_shard(given, run, peer_id)
+    if run.sharding == "clusters":
+        say(f"sorting the text into {run.num_shards} clusters, which takes a while")
+    shards = make_shards(run, corpus, context=context_length(model), device=next(model.parameters()).device)
+    assert shards is not None
+    say(
+        f"training on shard {shard} of {run.num_shards} ({run.sharding}): {shards.sizes[shard]:,} of "
+        f"{sum(shards.sizes):,} characters; partition {shards.digest[:12]}, the same on peers with the same text"
+    )
+    return shards, shard
 
 
 def _say_hello(say: Callable[[str], None], peer_id: str, maddrs: list[str], run: RunConfig, verb: str) -> None:

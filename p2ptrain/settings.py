@@ -1,8 +1,8 @@
 """The settings of the command line: one table, from which flags, environment, TOML keys and `config show` are made.
 
-A setting is given by its flag, else by its variable `P2PTRAIN_…`, else in the TOML file of `-c`, else it has the
-default of its dataclass in `config.py`. Where each value came from is kept: only what the user gave himself is
-compared with the settings of a run that is joined.
+A setting is given by its flag, else by its variable `P2PTRAIN_…`, else in the TOML file of `-c`, else by the preset
+that was chosen, else it has the default of its dataclass in `config.py`. Where each value came from is kept: only what
+the user gave himself is compared with the settings of a run that is joined. A preset's values are for a founder.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from typing import Any
 from p2ptrain.addresses import read_initial_peers
 from p2ptrain.config import NetworkConfig, PeerConfig, RunConfig, resolve_run
 from p2ptrain.errors import ConfigError
+from p2ptrain.presets import PRESETS
 
 ENV_PREFIX = "P2PTRAIN_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
+PRESET = "preset"
 BUILTIN_DATA = "stdlib"
 
 Value = str | int | float | tuple[str, ...] | None
@@ -116,7 +118,11 @@ RUN_SETTINGS = (
     Setting("outer_lr", RunConfig, "X", "Learning rate of the outer step."),
     Setting("outer_lr_schedule", RunConfig, "constant|cosine", "The outer learning rate over the run."),
     Setting("outer_momentum", RunConfig, "X", "Momentum of the outer step; Adam's first beta."),
-    Setting("run_seed", RunConfig, "N", "Seed of the initial weights and of the fragments."),
+    Setting(
+        "num_shards", RunConfig, "N", "Parts of the text, of which each peer trains on one; 0 for all on all of it."
+    ),
+    Setting("sharding", RunConfig, "iid|unbalanced|clusters", "What goes into one part: by chance, or what is alike."),
+    Setting("run_seed", RunConfig, "N", "Seed of the initial weights, the fragments and the shards."),
 )
 NETWORK_SETTINGS = (
     Setting(
@@ -130,13 +136,18 @@ NETWORK_SETTINGS = (
     Setting("write_addresses", PeerConfig, "FILE", "Write this peer's addresses there, for others' --initial-peers."),
 )  # fmt: skip
 TRAINING_SETTINGS = (
+    Setting(
+        "preset", PeerConfig, "NAME", f"A paper's settings for a new run, which yours go over: {', '.join(PRESETS)}."
+    ),
     Setting("data", PeerConfig, "stdlib|FILE|DIR", "Text to train on: Python's own library source, or your own."),
+    Setting("init_from", PeerConfig, "DIR|FILE", "First weights of a new run: a checkpoint, or a .safetensors file."),
     Setting("batch_size", PeerConfig, "N", "Windows of text per inner step."),
     Setting("device", PeerConfig, "DEVICE", "auto, cpu, cuda, cuda:1, mps …"),
     Setting("threads", PeerConfig, "N", "CPU threads for torch; 0 leaves it to torch."),
     Setting("out", PeerConfig, "DIR", "Identity, metrics and checkpoints. [default: p2ptrain-<run id>]"),
     Setting("metrics", PeerConfig, "FILE", "One JSON line per event. [default: metrics.jsonl in --out]"),
     Setting("seed", PeerConfig, "N", "Seed of this peer's own share of the text. [default: from its identity]"),
+    Setting("shard", PeerConfig, "N", "Part of the text to train on, from 0. [default: from its identity]"),
     Setting("eval_every", PeerConfig, "N", "Steps between two measurements on the held-out text."),
     Setting("checkpoint_minutes", PeerConfig, "MINUTES", "Time between two checkpoints."),
 )
@@ -149,7 +160,7 @@ class Settings:
 
     Attributes:
         values: every setting of the table, by name.
-        sources: where each came from: "default", a flag, a variable, or "FILE: key".
+        sources: where each came from: "default", "preset NAME", a flag, a variable, or "FILE: key".
     """
 
     values: Mapping[str, Value]
@@ -157,7 +168,11 @@ class Settings:
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting himself."""
-        return self.sources[name] != DEFAULT
+        return self.sources[name] != DEFAULT and not self.from_preset(name)
+
+    def from_preset(self, name: str) -> bool:
+        """Whether this setting has its value from the chosen preset."""
+        return self.sources[name] == f"{PRESET} {self.values[PRESET]}"
 
     def explicit_run(self) -> dict[str, Any]:
         """The run's settings that the user gave, by field name of `RunConfig`."""
@@ -175,7 +190,8 @@ class Settings:
         if adopted is not None:
             return resolve_run(self.explicit_run(), adopted)
         founder = {s.field_name: s.default for s in RUN_SETTINGS if s.founder_default}
-        return resolve_run({**founder, "data": "stdlib", **self.explicit_run()}, None)
+        preset = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.from_preset(s.name)}
+        return resolve_run({**founder, "data": "stdlib", **preset, **self.explicit_run()}, None)
 
     def network_config(self) -> NetworkConfig:
         """The network half. Files of addresses are read now; raises ConfigError when one cannot be used."""
@@ -190,7 +206,7 @@ class Settings:
 
 
 def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: str | None = None) -> Settings:
-    """Merge the four sources: flag, then environment, then TOML file, then default.
+    """Merge the sources: flag, then environment, then TOML file, then preset, then default.
 
     Args:
         flags: by setting name; None or an empty sequence where a flag was not given.
@@ -222,6 +238,10 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             values[name], sources[name] = setting.default, DEFAULT
             continue
         values[name], sources[name] = setting.parse(given, source), source
+    if (preset := values[PRESET]) is not None:
+        for name, value in PRESETS[str(preset)].items():
+            if sources[name] == DEFAULT:
+                values[name], sources[name] = value, f"{PRESET} {preset}"
     return Settings(values, sources)
 
 

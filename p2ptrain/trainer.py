@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -72,7 +73,16 @@ def choose_device(name: str) -> torch.device:
 class Trainer:
     """A model with its optimizer and its stream of text. Owns the optimizer's state; the model is the caller's."""
 
-    def __init__(self, model: nn.Module, corpus: Corpus, run: RunConfig, *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        corpus: Corpus,
+        run: RunConfig,
+        *,
+        batch_size: int,
+        seed: int,
+        spans: NDArray[np.int64] | None = None,
+    ) -> None:
         """
         Args:
             model: maps int64 tokens (B, T) to logits (B, T, V); already on its device.
@@ -80,15 +90,16 @@ class Trainer:
             run: gives learning rate, warm-up, length and weight decay.
             batch_size: windows of text per step.
             seed: of this peer's windows, and of dropout in models that have it.
+            spans: the stretches of the training text that windows are drawn from (`Shards.spans`); None for all.
 
         Raises:
-            ConfigError: the corpus is shorter than one window.
+            ConfigError: the corpus, or all that `spans` leave of it, is shorter than one window.
         """
         self.model = model
         self.run = run
         self._device = next(model.parameters()).device
         context = context_length(model)
-        self._windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed)
+        self._windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         eval_count = max(1, EVAL_TOKENS // context)
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self._optimizer = _adamw(model, run, self._device)

@@ -95,6 +95,7 @@ class FakeLobby:
     present: tuple[FakeMember, ...] = ()
     opened: NetworkConfig | None = None
     peer: FakePeer | None = None
+    entered: Mapping[str, torch.Tensor] | None = None  # the weights that a peer came with
     failed = False
 
     peer_id = "QmFake"
@@ -128,6 +129,7 @@ class FakeLobby:
         resume_state: Mapping[str, Any] | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> FakePeer:
+        type(self).entered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         type(self).peer = FakePeer(dataclasses.replace(run, model_layout="layout"), resume_state)
         return type(self).peer
 

@@ -36,6 +36,9 @@ from p2ptrain.errors import ConfigError, RunMismatchError
         ("round_codec", "int4"),
         ("outer_lr", 0.0),
         ("outer_momentum", 1.0),
+        ("num_shards", -1),
+        ("num_shards", 2.0),
+        ("sharding", "random"),
         ("run_seed", -1),
     ],
 )
@@ -48,10 +51,17 @@ def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: objec
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("batch_size", 0), ("threads", -1), ("eval_every", 0), ("checkpoint_minutes", 0.0), ("seed", -1)],
+    [
+        ("batch_size", 0),
+        ("threads", -1),
+        ("eval_every", 0),
+        ("checkpoint_minutes", 0.0),
+        ("seed", -1),
+        ("preset", "dilocoo"),
+    ],
 )
 def test_a_bad_peer_setting_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field} = {value}"):
+    with pytest.raises(ConfigError, match=f"{field} = {value!r}"):
         PeerConfig(**{field: value})
 
 
@@ -64,7 +74,9 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
     run = RunConfig()
     other: dict[type, object] = {str: "fp16", int: 17, float: 0.25}
     for field in dataclasses.fields(RunConfig):
-        value = {"fragment_selection": "fresh", "data": "text"}.get(field.name, other[type(field.default)])
+        value = {"fragment_selection": "fresh", "data": "text", "sharding": "clusters"}.get(
+            field.name, other[type(field.default)]
+        )
         assert dataclasses.replace(run, **{field.name: value}).digest != run.digest, field.name
     assert RunConfig().digest == run.digest
     assert RunConfig.from_dict(run.to_dict()) == run
@@ -97,3 +109,11 @@ def test_a_peers_data_is_its_own_and_the_same_after_a_restart() -> None:
     seeds = {(run_seed, peer): RunConfig(run_seed=run_seed).data_seed(peer) for run_seed in (0, 1) for peer in "ab"}
     assert len(set(seeds.values())) == 4
     assert RunConfig(run_seed=1, lr=1.0).data_seed("b") == seeds[1, "b"]
+
+
+def test_a_peers_shard_is_the_same_after_a_restart_and_any_of_them() -> None:
+    run = RunConfig(num_shards=8)
+    shards = [run.shard_of(f"Qm{number}") for number in range(400)]
+    assert shards == [run.shard_of(f"Qm{number}") for number in range(400)]
+    assert all(20 < shards.count(shard) < 90 for shard in range(8))
+    assert shards != [RunConfig(num_shards=8, run_seed=1).shard_of(f"Qm{number}") for number in range(400)]

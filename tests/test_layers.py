@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "p2ptrain"
 
 # Each may import what stands above it. A new module gets its place here.
 LAYERS: list[set[str]] = [
-    {"errors", "version", "interrupt", "memory"},
+    {"errors", "version", "interrupt", "memory", "presets"},
     {"config"},
     {"algorithms"},
     {"model", "protocol"},
@@ -24,8 +24,8 @@ LAYERS: list[set[str]] = [
     {"models"},
     {"peer"},
     {"lobby"},
-    {"api", "generation", "trainer"},
-    {"training"},
+    {"api", "generation", "pretrained", "trainer"},
+    {"sharding", "training"},
     {"session", "simulation"},
     {"demo"},
     {"cli"},

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from p2ptrain import checkpoint
+from p2ptrain import checkpoint, session
 from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE
 from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.models import build
 from p2ptrain.session import join_run
 from p2ptrain.settings import merge
+from p2ptrain.trainer import Trainer
 from tests.fakes import MADDR, FakeLobby, FakePeer
 
 LIVE = RunConfig(
@@ -169,3 +176,120 @@ def test_a_restarted_founder_finds_the_others_again(lobby: type[FakeLobby]) -> N
     lines = _join()
     assert lobby.opened.initial_peers == ()
     assert lines[0] == "none of the peers from before can be reached"
+
+
+class _Seen:
+    """Stands for `session.Trainer`, and keeps the spans that it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans: list[np.ndarray | None] = []
+        make = session.Trainer
+
+        def trainer(*arguments: object, spans: np.ndarray | None, **named: object) -> Trainer:
+            self.spans.append(spans)
+            return make(*arguments, spans=spans, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(session, "Trainer", trainer)
+
+
+def test_peers_train_on_shards_that_share_nothing(lobby: type[FakeLobby], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _Seen(monkeypatch)
+    for shard in ("0", "1"):
+        lines = _join(steps="1", num_shards="2", shard=shard, out=f"out{shard}")
+        assert f"training on shard {shard} of 2 (iid): " in lines[0]
+        assert lobby.peer is not None
+        (event,) = [fields for name, fields in lobby.peer.events if name == "shard"]
+        assert (event["shard"], event["sharding"], len(event["sizes"])) == (int(shard), "iid", 2)
+        assert event["partition_sha256"][:12] in lines[0]
+    first, second = (set(map(tuple, spans.tolist())) for spans in seen.spans if spans is not None)
+    covered = sorted(first | second)
+    assert not first & second
+    assert covered[0][0] == 0
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(covered))
+
+
+def test_without_shards_all_of_the_text_is_everybodys(lobby: type[FakeLobby], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _Seen(monkeypatch)
+    _join(steps="1")
+    assert seen.spans == [None]
+    assert lobby.peer is not None
+    assert "shard" not in dict(lobby.peer.events)
+
+
+def test_a_joiner_takes_the_shard_of_its_identity(lobby: type[FakeLobby]) -> None:
+    lobby.live = replace(LIVE, num_shards=5, sharding="unbalanced")
+    lines = _join(initial_peers=MADDR)
+    assert f"training on shard {lobby.live.shard_of('QmFake')} of 5 (unbalanced): " in lines[0]
+
+
+def test_a_shard_that_is_not_there_is_refused(lobby: type[FakeLobby]) -> None:
+    with pytest.raises(ConfigError, match=r"--shard 2: must be 0 to 1 in run 'r', which has num_shards = 2"):
+        _join(num_shards="2", shard="2")
+    with pytest.raises(ConfigError, match=r"--shard 2: has no meaning in run 'r', which has num_shards = 0"):
+        _join(shard="2")
+    with pytest.raises(ConfigError, match=r"--sharding clusters: has no meaning without shards; add --num-shards"):
+        _join(sharding="clusters")
+    with pytest.raises(ConfigError, match=r"num_shards = 99999: must be between 1 and the number of blocks"):
+        _join(num_shards="99999", sharding="clusters", out="other")
+    assert lobby.peer is None
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Weights of the demo model that no seed here gives, in `weights.safetensors`."""
+    state = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=99).state_dict()
+    save_file(state, tmp_path / "weights.safetensors")
+    return state
+
+
+def _entered_with(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> bool:
+    assert lobby.entered is not None
+    return all(torch.equal(lobby.entered[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_founder_starts_from_given_weights(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
+    _join(steps="1", out="plain")
+    assert not _entered_with(lobby, weights)
+    lines = _join(steps="1", init_from="weights.safetensors")
+    assert lines[0] == "starting from the weights of weights.safetensors"
+    assert _entered_with(lobby, weights)
+    # A run's end is another's beginning: from its directory, or from one checkpoint in it.
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    for place in ("p2ptrain-r", "p2ptrain-r/checkpoint-1"):
+        _join(steps="1", run_id="next", out=place.replace("/", "-") + "-next", init_from=place)
+        assert _entered_with(lobby, saved.state["model"])
+
+
+def test_a_joiner_and_a_restart_say_that_other_weights_are_taken(
+    lobby: type[FakeLobby], weights: dict[str, torch.Tensor]
+) -> None:
+    lobby.live = replace(LIVE, total_steps=9)
+    lines = _join(initial_peers=MADDR, init_from="weights.safetensors")
+    assert lines[0].startswith("--init-from weights.safetensors: not used, as run 'r' is under way; its weights are")
+    assert not _entered_with(lobby, weights)
+    lobby.live = None
+    lobby.unreachable = FakePeer.alive_maddrs
+    _join(steps="2", out="own")
+    saved = checkpoint.load_newest(Path("own"))
+    assert saved is not None
+    shutil.rmtree("own/checkpoint-2")
+    checkpoint.save(Path("own"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
+    lines = _join(out="own", init_from="weights.safetensors")
+    assert any("not used, as the checkpoint of step 1 in own is continued instead" in line for line in lines)
+    assert _entered_with(lobby, saved.state["model"])
+
+
+def test_one_of_several_that_found_at_once_says_so(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
+    lines = _join(steps="1", initial_peers=MADDR, init_from="weights.safetensors")
+    assert lines[0].endswith("weights.safetensors, unless another peer founds the run before us")
+    assert _entered_with(lobby, weights)
+
+
+def test_weights_that_do_not_fit_are_refused(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ConfigError, match=r"--init-from nowhere: cannot be read"):
+        _join(init_from="nowhere")
+    assert lobby.opened is None
+    with pytest.raises(ConfigError, match=r"--init-from weights\.safetensors: .* of the model's tensors are"):
+        _join(init_from="weights.safetensors", model="gpt-small")
+    assert lobby.entered is None

@@ -11,7 +11,9 @@ import pytest
 from p2ptrain.cli.join import join
 from p2ptrain.config import NetworkConfig, PeerConfig, RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings import DEFAULT, SETTINGS, Setting, merge
+from p2ptrain.models import PRESETS as MODELS
+from p2ptrain.presets import PRESETS
+from p2ptrain.settings import DEFAULT, RUN_SETTINGS, SETTINGS, Setting, merge
 
 # For each setting a value other than its default: as text, and as what it becomes.
 EXAMPLES: dict[str, tuple[str, object]] = {
@@ -28,6 +30,8 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "round_codec": ("none", "none"),
     "outer_lr": ("1.5", 1.5),
     "outer_momentum": ("0.5", 0.5),
+    "num_shards": ("8", 8),
+    "sharding": ("clusters", "clusters"),
     "run_seed": ("3", 3),
     "initial_peers": ("/ip4/10.0.0.1/tcp/1/p2p/QmA", ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)),
     "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
@@ -35,13 +39,16 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "identity": ("id.key", "id.key"),
     "startup_timeout_s": ("3.5", 3.5),
     "write_addresses": ("addresses.txt", "addresses.txt"),
+    "preset": ("diloco", "diloco"),
     "data": ("texts", "texts"),
+    "init_from": ("weights.safetensors", "weights.safetensors"),
     "batch_size": ("2", 2),
     "device": ("cpu", "cpu"),
     "threads": ("1", 1),
     "out": ("here", "here"),
     "metrics": ("m.jsonl", "m.jsonl"),
     "seed": ("5", 5),
+    "shard": ("6", 6),
     "eval_every": ("11", 11),
     "checkpoint_minutes": ("2.5", 2.5),
 }
@@ -178,3 +185,49 @@ def test_the_peers_half_holds_what_was_given(tmp_path: Path) -> None:
     config = merge({"initial_peers": (str(path),), "threads": "1", "seed": "4"}, {}).peer_config()
     assert config.network.initial_peers == ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)
     assert (config.threads, config.seed, config.batch_size) == (1, 4, PeerConfig.batch_size)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_run_that_can_be_founded(preset: str) -> None:
+    assert PRESETS[preset].keys() <= {setting.name for setting in RUN_SETTINGS}
+    merged = merge({"preset": preset}, {})
+    run = merged.resolve_run(None)
+    assert run.model in MODELS
+    for name, value in PRESETS[preset].items():
+        assert getattr(run, SETTINGS[name].field_name) == value
+        assert type(value) is SETTINGS[name].kind
+        assert merged.sources[name] == f"preset {preset}"
+
+
+def test_dilocos_preset_is_table_5() -> None:
+    run = merge({"preset": "diloco"}, {}).resolve_run(None)
+    assert (run.lr, run.warmup_steps, run.weight_decay) == (4e-4, 1000, 0.1)
+    assert (run.sync_every, run.outer_lr, run.outer_momentum) == (500, 0.7, 0.9)
+    assert run.fragment_fraction == 0
+    assert MODELS[run.model].context == 1024
+
+
+def test_a_preset_lies_between_the_defaults_and_what_is_given(tmp_path: Path) -> None:
+    path = _toml(tmp_path / "c.toml", 'preset = "diloco"\nwarmup_steps = 11')
+    merged = merge({"lr": "0.5"}, {"P2PTRAIN_SYNC_EVERY": "77"}, path)
+    run = merged.resolve_run(None)
+    assert (run.lr, run.sync_every, run.warmup_steps, run.outer_lr) == (0.5, 77, 11, 0.7)
+    assert (run.model, run.round_codec) == ("diloco-150m", RunConfig.round_codec)
+    assert [merged.sources[name] for name in ("lr", "sync_every", "model", "round_codec")] == [
+        "--lr", "P2PTRAIN_SYNC_EVERY", "preset diloco", DEFAULT,
+    ]  # fmt: skip
+    # A flag's preset goes over the file's.
+    assert merge({"preset": "sparta-124m"}, {}, path).resolve_run(None).model == "gpt2-124m"
+
+
+def test_a_joiners_preset_contradicts_nothing() -> None:
+    live = RunConfig(model="gpt-small", data="stdlib", sync_every=5)
+    assert merge({"preset": "diloco"}, {}).resolve_run(live) == live
+    assert not merge({"preset": "diloco"}, {}).explicit("model")
+    with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.25"):
+        merge({"preset": "diloco", "lr": "0.25"}, {}).resolve_run(live)
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"--preset: 'dilocco' must be one of diloco, sparta-124m"):
+        merge({"preset": "dilocco"}, {})

@@ -96,6 +96,16 @@ def test_peers_draw_different_text() -> None:
     assert _trainer(seed=1).step(0)[0] != _trainer(seed=2).step(0)[0]
 
 
+def test_a_shards_text_is_all_that_is_trained_on() -> None:
+    half = len(CORPUS.training) // 2
+    for begin, end in ((0, half), (half, 2 * half)):
+        trainer = Trainer(_model(), CORPUS, RunConfig(), batch_size=4, seed=3, spans=np.array([[begin, end]]))
+        alone = Trainer(
+            _model(), Corpus(CORPUS.training[begin:end], CORPUS.held_out), RunConfig(), batch_size=4, seed=3
+        )
+        assert [trainer.step(step)[0] for step in range(3)] == [alone.step(step)[0] for step in range(3)]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
     straight = _trainer(dropout=dropout)

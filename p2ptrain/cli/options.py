@@ -13,7 +13,7 @@ from p2ptrain.settings import SETTINGS, Setting, merge
 
 EVERY_WAY = (
     "Every option can also be set in the environment (P2PTRAIN_…, such as P2PTRAIN_SYNC_EVERY) or in the TOML file "
-    "of -c (sync_every = 200). A flag wins over the environment, and that over the file."
+    "of -c (sync_every = 200). A flag wins over the environment, that over the file, and each of them over --preset."
 )
 
 

@@ -1,7 +1,7 @@
 """Windows of text: each peer's own random stream to train on, and the fixed ones that all peers are measured on.
 
-A peer's shard is the stream of windows that its seed draws. Peers come and go, so the corpus is not cut into k
-parts, of which those of absent peers would never be seen: every peer draws windows from all of it, independently.
+Peers come and go, and of a text cut into parts those of absent peers would never be seen: unless a run asks for
+shards (`shards.py`), every peer draws windows from all of the text, independently, by a seed of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,39 @@ from p2ptrain.errors import ConfigError
 class RandomWindows:
     """An endless stream of batches. Batch n is a function of (seed, n): the position is all its state."""
 
-    def __init__(self, tokens: NDArray[np.uint8], *, context: int, batch_size: int, seed: int) -> None:
-        """`tokens` is kept, not copied. Raises ConfigError when it is shorter than one window."""
+    def __init__(
+        self,
+        tokens: NDArray[np.uint8],
+        *,
+        context: int,
+        batch_size: int,
+        seed: int,
+        spans: NDArray[np.int64] | None = None,
+    ) -> None:
+        """
+        Args:
+            tokens: the text; kept, not copied.
+            context: length of a window's inputs.
+            batch_size: windows per batch.
+            seed: of the stream.
+            spans: begin and end, (spans, 2), of the stretches of text that windows are drawn from, none across a
+                border; None for all of it. Every window within them is drawn equally often.
+
+        Raises:
+            ConfigError: the text, or every span of it, is shorter than one window.
+        """
         _check_length(tokens, context, "train on")
+        spans = np.array([[0, len(tokens)]]) if spans is None else spans
+        windows = np.maximum(spans[:, 1] - spans[:, 0] - context, 0)
+        if not windows.any():
+            raise ConfigError(
+                f"num_shards: each of the {len(spans)} pieces of text of this shard is shorter than one window of "
+                f"{context + 1}; give more text, or start a run with fewer shards"
+            )
         self._tokens = tokens
+        # Window n of all is that many places after the shift of the span that it falls into.
+        self._ends = np.cumsum(windows)
+        self._shifts = spans[:, 0] - (self._ends - windows)
         self._context = context
         self._batch_size = batch_size
         self._seed = seed
@@ -31,7 +60,8 @@ class RandomWindows:
         """Inputs and targets, int64 (batch_size, context) each; the targets are one character ahead."""
         generator = np.random.default_rng((self._seed, self._position))
         self._position += 1
-        starts = generator.integers(len(self._tokens) - self._context, size=self._batch_size)
+        numbers = generator.integers(self._ends[-1], size=self._batch_size)
+        starts = numbers + self._shifts[np.searchsorted(self._ends, numbers, side="right")]
         return _batch(self._tokens, starts, self._context)
 
     def state_dict(self) -> dict[str, int]:

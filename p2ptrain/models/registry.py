@@ -24,6 +24,11 @@ PRESETS = {
     "gpt-small": GPTConfig(vocab_size=0, layers=6, heads=6, width=384, context=256),
     # GPT-2 small, SPARTA's large-scale setting; 124M parameters.
     "gpt2-124m": GPTConfig(vocab_size=50257, layers=12, heads=12, width=768, context=1024),
+    # DiLoCo, table 1, and its sequence length (table 5). The paper's blocks are Chinchilla's; with GPT-2's and one
+    # table for input and output the sizes are those of the names: 59.9M, 150.8M and 390.7M parameters.
+    "diloco-60m": GPTConfig(vocab_size=32_000, layers=3, heads=16, head_size=64, width=896, context=1024),
+    "diloco-150m": GPTConfig(vocab_size=32_000, layers=12, heads=16, head_size=64, width=896, context=1024),
+    "diloco-400m": GPTConfig(vocab_size=32_000, layers=12, heads=12, head_size=128, width=1536, context=1024),
 }
 # A model of the user that does not say its context is trained on windows as short as the demo's.
 DEFAULT_CONTEXT = 64

@@ -10,7 +10,7 @@ import torch
 import trio
 
 from p2ptrain.config import RunConfig
-from p2ptrain.data import Corpus
+from p2ptrain.data import Corpus, Shards
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.model import ModelParts
 from p2ptrain.protocol.exchange import Exchange, StepReport
@@ -28,7 +28,7 @@ class SimulatedPeer:
 
     def __init__(
         self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
-        network: MemoryNetwork, incarnation: int,
+        network: MemoryNetwork, incarnation: int, shards: Shards | None,
     ) -> None:  # fmt: skip
         self.number = number
         self.peer_id = f"peer-{number}"
@@ -44,7 +44,11 @@ class SimulatedPeer:
         parts = ModelParts(model)
         self._exchange = Exchange(parts.space, parts.tensors, run, clock=trio.current_time, post=_at_once)
         seed = run.data_seed(self.peer_id)
-        self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed)
+        spans = None
+        if shards is not None:
+            shard = number % shards.count
+            spans, self._exchange.shard_tokens = shards.spans(shard), shards.sizes[shard]
+        self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
         name = f"{self.peer_id}.{incarnation}"
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],

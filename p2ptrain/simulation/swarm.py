@@ -14,7 +14,8 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.model import ModelParts
-from p2ptrain.models import build
+from p2ptrain.models import build, context_length
+from p2ptrain.sharding import make_shards
 from p2ptrain.simulation.experiment import Experiment, Happening
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
@@ -53,7 +54,11 @@ class _Simulation:
         self._experiment = experiment
         self._on_progress = on_progress
         self._corpus: Corpus = load_corpus(experiment.data)
-        layout = ModelParts(self._model()).layout_sha256
+        model = self._model()
+        layout = ModelParts(model).layout_sha256
+        self._shards = make_shards(
+            experiment.run, self._corpus, context=context_length(model), device=torch.device("cpu")
+        )
         self._run = dataclasses.replace(experiment.run, model_layout=layout)
         self._all: list[SimulatedPeer] = []
 
@@ -89,7 +94,7 @@ class _Simulation:
     def _start(self, number: int) -> None:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
-            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation
+            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards
         )
         self._all.append(peer)
         self._present[number] = peer

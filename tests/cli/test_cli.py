@@ -132,6 +132,9 @@ def test_config_show_tells_value_and_source(monkeypatch: pytest.MonkeyPatch) -> 
     merged = json.loads(_output(*arguments, "--json"))
     assert merged["lr"] == {"value": 0.1, "source": "peer.toml: lr"}
     assert merged.keys() == rows.keys() == SETTINGS.keys()
+    presets = {row.split()[0]: row.split()[1:] for row in _output(*arguments, "--preset", "diloco").splitlines()}
+    assert presets["sync_every"] == ["500", "preset", "diloco"]
+    assert presets["lr"] == rows["lr"]
 
 
 def test_join_trains_and_prints_its_line_whole(lobby: type[FakeLobby]) -> None:

@@ -61,3 +61,25 @@ def test_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="to hold out"):
         fixed_windows(TOKENS, context=200, count=1)
     fixed_windows(TOKENS, context=199, count=1)
+
+
+def test_windows_stay_within_their_spans() -> None:
+    # 10 places for windows of 8 + 1 in [20, 38), 1 in [100, 109), none in [150, 158).
+    spans = np.array([[20, 38], [100, 109], [150, 158]])
+    windows = RandomWindows(TOKENS, context=8, batch_size=16, seed=0, spans=spans)
+    inputs, targets = (torch.cat(parts) for parts in zip(*(windows.next_batch() for _ in range(500)), strict=True))
+    torch.testing.assert_close(inputs + 1, targets)
+    starts = torch.bincount(inputs[:, 0], minlength=200)
+    assert set(starts.nonzero().flatten().tolist()) == {*range(20, 30), 100}
+    # Each of the 11 equally often.
+    assert ((starts[starts > 0] - 8000 / 11).abs() < 6 * (8000 / 11) ** 0.5).all()
+
+
+def test_a_span_of_everything_changes_nothing() -> None:
+    whole = RandomWindows(TOKENS, context=8, batch_size=16, seed=3, spans=np.array([[0, 200]]))
+    assert torch.equal(whole.next_batch()[0], _windows(3).next_batch()[0])
+
+
+def test_spans_shorter_than_a_window_are_refused() -> None:
+    with pytest.raises(ConfigError, match="each of the 2 pieces of text of this shard is shorter than one window of 9"):
+        RandomWindows(TOKENS, context=8, batch_size=1, seed=0, spans=np.array([[0, 8], [50, 55]]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,65 @@ def test_presets_have_their_size(name: str, count: int) -> None:
         model = build(name, vocab_size=98, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
     assert model.context == PRESETS[name].context
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "width", "heads", "head_size"),
+    [("diloco-60m", 3, 896, 16, 64), ("diloco-150m", 12, 896, 16, 64), ("diloco-400m", 12, 1536, 12, 128)],
+)
+def test_dilocos_models_have_the_size_counted_by_hand(
+    name: str, layers: int, width: int, heads: int, head_size: int
+) -> None:
+    with torch.device("meta"):
+        model = build(name, vocab_size=98, seed=0)
+    inner = heads * head_size
+    attention = (width * 3 * inner + 3 * inner) + (inner * width + width)
+    mlp = (width * 4 * width + 4 * width) + (4 * width * width + width)
+    norms = 2 * 2 * width
+    embeddings = 32_000 * width + 1024 * width
+    expected = embeddings + layers * (attention + mlp + norms) + 2 * width
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+    # The name's own figure, in millions, to within 3 %.
+    assert expected == pytest.approx(1e6 * int(name.removeprefix("diloco-").removesuffix("m")), rel=0.03)
+
+
+def test_dilocos_smallest_model_learns_a_batch() -> None:
+    model = build("diloco-60m", vocab_size=98, seed=0)
+    tokens = torch.arange(1, 17)[None]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = functional.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:])
+        losses.append(loss.item())
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] == pytest.approx(torch.tensor(32_000.0).log().item(), abs=0.5)
+    assert losses[1] < losses[0]
+
+
+def test_heads_may_be_wider_than_their_share() -> None:
+    """Where the further columns of a head are zero, it computes what the narrow head does, but for the scale."""
+    torch.manual_seed(0)
+    narrow = GPT(TINY).blocks[0].attention
+    wide = GPT(replace(TINY, head_size=16)).blocks[0].attention
+    assert wide.query_key_value.weight.shape == (3 * 2 * 16, 8)
+    assert wide.project.weight.shape == (8, 2 * 16)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.zero_()
+        for parameter in narrow.parameters():
+            parameter.normal_()
+        # (query key value, head, head size, ...): attention divides by sqrt(head size), which the query makes up for.
+        scale = torch.tensor([2.0, 1.0, 1.0])[:, None, None]
+        rows = narrow.query_key_value.weight.view(3, 2, 4, 8)
+        wide.query_key_value.weight.view(3, 2, 16, 8)[:, :, :4] = rows * scale[..., None]
+        wide.query_key_value.bias.view(3, 2, 16)[:, :, :4] = narrow.query_key_value.bias.view(3, 2, 4) * scale
+        wide.project.weight.view(8, 2, 16)[:, :, :4] = narrow.project.weight.view(8, 2, 4)
+        wide.project.bias.copy_(narrow.project.bias)
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(wide(x), narrow(x))
 
 
 def test_the_head_is_the_embedding() -> None:

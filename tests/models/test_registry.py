@@ -88,7 +88,7 @@ def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:
     ("name", "message"),
     [
         ("gpt-dmo", r"unknown model; did you mean gpt-demo\?"),
-        ("resnet", "unknown model; known are: gpt-demo, gpt-small, gpt2-124m"),
+        ("resnet", "unknown model; known are: diloco-150m, diloco-400m, diloco-60m, gpt-demo, gpt-small, gpt2-124m"),
         ("no_such_module:factory", "cannot import 'no_such_module'"),
         (":factory", "cannot import ''"),
         ("users_broken:factory", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),

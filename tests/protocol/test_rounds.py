@@ -59,8 +59,14 @@ class Witness:
             ).astype(np.float32)
             expected, momentum = before.copy(), momentum.copy()
             outer_step(
-                record.outer_optimizer, expected, [momentum], mean, lr=record.outer_lr, momentum=record.outer_momentum, round_=0
-            )
+                record.outer_optimizer,
+                expected,
+                [momentum],
+                mean,
+                lr=record.outer_lr,
+                momentum=record.outer_momentum,
+                round_=0,
+            )  # fmt: skip
             np.testing.assert_allclose(anchor, expected, rtol=0, atol=2e-6)
             checked += 1
         return checked

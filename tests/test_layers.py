@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"api", "generation", "pretrained", "trainer"},
     {"sharding", "training"},
     {"session", "simulation"},
-    {"demo"},
+    {"demo", "reproduction"},
     {"cli"},
     {"__main__"},
 ]

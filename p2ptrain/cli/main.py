@@ -16,6 +16,7 @@ from p2ptrain.cli.demo import demo
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.peers import peers
+from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
 from p2ptrain.errors import ConfigError
 from p2ptrain.version import __version__
@@ -38,7 +39,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, join, bootstrap, peers, generate, simulate, config):
+for command in (demo, join, bootstrap, peers, generate, simulate, reproduce, config):
     cli.add_command(command)
 
 

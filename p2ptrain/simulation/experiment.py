@@ -168,6 +168,11 @@ def read_experiments(path: Path, **overrides: Any) -> tuple[str, list[Experiment
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is no TOML: {error}") from None
+    return parse_experiments(table, path, **overrides)
+
+
+def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tuple[str, list[Experiment]]:
+    """As `read_experiments`, from a file that has been read. Raises ConfigError naming `path`."""
     title, arms = table.pop("title", path.stem), table.pop("arm", [{}])
     if not isinstance(title, str) or not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
         raise ConfigError(f"{path}: title must be a text, and arms are written as [[arm]] tables")

@@ -184,7 +184,7 @@ def test_only_chunks_that_differ_are_fetched() -> None:
         async with donors_and_joiner("a") as (_, donors, joiner, links):
             mine = some_state()
             mine.anchor[STATE_CHUNK_BLOCKS] = 0
-            mine.momentum[-1] = 0
+            mine.moments[0][-1] = 0
             mine.rehash()
             await download_into(mine, joiner).run(donors["a"].head, links)
             check_equal(mine, donors["a"].state)

@@ -1,0 +1,1 @@
+"""The papers' claims, tried at a scale that two cores manage: experiments as TOML, with the claim beside the outcome."""

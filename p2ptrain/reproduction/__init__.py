@@ -1,1 +1,1 @@
-"""The papers' claims, tried at a scale that two cores manage: experiments as TOML, with the claim beside the outcome."""
+"""The papers' claims, tried at a scale that two cores manage: experiments as TOML, the claim beside the outcome."""

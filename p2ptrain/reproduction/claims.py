@@ -5,9 +5,10 @@ Losses are compared as perplexities, as the papers do: a difference of d nats is
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ DIRECTIONS = ("lower", "higher", "equal")
 def _spike(records: Records) -> float:
     """The largest rise of the mean held-out loss from one measurement to the next, in nats."""
     losses = [row["held_out_loss"] for row in records.table() if row["held_out_loss"] is not None]
-    return max((later - earlier for earlier, later in zip(losses, losses[1:], strict=False)), default=0.0)
+    return max((later - earlier for earlier, later in itertools.pairwise(losses)), default=0.0)
 
 
 def _last_correlation(records: Records) -> float:
@@ -37,7 +38,7 @@ def _mean_of_rounds(records: Records, field: str) -> float:
 
 
 # Name of a measure: how it is read off the records, and whether it is a loss in nats.
-MEASURES = {
+MEASURES: dict[str, tuple[Callable[[Records], float], bool]] = {
     "merged_loss": (lambda records: records.final_loss, True),
     "loss_before_merge": (lambda records: records.loss_before_merge, True),
     "correlation": (_last_correlation, False),

@@ -62,6 +62,4 @@ def write_outcome(outcome: Outcome, directory: Path) -> None:
 
 def markdown_rows(outcome: Outcome) -> list[str]:
     """A line of a Markdown table for each claim."""
-    return [
-        f"| {v.claim.row} | {v.claim.text} | {v.claim.paper} | {figure(v)} | {v.words} |" for v in outcome.verdicts
-    ]
+    return [f"| {v.claim.row} | {v.claim.text} | {v.claim.paper} | {figure(v)} | {v.words} |" for v in outcome.verdicts]

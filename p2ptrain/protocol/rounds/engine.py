@@ -50,12 +50,12 @@ from p2ptrain.protocol.messages import (
     Withdraw,
 )
 from p2ptrain.protocol.parts import PartStore
-from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum, leader_order
+from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum, leader_order, record_sha256
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.contribution import OwnContribution, check_decodes, check_parts
 from p2ptrain.protocol.rounds.leader import Leader
 from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.outcome import Spent, landing, step_anchor, touched_buffer
+from p2ptrain.protocol.rounds.outcome import Spent, head_of, landing, step_anchor, touched_buffer
 from p2ptrain.protocol.transport import Compute, PeerId
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,16 @@ class EngineHost(Protocol):
         ...
 
 
+class _Fetch:
+    """Parts of one record on their way; `error` says how it ended, and that it was cancelled until it has."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+        self.error: Exception | None = RoundFailedError("another round came first")
+
+
 class RoundEngine:
     """Owns the head, the ballot and this peer's contribution. See the package docstring for who does what."""
 
@@ -125,10 +135,12 @@ class RoundEngine:
         self._attempts_failed = 0
         self._missed_rounds = 0
         self._leader: Leader | None = None
+        self._fetch: _Fetch | None = None
         self._participation: Participation | None = None
         self._resolving = False
         self._stepping = False
         self._landed = trio.Event()
+        self._landing_held_s = 0.0
         self._changed = trio.Event()
         self._started_s = 0.0
         self._traffic_at_start = (0, 0)
@@ -209,8 +221,39 @@ class RoundEngine:
     async def fetch(self, record: Record) -> None:
         """Hold all parts of a record, verified by hash and decodable.
 
+        A fetch goes on when its waiter is cancelled: the Commit that ends a participation asks for the same parts.
+
         Raises RoundFailedError, PeerLostError or WireError.
         """
+        name = record_sha256(record)
+        if self._fetch is None or self._fetch.name != name:
+            self._end_fetch()
+            assert self._nursery is not None
+            self._fetch = _Fetch(name)
+            self._nursery.start_soon(self._run_fetch, self._fetch, record)
+        fetch = self._fetch
+        await fetch.ended.wait()
+        if fetch.error is not None:
+            raise fetch.error
+
+    async def _run_fetch(self, fetch: _Fetch, record: Record) -> None:
+        with fetch.scope:
+            try:
+                await self._fetch_parts(record)
+            except (RoundFailedError, PeerLostError, WireError) as error:
+                fetch.error = error
+            else:
+                fetch.error = None
+        fetch.ended.set()
+        if fetch.error is not None and self._fetch is fetch:
+            self._fetch = None  # the next one to ask tries again
+
+    def _end_fetch(self) -> None:
+        if self._fetch is not None:
+            self._fetch.scope.cancel()
+            self._fetch = None
+
+    async def _fetch_parts(self, record: Record) -> None:
         check_parts([(part.start, part.stop) for part in record.parts], self.num_blocks)
         if not record.contributors or record.outer_optimizer not in OUTER_OPTIMIZERS:
             raise WireError("a record without contributors, or with an unknown outer optimizer")
@@ -245,6 +288,7 @@ class RoundEngine:
         self._quorum_seen_s = trio.current_time()
         self._forget_snapshot()
         self._end_attempt()
+        self._end_fetch()
         self._wake()
 
     def found_lineage(self) -> None:
@@ -275,9 +319,12 @@ class RoundEngine:
 
     async def land(self, landing: Landing) -> None:
         """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
+        self._hand_over(landing)
+        await self._landed.wait()
+
+    def _hand_over(self, landing: Landing) -> None:
         self._landed = trio.Event()
         self.exchange.land(landing)
-        await self._landed.wait()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -375,9 +422,8 @@ class RoundEngine:
             self._own_arrived.set()
 
     def _on_landed(self, landing: Landing, held_s: float) -> None:
+        self._landing_held_s = held_s
         self._landed.set()
-        if landing.report is not None:
-            self._host.round_ended(dataclasses.replace(landing.report, stall_s=landing.report.stall_s + held_s))
 
     # --- when a round is due --------------------------------------------------------------------------------------
 
@@ -540,7 +586,7 @@ class RoundEngine:
         self._end_attempt()
         try:
             await self.fetch(record)
-            await self.land(await self._step(record))
+            await self._bring_home(record)
         except (RoundFailedError, PeerLostError, WireError) as error:
             self._host.fall_behind(f"round {record.round} cannot be adopted: {error}")
         finally:
@@ -553,7 +599,8 @@ class RoundEngine:
             if self._linked(sender):
                 self.deliver(sender, message)
 
-    async def _step(self, record: Record) -> Landing:
+    async def _bring_home(self, record: Record) -> None:
+        """Take the outer step, land it, and say so."""
         self.phase = f"round {record.round}: landing"
         own = self._own
         included = own is not None and (self.peer_id, self.incarnation) in (
@@ -561,21 +608,39 @@ class RoundEngine:
         )
         async with self.state_lock:
             self._stepping = True
-            head = await step_anchor(
-                self.state, record, self.parts, self.codec_of(record), own if included else None, self.compute
-            )
-            if included and own is not None and own.next_error is not None:
-                self._error = own.next_error
-            self.parts.keep(record)
-            self.set_head(head)
+            # All or nothing, also for a checkpoint that is written when we leave in the middle of it.
+            with trio.CancelScope(shield=True):
+                await step_anchor(
+                    self.state, record, self.parts, self.codec_of(record), own if included else None, self.compute
+                )
+                if included and own is not None and own.next_error is not None:
+                    self._error = own.next_error
+                self._missed_rounds = 0 if included else self._missed_rounds + 1
+                outcome = landing(
+                    self.run, record, self.state, self.peer_id, own, included, self._missed_rounds,
+                    self.exchange.tokens, self._spent(),
+                )  # fmt: skip
+                # Training takes it up while the hashes are computed.
+                self._hand_over(outcome)
+                await self.compute(self.state.rehash)
+                self.parts.keep(record)
+                self.set_head(head_of(record, self.state))
             self._stepping = False
-        self.phase = f"round {record.round}: landing"
-        self._missed_rounds = 0 if included else self._missed_rounds + 1
-        sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_at_start, strict=True))
-        spent = Spent(sent, received, trio.current_time() - self._started_s)
-        return landing(
-            self.run, record, self.state, self.peer_id, own, included, self._missed_rounds, self.exchange.tokens, spent
+        if not self._landed.is_set():
+            await self._landed.wait()
+        assert outcome.report is not None
+        self._host.round_ended(
+            dataclasses.replace(
+                outcome.report,
+                anchor_sha256=self.head.anchor_sha256,
+                state_sha256=self.head.state_sha256,
+                stall_s=outcome.report.stall_s + self._landing_held_s,
+            )
         )
+
+    def _spent(self) -> Spent:
+        sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_at_start, strict=True))
+        return Spent(sent, received, trio.current_time() - self._started_s)
 
     def _traffic(self) -> tuple[int, int]:
         counters = self.links.counters

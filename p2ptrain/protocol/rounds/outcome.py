@@ -28,8 +28,8 @@ class Spent:
 
 async def step_anchor(
     state: AnchorState, record: Record, parts: PartStore, codec: Codec, own: OwnContribution | None, compute: Compute
-) -> Head:
-    """Take the outer step on anchor and moments, and a contributor's buffer with it; returns where we stand then.
+) -> None:
+    """Take the outer step on anchor and moments, and on a contributor's buffer; the hashes stay as they were.
 
     Every part is here and decodes, so this cannot fail half-way.
     """
@@ -38,7 +38,10 @@ async def step_anchor(
         await compute(
             apply_outcome, state, codec, parts.get(part.sha256), (part.start, part.stop), record, buffer
         )  # fmt: skip
-    await compute(state.rehash)
+
+
+def head_of(record: Record, state: AnchorState) -> Head:
+    """Where a peer stands that has taken a record's step."""
     return Head(
         record.genesis, record.lineage, record.round, state.hashes.state, state.hashes.anchor, voters_of(record),
         record.run_step, record.tokens_total, record,
@@ -78,8 +81,6 @@ def landing(
         bytes_sent=spent.bytes_sent,
         bytes_received=spent.bytes_received,
         late=not included,
-        anchor_sha256=state.hashes.anchor,
-        state_sha256=state.hashes.state,
         parent_sha256=record.parent_sha256,
         wall_s=spent.wall_s,
         stall_s=own.held_s if own else 0.0,

@@ -37,6 +37,8 @@ Array = npt.NDArray[np.float32]
 POLL_S = 0.05
 # A Leave needs one write per partner.
 LEAVE_S = 0.3
+# A round that is being brought home when we leave: its mean, the step and the hashes of a large model take seconds.
+LANDING_S = 5.0
 # A copy of anchor and moments, behind a round that is landing.
 STATE_TIMEOUT_S = 120.0
 
@@ -244,14 +246,23 @@ class Peer:
         self._left = True
         if self._scope is not None:
             self._thread.post(lambda: self._node.leave(reason))
-            if self._node.alive:
-                self._ended.wait(LEAVE_S)
+            self._land_the_last(LEAVE_S if self._node.alive else 0.0)
             self._thread.post(self._scope.cancel)
             self._ended.wait(5.0)
+            self._exchange.idle()
         self.record("stop", reason=reason)
         if self._metrics is not None:
             self._metrics.close()
         self._on_leave()
+
+    def _land_the_last(self, at_least_s: float) -> None:
+        """Give our last word time to go out, and land a round that is being brought home: all of it, or nothing."""
+        began_s = time.monotonic()
+        while not self._ended.wait(0.01):
+            waited_s = time.monotonic() - began_s
+            if waited_s > (LANDING_S if self._node.engine.resolving else at_least_s):
+                break
+            self._exchange.idle()
 
     # --- on the network thread ----------------------------------------------------------------------------------
 

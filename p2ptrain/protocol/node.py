@@ -131,6 +131,7 @@ class Node:
     def leave(self, reason: str) -> None:
         """Tell everybody that we go; they close the links."""
         self.membership.stop()
+        self.engine.leave()
         for link in self.links.live.values():
             link.send(Leave(reason))
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import p2ptrain
 from p2ptrain.errors import ConfigError
 from p2ptrain.reproduction.claims import Claim, Verdict
 from p2ptrain.settings import did_you_mean
@@ -17,7 +16,7 @@ from p2ptrain.simulation.experiment import Experiment, parse_experiments
 from p2ptrain.simulation.records import Records
 
 # Beside the package in a clone; an installed package has none, and experiments are given as files.
-DIRECTORY = Path(p2ptrain.__file__).parents[1] / "examples" / "paper"
+DIRECTORY = Path(__file__).parents[2] / "examples" / "paper"
 
 
 @dataclass(frozen=True)

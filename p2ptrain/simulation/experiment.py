@@ -90,6 +90,8 @@ class Experiment:
         drop: probability that a peer's outer gradient of a round is lost; it goes on from its own weights.
         speeds: relative speeds of the first peers; the others have 1.
         schedule: what happens when.
+        pretrain_steps: steps that the first model is trained alone before the run (DiLoCo, section 3.1), with a warm-up
+            and cosine of its own.
         data: "stdlib", or the path of a text file or a directory of them.
         batch_size: windows of text per inner step.
         eval_every: steps between two measurements on held-out text.
@@ -108,6 +110,7 @@ class Experiment:
     drop: float = 0.0
     speeds: tuple[float, ...] = ()
     schedule: tuple[Happening, ...] = ()
+    pretrain_steps: int = 0
     data: str = "stdlib"
     batch_size: int = 4
     eval_every: int = 100
@@ -122,6 +125,7 @@ class Experiment:
         _check(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
         _check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
         _check(all(0 < speed < math.inf for speed in self.speeds), "speeds", self.speeds, "above 0")
+        _check(self.pretrain_steps >= 0, "pretrain_steps", self.pretrain_steps, "0 or more")
         _check(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
         _check(self.eval_every >= 1, "eval_every", self.eval_every, "1 or more")
         _check(self.run.total_steps >= 1, "steps", self.run.total_steps, "1 or more: a simulation has an end")

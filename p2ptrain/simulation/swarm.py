@@ -15,7 +15,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.model import ModelParts
 from p2ptrain.models import build, context_length
-from p2ptrain.sharding import make_shards
+from p2ptrain.sharding import make_shards, train_briefly
 from p2ptrain.simulation.experiment import Experiment, Happening
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
@@ -54,7 +54,11 @@ class _Simulation:
         self._experiment = experiment
         self._on_progress = on_progress
         self._corpus: Corpus = load_corpus(experiment.data)
+        self._pretrained: dict[str, torch.Tensor] | None = None
         model = self._model()
+        if experiment.pretrain_steps:
+            train_briefly(model, self._corpus, experiment.run, steps=experiment.pretrain_steps)
+            self._pretrained = model.state_dict()
         layout = ModelParts(model).layout_sha256
         self._shards = make_shards(
             experiment.run, self._corpus, context=context_length(model), device=torch.device("cpu")
@@ -64,7 +68,10 @@ class _Simulation:
 
     def _model(self) -> torch.nn.Module:
         run = self._experiment.run
-        return build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+        model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+        if self._pretrained is not None:
+            model.load_state_dict(self._pretrained)
+        return model
 
     async def main(self) -> Records:
         experiment = self._experiment

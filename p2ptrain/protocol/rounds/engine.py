@@ -139,6 +139,7 @@ class RoundEngine:
         self._participation: Participation | None = None
         self._resolving = False
         self._stepping = False
+        self._leaving = False
         self._landed = trio.Event()
         self._landing_held_s = 0.0
         self._changed = trio.Event()
@@ -317,6 +318,12 @@ class RoundEngine:
         """Whether the run's last round is behind us: nothing is decided any more."""
         return 0 < self.run.total_steps <= self.head.run_step
 
+    def leave(self) -> None:
+        """Begin and follow no round any more; one that is being brought home is, while we are still there."""
+        self._leaving = True
+        if not self._resolving:
+            self._end_attempt()
+
     async def land(self, landing: Landing) -> None:
         """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
         self._hand_over(landing)
@@ -383,7 +390,7 @@ class RoundEngine:
 
     def _is_current(self, lineage: str, round_: int) -> bool:
         here = lineage == self.head.lineage and round_ == self.head.round + 1
-        return here and not self._resolving and not self.finished
+        return here and not self._resolving and not self.finished and not self._leaving
 
     def _to_participation(self, sender: PeerId, attempt: Attempt, message: Message) -> None:
         if self._participation is not None and sender == attempt.leader and attempt == self._participation.attempt:
@@ -432,7 +439,7 @@ class RoundEngine:
         said_s, said_for = 0.0, ("", -2, 0)
         while True:
             changed = self._changed
-            if self.head.lineage and not self._resolving and not self.finished:
+            if self.head.lineage and not self._resolving and not self.finished and not self._leaving:
                 now = trio.current_time()
                 if self.exchange.due and self._participation is None:
                     this = (self.head.lineage, self.head.round, self._attempts_failed)

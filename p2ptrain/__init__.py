@@ -18,21 +18,26 @@ if TYPE_CHECKING:
     from p2ptrain.errors import ConfigError, RunMismatchError
     from p2ptrain.peer import Peer
     from p2ptrain.protocol.exchange import RoundReport, StepReport
+    from p2ptrain.simulation.experiment import Experiment
+    from p2ptrain.simulation.swarm import simulate
 
 _HOMES = {
     "ConfigError": "p2ptrain.errors",
     "DiLoCo": "p2ptrain.api",
+    "Experiment": "p2ptrain.simulation.experiment",
     "Peer": "p2ptrain.peer",
     "RoundReport": "p2ptrain.protocol.exchange",
     "RunMismatchError": "p2ptrain.errors",
     "Sparta": "p2ptrain.api",
     "StepReport": "p2ptrain.protocol.exchange",
     "join": "p2ptrain.api",
+    "simulate": "p2ptrain.simulation.swarm",
 }
 
 __all__ = [
     "ConfigError",
     "DiLoCo",
+    "Experiment",
     "Peer",
     "RoundReport",
     "RunMismatchError",
@@ -40,6 +45,7 @@ __all__ = [
     "StepReport",
     "__version__",
     "join",
+    "simulate",
 ]
 
 

@@ -28,11 +28,17 @@ class Sparta:
         fragment_fraction: p, share of the parameters pushed at every inner step; 0 turns gossip off.
         selection: "cyclic" or, as in the paper, "fresh".
         codec: "int8" or "fp16".
+        schedule: of p: "fixed", "ramp" or "decay".
+        topology: whom fragments are pushed to: "push", "pairs", "groups" or "all".
+        fan_out: to how many peers.
     """
 
     fragment_fraction: float | None = None
     selection: str | None = None
     codec: str | None = None
+    schedule: str | None = None
+    topology: str | None = None
+    fan_out: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +47,23 @@ class DiLoCo:
 
     Attributes:
         sync_every: H, inner steps between rounds.
-        codec: of the outer gradients: "int8", "fp16" or "none".
-        outer_lr: learning rate of the outer Nesterov step.
+        codec: of the outer gradients: "int8", "int4", "fp16", "none" or "topk".
+        density: share of the values that "topk" sends.
+        prune_fraction: share that "int8" leaves out, by sign.
+        weights: what an outer gradient counts by: "tokens" or "equal".
+        mean: "weighted" or "disjoint".
+        outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
+        outer_lr: learning rate of the outer step.
         outer_momentum: its momentum.
     """
 
     sync_every: int | None = None
     codec: str | None = None
+    density: float | None = None
+    prune_fraction: float | None = None
+    weights: str | None = None
+    mean: str | None = None
+    outer_optimizer: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
 
@@ -101,8 +117,16 @@ def join(
         "fragment_fraction": sparta.fragment_fraction,
         "fragment_selection": sparta.selection,
         "fragment_codec": sparta.codec,
+        "fragment_schedule": sparta.schedule,
+        "topology": sparta.topology,
+        "fan_out": sparta.fan_out,
         "sync_every": diloco.sync_every,
         "round_codec": diloco.codec,
+        "round_density": diloco.density,
+        "prune_fraction": diloco.prune_fraction,
+        "round_weights": diloco.weights,
+        "round_mean": diloco.mean,
+        "outer_optimizer": diloco.outer_optimizer,
         "outer_lr": diloco.outer_lr,
         "outer_momentum": diloco.outer_momentum,
         "total_steps": total_steps,

@@ -190,6 +190,7 @@ class Exchange:
         self._inbox: deque[Arrival] = deque()
         self._dropped: Counter[str] = Counter()
         self._merged_total = 0
+        self._age_steps_total = 0.0
         self._skipped_total: Counter[str] = Counter()
         self._push_plan: PushPlan | None = None
         self._credit = 0.0
@@ -217,12 +218,12 @@ class Exchange:
         with self._lock:
             self._dropped[reason] += n
 
-    def take_counts(self) -> tuple[int, dict[str, int]]:
-        """Fragments merged, and skipped by reason, since the last call."""
+    def take_counts(self) -> tuple[int, dict[str, int], float]:
+        """Fragments merged, and skipped by reason, since the last call; and the mean age of the merged, in our steps."""
         with self._lock:
-            merged, skipped = self._merged_total, dict(self._skipped_total)
-            self._merged_total, self._skipped_total = 0, Counter()
-        return merged, skipped
+            merged, skipped, age_steps = self._merged_total, dict(self._skipped_total), self._age_steps_total
+            self._merged_total, self._skipped_total, self._age_steps_total = 0, Counter(), 0.0
+        return merged, skipped, age_steps / merged if merged else 0.0
 
     def offer_push(self, plan: PushPlan) -> None:
         """Give the training thread the next slots to gather."""
@@ -341,9 +342,11 @@ class Exchange:
             self._inbox.clear()
             self._dropped = Counter()
         held_back: list[Arrival] = []
+        age_steps = 0.0
         covered: dict[str, np.ndarray] = {}
         for arrival in arrivals:
-            if arrival.age_s + now - arrival.arrived_s > self.max_age_s:
+            age_s = arrival.age_s + now - arrival.arrived_s
+            if age_s > self.max_age_s:
                 skipped["too_old"] += 1
             elif arrival.epoch.lineage != self.epoch.lineage or arrival.epoch.round < self.epoch.round:
                 skipped["epoch"] += 1
@@ -353,6 +356,7 @@ class Exchange:
                 held_back.append(arrival)
             elif self._mix(arrival, list(covered.values())):
                 covered[arrival.sender] = arrival.plan.blocks
+                age_steps += age_s / max(self.step_s, 1e-3)
             else:
                 skipped["clipped"] += 1
         held_back = self._bounded(held_back, skipped)
@@ -361,6 +365,7 @@ class Exchange:
             self._inbox.extendleft(reversed(held_back))
             self._trim_inbox()
             self._merged_total += len(covered)
+            self._age_steps_total += age_steps
             self._skipped_total.update(skipped)
         return len(covered), dict(skipped)
 

@@ -282,7 +282,7 @@ class Node:
 
         def write() -> None:
             nonlocal before
-            merged, skipped = self._exchange.take_counts()
+            merged, skipped, age_steps = self._exchange.take_counts()
             now = (
                 counters.fragments_sent, counters.fragments_shed,
                 counters.sent[Traffic.FRAGMENT], counters.received[Traffic.FRAGMENT],
@@ -294,6 +294,7 @@ class Node:
             self._events(
                 "fragments", step=self._exchange.run_step, sent=sent, merged=merged, skipped=skipped,
                 bytes_sent=bytes_sent, bytes_received=bytes_received,
+                staleness=round(self.run.fragment_fraction * age_steps, 6),
             )  # fmt: skip
 
         try:

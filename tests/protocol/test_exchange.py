@@ -238,8 +238,10 @@ def test_counts_add_up_until_they_are_taken() -> None:
         bench.receive("c", epoch=Epoch("L", 0))
         bench.exchange.count_skipped("not linked", 2)
         assert bench.step().skipped == {"epoch": 1, "not linked": 2}
-    assert bench.exchange.take_counts() == (3, {"epoch": 3, "not linked": 6})
-    assert bench.exchange.take_counts() == (0, {})
+    merged, skipped, age_steps = bench.exchange.take_counts()
+    assert (merged, skipped) == (3, {"epoch": 3, "not linked": 6})
+    assert age_steps >= 0
+    assert bench.exchange.take_counts() == (0, {}, 0.0)
 
 
 def test_nothing_is_lost_between_two_threads() -> None:
@@ -524,3 +526,14 @@ def test_the_step_time_follows_slowly() -> None:
     assert bench.exchange.step_s == pytest.approx(STEP_S)
     bench.step(took_s=11 * STEP_S)
     assert bench.exchange.step_s == pytest.approx(2 * STEP_S)
+
+
+def test_the_age_of_what_was_merged_is_told_in_own_steps() -> None:
+    bench = Bench()
+    bench.steps(20)
+    bench.receive("b", age_s=0.05)
+    bench.step()
+    merged, _, age_steps = bench.exchange.take_counts()
+    assert merged == 1
+    # 0.05 s on the way and one step of 0.1 s until it was merged.
+    assert age_steps == pytest.approx(1.5, abs=0.2)

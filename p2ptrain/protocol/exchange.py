@@ -219,7 +219,7 @@ class Exchange:
             self._dropped[reason] += n
 
     def take_counts(self) -> tuple[int, dict[str, int], float]:
-        """Fragments merged, and skipped by reason, since the last call; and the mean age of the merged, in our steps."""
+        """Fragments merged and skipped by reason since the last call, and the mean age of the merged in our steps."""
         with self._lock:
             merged, skipped, age_steps = self._merged_total, dict(self._skipped_total), self._age_steps_total
             self._merged_total, self._skipped_total, self._age_steps_total = 0, Counter(), 0.0

@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import logging
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -50,28 +49,24 @@ from p2ptrain.protocol.messages import (
     Withdraw,
 )
 from p2ptrain.protocol.parts import PartStore
-from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum, leader_order, record_sha256
+from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.contribution import OwnContribution, check_decodes, check_parts
+from p2ptrain.protocol.rounds.contribution import OwnContribution, check_parts
+from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.leader import Leader
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.outcome import Spent, head_of, landing, step_anchor, touched_buffer
+from p2ptrain.protocol.rounds.turn import Turn
 from p2ptrain.protocol.transport import Compute, PeerId
 
 logger = logging.getLogger(__name__)
 
-# The joining window follows how long past JOINs took, within these bounds (DESIGN.md).
-MIN_WINDOW_S = 0.3
-MAX_WINDOW_OF_INTERVAL = 0.1
-WINDOW_MARGIN = 1.5
 # Attempts at one round before it is skipped (DESIGN.md).
 MAX_ATTEMPTS = 3
 # Due, and nobody calls: say it again, to the next leader in line.
 DUE_AGAIN_S = 3.0
 # A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md).
 QUORUM_LOST_S = 60.0
-# A fast peer may be due for the round after one that has not landed here yet.
-MAX_ROUNDS_AHEAD = 2
 
 
 class EngineHost(Protocol):
@@ -99,16 +94,6 @@ class EngineHost(Protocol):
         ...
 
 
-class _Fetch:
-    """Parts of one record on their way; `error` says how it ended, and that it was cancelled until it has."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.scope = trio.CancelScope()
-        self.ended = trio.Event()
-        self.error: Exception | None = RoundFailedError("another round came first")
-
-
 class RoundEngine:
     """Owns the head, the ballot and this peer's contribution. See the package docstring for who does what."""
 
@@ -123,19 +108,17 @@ class RoundEngine:
         self.codec = gradient_codec(host.run)
         self._host = host
         self._rng = rng
-        self._due_peers: dict[int, set[PeerId]] = {}
-        self._due_hint = 0
+        self._turn = Turn()
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._own: OwnContribution | None = None
         # What top-k has not sent yet. With other codecs it stays in the weights, and is sent with the next gradient.
         self._error = np.zeros_like(state.anchor) if host.run.round_codec == "topk" else None
         self._sits_out: bool | None = None
         self._own_arrived = trio.Event()
-        self._spreads: deque[float] = deque(maxlen=64)
         self._attempts_failed = 0
         self._missed_rounds = 0
         self._leader: Leader | None = None
-        self._fetch: _Fetch | None = None
+        self._fetcher = RecordFetcher(self.parts, host.compute)
         self._participation: Participation | None = None
         self._resolving = False
         self._stepping = False
@@ -196,7 +179,7 @@ class RoundEngine:
         return self._host.trainers()
 
     def note_spread(self, spread_s: float) -> None:
-        self._spreads.append(spread_s)
+        self._turn.note_spread(spread_s)
 
     async def snapshot(self, window_s: float) -> OwnContribution | None:
         """The snapshot of this round, taken now if there is none yet; None when training does not come by in time."""
@@ -222,39 +205,8 @@ class RoundEngine:
     async def fetch(self, record: Record) -> None:
         """Hold all parts of a record, verified by hash and decodable.
 
-        A fetch goes on when its waiter is cancelled: the Commit that ends a participation asks for the same parts.
-
         Raises RoundFailedError, PeerLostError or WireError.
         """
-        name = record_sha256(record)
-        if self._fetch is None or self._fetch.name != name:
-            self._end_fetch()
-            assert self._nursery is not None
-            self._fetch = _Fetch(name)
-            self._nursery.start_soon(self._run_fetch, self._fetch, record)
-        fetch = self._fetch
-        await fetch.ended.wait()
-        if fetch.error is not None:
-            raise fetch.error
-
-    async def _run_fetch(self, fetch: _Fetch, record: Record) -> None:
-        with fetch.scope:
-            try:
-                await self._fetch_parts(record)
-            except (RoundFailedError, PeerLostError, WireError) as error:
-                fetch.error = error
-            else:
-                fetch.error = None
-        fetch.ended.set()
-        if fetch.error is not None and self._fetch is fetch:
-            self._fetch = None  # the next one to ask tries again
-
-    def _end_fetch(self) -> None:
-        if self._fetch is not None:
-            self._fetch.scope.cancel()
-            self._fetch = None
-
-    async def _fetch_parts(self, record: Record) -> None:
         check_parts([(part.start, part.stop) for part in record.parts], self.num_blocks)
         if not record.contributors or record.outer_optimizer not in OUTER_OPTIMIZERS:
             raise WireError("a record without contributors, or with an unknown outer optimizer")
@@ -262,10 +214,8 @@ class RoundEngine:
             raise RoundFailedError("the record starts from another state than ours")
         if OUTER_OPTIMIZERS[record.outer_optimizer].num_moments > len(self.state.moments):
             raise WireError(f"a record with outer optimizer {record.outer_optimizer}")
-        codec = self.codec_of(record)
-        await self.parts.fetch(record, codec, self._host.trainers())
-        for part in record.parts:
-            await self.compute(check_decodes, codec, self.parts.get(part.sha256), (part.start, part.stop))
+        assert self._nursery is not None
+        await self._fetcher.fetch(record, self.codec_of(record), self._host.trainers(), self._nursery)
 
     # --- where we stand -------------------------------------------------------------------------------------------
 
@@ -282,14 +232,13 @@ class RoundEngine:
     def set_head(self, head: Head) -> None:
         """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before."""
         same_lineage = head.lineage == self.head.lineage
-        self._due_peers = {n: due for n, due in self._due_peers.items() if same_lineage and n > head.round}
         self.head = head
+        self._turn.begin(head, same_lineage=same_lineage)
         self.ballot = Ballot()
-        self._due_hint = 0
         self._quorum_seen_s = trio.current_time()
         self._forget_snapshot()
         self._end_attempt()
-        self._end_fetch()
+        self._fetcher.cancel()
         self._wake()
 
     def found_lineage(self) -> None:
@@ -397,10 +346,7 @@ class RoundEngine:
             self._participation.deliver(message)
 
     def _on_due(self, sender: PeerId, due: Due) -> None:
-        if due.lineage == self.head.lineage and 0 < due.round - self.head.round <= MAX_ROUNDS_AHEAD:
-            self._due_peers.setdefault(due.round, set()).add(sender)
-            if due.round == self.head.round + 1:
-                self._due_hint = max(self._due_hint, min(due.counter, self._due_hint + 8))
+        if self._turn.note_due(sender, due, self.head):
             self._wake()
 
     def _on_call(self, sender: PeerId, call: Call) -> None:
@@ -414,7 +360,7 @@ class RoundEngine:
             old = self._participation.attempt
             self.tell(old.leader, Refuse(call.lineage, call.round, old, call.attempt))
         self._end_participation()
-        self._due_hint = max(self._due_hint, call.attempt.counter)
+        self._turn.counter = max(self._turn.counter, call.attempt.counter)
         assert self._nursery is not None
         self._participation = Participation(self, call)
         self._nursery.start_soon(self._participate, self._participation)
@@ -444,10 +390,10 @@ class RoundEngine:
                 if self.exchange.due and self._participation is None:
                     this = (self.head.lineage, self.head.round, self._attempts_failed)
                     if this != said_for or now - said_s > DUE_AGAIN_S:
-                        self._due_hint += this == said_for
+                        self._turn.counter += this == said_for
                         said_s, said_for = now, this
                         self._say_due()
-                if self._my_turn():
+                if self._participation is None and self._turn.is_ours(self.peer_id, self.head, self._present()):
                     await self._lead()
                     continue
                 self._check_quorum(now)
@@ -455,7 +401,7 @@ class RoundEngine:
                 await changed.wait()
 
     def _say_due(self) -> None:
-        due = Due(self.head.lineage, self.head.round + 1, self._due_hint)
+        due = Due(self.head.lineage, self.head.round + 1, self._turn.counter)
         for peer_id in (self.peer_id, *self._host.trainers()):
             self.tell(peer_id, due)
 
@@ -465,21 +411,8 @@ class RoundEngine:
         linked = {(peer_id, link.hello.incarnation) for peer_id, link in links if link is not None}
         return {(self.peer_id, self.incarnation), *linked}
 
-    def _my_turn(self) -> bool:
-        """Whether half of the voters are due and we are the first live peer in the order of leaders."""
-        voters, present = self.head.voters, self._present()
-        due = self._due_peers.get(self.head.round + 1, set())
-        due_voters = [voter for voter in voters if voter in present and voter[0] in due]
-        if self._participation is not None or 2 * len(due_voters) < len(voters) or not is_quorum(present, voters):
-            return False
-        present_voters = [peer for peer, incarnation in voters if (peer, incarnation) in present]
-        order = leader_order(
-            self.head.lineage, self.head.round + 1, self._due_hint, present_voters, [peer for peer, _ in present]
-        )
-        return order[0] == self.peer_id
-
     async def _lead(self) -> None:
-        attempt = Attempt(max(self.ballot.promised.counter, self._due_hint) + 1, self.peer_id)
+        attempt = Attempt(max(self.ballot.promised.counter, self._turn.counter) + 1, self.peer_id)
         round_trip_s = max((link.rtt_s for link in self.links.live.values()), default=0.0)
         self._leader = Leader(self, attempt, self._window_s(), round_trip_s)
         try:
@@ -494,12 +427,8 @@ class RoundEngine:
             self._leader = None
 
     def _window_s(self) -> float:
-        interval_s = self.run.sync_every * self.exchange.step_s
-        spread_s = WINDOW_MARGIN * max(self._spreads, default=interval_s)
-        # Nobody joins before its training thread comes by: room for two steps of the slowest, within reason.
-        slowest_s = max((1 / beat.speed for beat in self._beats() if beat.speed > 0), default=0.0)
-        room_s = 2.5 * min(max(slowest_s, self.exchange.step_s), 4 * self.exchange.step_s)
-        return max(MIN_WINDOW_S, room_s, min(spread_s, MAX_WINDOW_OF_INTERVAL * interval_s))
+        speeds = [beat.speed for beat in self._beats()]
+        return self._turn.window_s(self.run.sync_every, self.exchange.step_s, speeds)
 
     def _beats(self) -> list[Beat]:
         links = (self.links.get(peer) for peer in self._host.trainers())
@@ -560,7 +489,7 @@ class RoundEngine:
         """Nothing changes but the time of the next round; what was learnt stays in the weights."""
         self._forget_snapshot()
         self.exchange.postpone()
-        self._due_peers.pop(self.head.round + 1, None)
+        self._turn.skip(self.head.round + 1)
         head = self.head
         self._host.round_ended(
             RoundReport(head.round + 1, "skipped", head.lineage, parent_sha256=head.state_sha256, reason=reason)

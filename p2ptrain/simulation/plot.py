@@ -34,6 +34,10 @@ def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
             for round_ in arm.rounds:
                 step = (round_["t"] - arm.began_s) / arm.experiment.step_s
                 correlation.axvline(step, linewidth=0.3, alpha=0.4, **look)
+        # The first fall is the same for all and says nothing: begin where it is over.
+        seconds = [arm.table()[1]["held_out_loss"] for arm in arms if len(arm.table()) > 2]
+        if seconds and None not in seconds:
+            losses.set_ylim(top=max(filter(None, seconds)) * 1.01)
         losses.set_title(title)
         losses.set_ylabel("loss on held-out text, nats")
         losses.legend(frameon=False)

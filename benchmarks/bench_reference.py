@@ -8,6 +8,7 @@ and in fp32; here each peer, a process with its own p2pd, pushes int8 blocks to 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -62,7 +63,7 @@ class OurTrained(Trained):
 
 
 def train(training: Training) -> OurTrained:
-    """Train the demo model in real peers. Raises WorkerError when one failed, was too slow, or missed the last round."""
+    """Train the demo model in real peers. Raises WorkerError when one failed, was too slow or missed the end."""
     per_step = 1 / training.peers / training.steps
     with Workers(_peer, [(rank, training) for rank in range(training.peers)]) as peers:
         peers.tell_one(0, ())
@@ -202,6 +203,12 @@ def _peer(pipe: Connection, rank: int, training: Training) -> None:
             pipe.send((held_out_loss(model), held_s))
             pipe.recv()
         pipe.send(_counted(metrics, training.peers))
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error; of a single value that is unknown."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
 
 
 def _wait_for_others(peer: p2ptrain.Peer, others: int) -> None:

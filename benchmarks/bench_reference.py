@@ -24,7 +24,7 @@ from benchmarks.measure import Summary, TrafficMeter, milliseconds
 from benchmarks.processes import WorkerError, Workers
 from benchmarks.results import Row
 from benchmarks.shapes import gpt_25m
-from benchmarks.swarm import Phase, Setup, Swarm
+from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy
 
 SEEDS = (0, 1, 2)
@@ -92,12 +92,12 @@ def train(training: Training) -> OurTrained:
     )
 
 
-def hold(steps: int) -> list[float]:
-    """Seconds that each `peer.step()` held the work of `LARGE`, of all peers' steps, the rounds' among them."""
+def hold(steps: int) -> list[Step]:
+    """All peers' steps of `LARGE`, those of its rounds among them."""
     with Swarm(LARGE, LARGE_PEERS) as swarm:
         swarm.warm_up()
         swarm.drift()
-        return [step.exchange_s for peer in swarm.run(Phase(steps)) for step in peer]
+        return [step for peer in swarm.run(Phase(steps)) for step in peer]
 
 
 def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]]) -> list[Row]:
@@ -113,8 +113,11 @@ def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]
     )
     wall, rival_wall = (statistics.fmean(side.wall_s for side in sides) for sides in (ours, theirs))
     numel = sum(parameter.numel() for parameter in training.model().parameters())
-    # Of rank 0's mask, a byte for each weight, every other process needs a copy.
-    masks = numel * (training.peers - 1) / training.peers
+    # Of rank 0's mask, a byte for each weight, every other process needs a copy; so it does of the outer step's result.
+    copies = (training.peers - 1) / training.peers
+    masks = numel * copies
+    # An all-reduce sends twice as much, and in fp32.
+    values = 4 * numel * copies * (2 * training.fragment_fraction + 3 / training.sync_every)
     own_steps = statistics.fmean(own.inner_steps for own in ours) / training.peers
     rounds = ", ".join(str(own.rounds) for own in ours)
     name = (
@@ -125,7 +128,7 @@ def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]
         Row(
             work=f"{name}: loss of the merged model on held-out text, mean of {len(pairs)} seeds ± standard error",
             must_reach="theirs + 2 of its standard errors, or less",
-            measured=f"{loss:.4f} ± {loss_error:.4f}; by seed {paired:+.4f} ± {paired_error:.4f}; "
+            measured=f"{loss:.4f} ± {loss_error:.4f}; ours - theirs, seed by seed: {paired:+.4f} ± {paired_error:.4f}; "
             f"rounds with everybody: {rounds}; steps of a peer: {own_steps:.0f}",
             reached=loss <= rival_loss + 2 * rival_error,
             rival=f"{rival_loss:.4f} ± {rival_error:.4f}",
@@ -142,8 +145,11 @@ def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]
             must_reach="no more than theirs",
             measured=f"{sent:,.0f} bytes, heartbeats and DHT included; fragments and rounds alone {counted:,.0f}",
             reached=sent <= rival_sent,
-            rival=f"{rival_sent:,.0f} bytes; {rival_sent - masks:,.0f} without its masks",
-            values={"bytes": sent, "counted_bytes": counted, "rival_bytes": rival_sent, "rival_mask_bytes": masks},
+            rival=f"{rival_sent:,.0f} bytes; of these, computed, {masks:,.0f} masks and {values:,.0f} values",
+            values={
+                "bytes": sent, "counted_bytes": counted,
+                "rival_bytes": rival_sent, "rival_mask_bytes": masks, "rival_value_bytes": values,
+            },
         ),
         Row(
             work="… exchange holds training, mean of all steps, rounds among them",
@@ -155,15 +161,20 @@ def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]
     ]  # fmt: skip
 
 
-def large_row(held_s: Sequence[float], rival_held_s: Sequence[float]) -> Row:
-    """The row of the exchange at 25M parameters: seconds of every step of every peer, ours and the rival's."""
+def large_row(steps: Sequence[Step], rival_held_s: Sequence[float]) -> Row:
+    """The row of the exchange at 25M parameters, from all steps of our peers and the seconds of the rival's."""
+    held_s = [step.exchange_s for step in steps]
+    reports = [step.report for step in steps if step.report]
+    landed = sum(report.round is not None for report in reports)
+    merged, sent = (sum(getattr(report, name) for report in reports) for name in ("merged", "sent"))
     held, rival_held = statistics.fmean(held_s), statistics.fmean(rival_held_s)
     median, rival_median = Summary.of(held_s).median, Summary.of(rival_held_s).median
     return Row(
         work=f"25M parameters, k = {LARGE_PEERS}, H = {LARGE.sync_every}, p = {100 * LARGE.fragment_fraction:g} %, "
         "every core computing: exchange holds training, mean of all steps, rounds among them",
         must_reach="≤ 1/20 of theirs",
-        measured=f"{milliseconds(held)} a step, {milliseconds(median)} median: 1/{rival_held / held:.0f}",
+        measured=f"{milliseconds(held)} a step, {milliseconds(median)} median: 1/{rival_held / held:.0f}; "
+        f"in {len(steps)} steps {landed} rounds landed, {merged} of {sent} fragments were merged",
         reached=held <= MAX_SHARE_HELD * rival_held,
         rival=f"{milliseconds(rival_held)} a step, {milliseconds(rival_median)} median",
         values={"held_s": held, "median_s": median, "rival_held_s": rival_held, "rival_median_s": rival_median},

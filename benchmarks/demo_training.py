@@ -73,7 +73,7 @@ def held_out_loss(model: nn.Module) -> float:
     """Mean loss in nats on fixed windows of the text that nobody trains on."""
     model.eval()
     windows = fixed_windows(load_corpus("stdlib").held_out, context=context_length(model), count=EVAL_WINDOWS)
-    batches = zip(*(part.split(EVAL_BATCH) for part in windows), strict=True)
+    batches = zip(*(torch.split(part, EVAL_BATCH) for part in windows), strict=True)
     losses = [
         functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
         for inputs, targets in batches

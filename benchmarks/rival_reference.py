@@ -99,7 +99,7 @@ class Exchange:
     def _average(self) -> None:
         for parameter in self._model.parameters():
             dist.all_reduce(parameter)
-            parameter /= self._peers
+            parameter.div_(self._peers)
 
     @torch.no_grad()
     def _outer_step(self) -> None:

@@ -2,7 +2,7 @@
 
 Model, text, first weights, each peer's windows of text, inner optimizer, k, H, p and length are the same. What differs
 is the algorithm and its transport as each side has it: there everybody averages one mask at every step, in lockstep
-and in fp32; here each peer, a process with its own p2pd, pushes int8 blocks to one other at its own pace.
+and in fp32; here each peer, a process with its own p2pd, pushes int8 blocks to one other and waits for nobody.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from benchmarks.workloads import Busy
 
 SEEDS = (0, 1, 2)
 STEPS = 600
+# Each peer keeps to the run's steps, not to its own number. Unpaced, peers that share cores differ so much in speed
+# that they took 490 to 630 steps in a run of 600, and their loss follows that (measured). The rival's take 150 ms.
+LEAST_STEP_S = 0.05
 # At 25M parameters: SPARTA's fraction for larger models, and two rounds in as many steps as a minute of the rival's.
 LARGE = Setup(gpt_25m, Busy(0.1), fragment_fraction=0.005, sync_every=20)
 LARGE_PEERS = 4
@@ -62,10 +65,14 @@ class OurTrained(Trained):
     inner_steps: int
 
 
-def train(training: Training) -> OurTrained:
-    """Train the demo model in real peers. Raises WorkerError when one failed, was too slow or missed the end."""
+def train(training: Training, least_step_s: float = LEAST_STEP_S) -> OurTrained:
+    """Train the demo model in real peers, no step in less than `least_step_s` seconds.
+
+    Raises:
+        WorkerError: a peer failed, was too slow or missed the end.
+    """
     per_step = 1 / training.peers / training.steps
-    with Workers(_peer, [(rank, training) for rank in range(training.peers)]) as peers:
+    with Workers(_peer, [(rank, training, least_step_s) for rank in range(training.peers)]) as peers:
         peers.tell_one(0, ())
         initial_peers = peers.hear_from(0, timeout_s=90.0)
         for rank in range(1, training.peers):
@@ -129,7 +136,8 @@ def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]
             work=f"{name}: loss of the merged model on held-out text, mean of {len(pairs)} seeds ± standard error",
             must_reach="theirs + 2 of its standard errors, or less",
             measured=f"{loss:.4f} ± {loss_error:.4f}; ours - theirs, seed by seed: {paired:+.4f} ± {paired_error:.4f}; "
-            f"rounds with everybody: {rounds}; steps of a peer: {own_steps:.0f}",
+            f"rounds with everybody: {rounds}; steps of a peer: {own_steps:.0f}, "
+            f"each {1e3 * LEAST_STEP_S:g} ms or more",
             reached=loss <= rival_loss + 2 * rival_error,
             rival=f"{rival_loss:.4f} ± {rival_error:.4f}",
             values={
@@ -181,7 +189,7 @@ def large_row(steps: Sequence[Step], rival_held_s: Sequence[float]) -> Row:
     )
 
 
-def _peer(pipe: Connection, rank: int, training: Training) -> None:
+def _peer(pipe: Connection, rank: int, training: Training, least_step_s: float) -> None:
     model = training.model()
     trainer = training.trainer(model, rank)
     with tempfile.TemporaryDirectory(prefix="p2ptrain-") as directory:
@@ -204,7 +212,9 @@ def _peer(pipe: Connection, rank: int, training: Training) -> None:
             pipe.recv()
             held_s = []
             while not peer.finished and peer.run_step < training.steps:
+                begun = time.perf_counter()
                 loss, tokens = trainer.step(peer.run_step)
+                time.sleep(max(0.0, begun + least_step_s - time.perf_counter()))
                 started = time.perf_counter()
                 peer.step(loss=loss, samples=tokens)
                 held_s.append(time.perf_counter() - started)

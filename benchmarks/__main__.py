@@ -24,6 +24,7 @@ BENCHMARKS = {
     "round": "a round at 25M parameters, four peers (rival: hivemind's averager)",
     "bytes": "bytes of fragments and rounds, counted outside the processes",
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
+    "reference": "a training beside SPARTA's authors' simulator: loss, bytes, time held (rival: exo gym's algorithm)",
     "start": "start to first step, join to first step, with the demo model",
 }
 
@@ -40,7 +41,7 @@ def main(names: Sequence[str], only_list: bool, json_file: Path | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else 180)
     if only_list:
         for name, title in BENCHMARKS.items():
-            console.print(f"{name:8} {title}", highlight=False)
+            console.print(f"{name:10} {title}", highlight=False)
         return
     # End as Ctrl-C does, so that no peer is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

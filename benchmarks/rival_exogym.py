@@ -38,14 +38,15 @@ def _node(pipe: Connection, rank: int, peers: int, port: int, fragment_fraction:
     for _ in range(steps + 2):
         dist.barrier()
         started = time.perf_counter()
-        _exchange(model, fragment_fraction, rank, peers)
+        exchange(model, fragment_fraction, rank, peers)
         seconds.append(time.perf_counter() - started)
     pipe.send(seconds[2:])
     dist.destroy_process_group()
 
 
 @torch.no_grad()
-def _exchange(model: nn.Module, fragment_fraction: float, rank: int, peers: int) -> None:
+def exchange(model: nn.Module, fragment_fraction: float, rank: int, peers: int) -> None:
+    """Average a random `fragment_fraction` of the model's values, in place, over all processes of the group."""
     for parameter in model.parameters():
         if rank == 0:
             mask = torch.bernoulli(torch.full(parameter.shape, fragment_fraction)).bool()

@@ -1,0 +1,81 @@
+"""One training that ours and a rival both do: the demo model, its text, its inner optimizer, and what is asked of it.
+
+Both sides take their first weights, each peer's windows of text and the learning rates from here, by the same seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from p2ptrain.config import RunConfig
+from p2ptrain.data import VOCAB_SIZE, fixed_windows, load_corpus
+from p2ptrain.models import build, context_length
+from p2ptrain.trainer import Trainer
+
+# The demo's own (ALGORITHMS.md, section 4).
+BATCH_SIZE = 4
+# Eight times what a peer measures itself on: the text then adds little to what the seeds differ by.
+EVAL_WINDOWS = 512
+EVAL_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, by SPARTA with DiLoCo.
+
+    Attributes:
+        seed: of the first weights, the choice of fragments and, with a peer's number, its windows of text.
+        peers: k.
+        steps: inner steps of each peer.
+        sync_every: H, inner steps between two rounds.
+        fragment_fraction: p, the share of the weights that is averaged or pushed at each step.
+    """
+
+    seed: int
+    peers: int = 4
+    steps: int = 600
+    sync_every: int = 100
+    fragment_fraction: float = 0.02
+
+    def model(self) -> nn.Module:
+        """The first weights, equal on all peers."""
+        return build("gpt-demo", vocab_size=VOCAB_SIZE, seed=self.seed)
+
+    def trainer(self, model: nn.Module, rank: int) -> Trainer:
+        """The inner optimizer, its schedule and the text of one peer."""
+        run = RunConfig(total_steps=self.steps)
+        return Trainer(model, load_corpus("stdlib"), run, batch_size=BATCH_SIZE, seed=1000 * self.seed + rank)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a training.
+
+    Attributes:
+        loss: of the merged model on held-out text, in nats.
+        held_s: seconds that each exchange held training, of all peers' steps.
+        sent_bytes: payload of all TCP connections together, per peer and step.
+        wall_s: from the common start to the last peer's end.
+    """
+
+    loss: float
+    held_s: list[float]
+    sent_bytes: float
+    wall_s: float
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module) -> float:
+    """Mean loss in nats on fixed windows of the text that nobody trains on."""
+    model.eval()
+    windows = fixed_windows(load_corpus("stdlib").held_out, context=context_length(model), count=EVAL_WINDOWS)
+    batches = zip(*(torch.split(part, EVAL_BATCH) for part in windows), strict=True)
+    losses = [
+        functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
+        for inputs, targets in batches
+    ]
+    return sum(losses) / windows[1].numel()

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -19,6 +19,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# The papers' experiments: about an hour on two idle cores; -full repeats the headline ones with three seeds.
+reproduce: $(STAMP)
+	$(BIN)/p2ptrain reproduce $(ARGS)
+
+reproduce-full: $(STAMP)
+	$(BIN)/p2ptrain reproduce --out p2ptrain-reproduction
+	$(BIN)/p2ptrain reproduce --headline --seeds 3 --out p2ptrain-reproduction-seeds
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "p2ptrain needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'

@@ -18,7 +18,7 @@ from p2ptrain.simulation.records import Records
 
 # Two runs that differ in nothing but the seed differ by this much (ALGORITHMS.md: "noise about ±0.004 nats").
 NOISE_NATS = 0.004
-DIRECTIONS = ("lower", "higher", "equal")
+DIRECTIONS = ("lower", "higher", "equal", "not higher")
 
 
 def _spike(records: Records) -> float:
@@ -58,9 +58,9 @@ class Claim:
         text: the claim in words.
         left, right: names of arms.
         measure: a key of MEASURES.
-        direction: left is "lower", "higher" than right, or "equal" within `tolerance`.
+        direction: left is "lower" or "higher" than right, "equal" to it or "not higher", both within `tolerance`.
         paper: the paper's figure, as text.
-        tolerance: for "equal": the largest relative difference.
+        tolerance: for "equal" and "not higher": the largest relative difference.
     """
 
     row: str
@@ -85,7 +85,7 @@ class Claim:
         if claim.measure not in MEASURES:
             raise ConfigError(f"[[claim]] measure {claim.measure!r}; {did_you_mean(claim.measure, MEASURES)}")
         if claim.direction not in DIRECTIONS:
-            raise ConfigError(f"[[claim]] direction {claim.direction!r}: must be lower, higher or equal")
+            raise ConfigError(f"[[claim]] direction {claim.direction!r}: must be one of {', '.join(DIRECTIONS)}")
         return claim
 
     def judge(self, by_seed: Sequence[Mapping[str, Records]]) -> Verdict:
@@ -105,6 +105,8 @@ class Claim:
         noise = max(NOISE_NATS if is_loss else 0.0, 2 * spread / math.sqrt(3) if spread is not None else 0.0)
         if self.direction == "equal":
             return "holds" if abs(relative) <= self.tolerance else "does not hold"
+        if self.direction == "not higher":
+            return "holds" if relative <= self.tolerance else "does not hold"
         as_said = difference < 0 if self.direction == "lower" else difference > 0
         if abs(difference) <= noise:
             return "within noise"

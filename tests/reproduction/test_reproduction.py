@@ -48,6 +48,14 @@ right = "apart"
 measure = "bytes"
 direction = "equal"
 paper = "-"
+[[claim]]
+row = "X3"
+text = "going apart costs no more"
+left = "apart"
+right = "together"
+measure = "bytes"
+direction = "not higher"
+paper = "-"
 """
 
 
@@ -75,14 +83,14 @@ def test_the_headline_rows_are_marked() -> None:
 def test_claims_are_judged_by_their_figures(small: Path) -> None:
     outcome = run_reproduction(read_reproduction(str(small)), [0])
     words = [verdict.words for verdict in outcome.verdicts]
-    assert words == ["holds", "does not hold: the other way round", "does not hold"]
+    assert words == ["holds", "does not hold: the other way round", "does not hold", "holds"]
     assert outcome.verdicts[0].left > outcome.verdicts[0].right
 
 
 def test_several_seeds_have_a_spread(small: Path) -> None:
     outcome = run_reproduction(read_reproduction(str(small)), [0, 1])
     assert len(outcome.records) == 2
-    correlation, sent, _ = outcome.verdicts
+    correlation, sent, _, _ = outcome.verdicts
     assert correlation.spread
     assert correlation.spread > 0
     assert sent.words == "does not hold: the other way round"
@@ -103,7 +111,7 @@ def test_the_command_prints_the_papers_figure_beside_ours(small: Path, tmp_path:
     [
         (('left = "together"', 'left = "togehter"'), "did you mean together"),
         (('measure = "correlation"', 'measure = "corelation"'), "did you mean correlation"),
-        (('direction = "higher"', 'direction = "up"'), "must be lower, higher or equal"),
+        (('direction = "higher"', 'direction = "up"'), "must be one of lower, higher, equal, not higher"),
         (('row = "S5"', 'rwo = "S5"'), "rwo"),
     ],
 )

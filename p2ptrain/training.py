@@ -45,13 +45,9 @@ class StepReport(Protocol):
     def skipped(self) -> Mapping[str, int]: ...
 
 
-class TrainingPeer(Protocol):
-    """What training needs of a peer: `p2ptrain.peer.Peer`, or a stand-in without a network."""
+class SteppingPeer(Protocol):
+    """What the loop needs of a peer: `p2ptrain.peer.Peer`, a simulated one, or a stand-in without a network."""
 
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def run(self) -> RunConfig: ...
     @property
     def run_step(self) -> int:
         """The run's step, which a joiner takes over from it."""
@@ -62,6 +58,17 @@ class TrainingPeer(Protocol):
         """Whether the run's length was reached and its last round is resolved."""
         ...
 
+    def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
+    def record(self, event: str, /, **fields: Any) -> None: ...
+
+
+class TrainingPeer(SteppingPeer, Protocol):
+    """What training from beginning to end needs of a peer."""
+
+    @property
+    def peer_id(self) -> str: ...
+    @property
+    def run(self) -> RunConfig: ...
     @property
     def failure(self) -> Exception | None:
         """Why this peer's network side has ended by itself; None while it works."""
@@ -74,14 +81,11 @@ class TrainingPeer(Protocol):
     @property
     def anchor_sha256(self) -> str: ...
 
-    def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
     def wait_finished(self, timeout_s: float) -> object: ...
     def leave(self, reason: str) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         """What a restart needs to go on; also after `leave`."""
         ...
-
-    def record(self, event: str, /, **fields: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class StepDone:
     eval_loss: float | None
 
 
-def training_steps(peer: TrainingPeer, trainer: Trainer, *, eval_every: int) -> Generator[StepDone, None, None]:
+def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> Generator[StepDone, None, None]:
     """Train until the run's length is reached, yielding after each step. Never waits for the network."""
     total_steps = trainer.run.total_steps
     while not peer.finished and (total_steps == 0 or peer.run_step < total_steps):
@@ -115,7 +119,7 @@ def training_steps(peer: TrainingPeer, trainer: Trainer, *, eval_every: int) -> 
         yield StepDone(peer.run_step, loss, tokens, report, record_evaluation(peer, trainer) if due else None)
 
 
-def record_evaluation(peer: TrainingPeer, trainer: Trainer) -> float:
+def record_evaluation(peer: SteppingPeer, trainer: Trainer) -> float:
     """Measure the loss on held-out text; record it, and a sample of the weights with it."""
     loss = trainer.evaluate()
     peer.record("eval", step=peer.run_step, loss=loss if math.isfinite(loss) else None)

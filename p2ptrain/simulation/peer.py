@@ -24,7 +24,7 @@ LOOK_S = 0.01
 
 
 class SimulatedPeer:
-    """Implements `training.TrainingPeer`. `records` fills with the same events as a real peer's metrics file."""
+    """Implements `training.SteppingPeer`. `records` fills with the same events as a real peer's metrics file."""
 
     def __init__(
         self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
@@ -72,18 +72,6 @@ class SimulatedPeer:
     def finished(self) -> bool:
         return self._exchange.finished
 
-    @property
-    def alive(self) -> tuple[str, ...]:
-        return self.node.alive
-
-    @property
-    def round(self) -> int:
-        return self._exchange.epoch.round + 1
-
-    @property
-    def anchor_sha256(self) -> str:
-        return self.node.engine.head.anchor_sha256
-
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         report = self._exchange.step(samples)
         self.record(
@@ -97,17 +85,11 @@ class SimulatedPeer:
             self._measured_at = self.run_step
         self.records.append({"event": event, "t": round(trio.current_time(), 6), **fields})
 
-    def wait_finished(self, timeout_s: float) -> object:
-        raise NotImplementedError("virtual time is waited for in `train`")
-
     def leave(self, reason: str) -> None:
         """Tell the others, and end."""
         self.record("stop", reason=reason)
         self.node.leave(reason)
         self.ended = True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
     # --- as the simulation drives it ----------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from benchmarks.results import Row
 from benchmarks.shapes import gpt2_124m
 from benchmarks.swarm import Setup, Swarm
 from benchmarks.workloads import AdamStates
+from p2ptrain.protocol.parts import KEEP_ALL_S
 
 # So long that no round is under way when "at rest" is read: 20 s.
 SETUP = Setup(gpt2_124m, AdamStates(0.1), fragment_fraction=0.005, sync_every=200)
@@ -21,7 +22,7 @@ def run() -> list[Row]:
         for _ in range(2):
             swarm.drift()
             swarm.round()
-        time.sleep(3.0)  # hashes and other work in the background come to an end
+        time.sleep(KEEP_ALL_S + 3.0)  # work in the background ends, and of the means only a peer's own part is left
         before, after = swarm.memory_before_join, [memory(pid) for pid in swarm.pids]
     size = 4 * gpt2_124m().numel
     rest = max(now.anonymous - start.anonymous for now, start in zip(after, before, strict=True)) / size

@@ -23,6 +23,8 @@ PIECE_TIMEOUT_S = 20.0
 # Rounds whose means are kept for late members. Each costs a quarter of the model's bytes (int8); who needs more than a
 # whole interval to fetch one had better replace its state.
 KEPT_ROUNDS = 1
+# After this long only a part's reducer keeps it: late members ask within seconds (guess).
+KEEP_ALL_S = 30.0
 
 
 class PartStore:
@@ -50,6 +52,12 @@ class PartStore:
         self._records = [*self._records, record][-KEPT_ROUNDS:]
         named = {part.sha256 for kept in self._records for part in kept.parts}
         self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
+
+    def trim(self, record: Record, own: PeerId) -> None:
+        """Of the last record, keep only the parts that we averaged: who comes this late asks their reducers first."""
+        if self._records[-1:] == [record]:
+            named = {part.sha256 for part in record.parts if part.reducer == own}
+            self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one piece of a part."""

@@ -48,7 +48,7 @@ from p2ptrain.protocol.messages import (
     Roster,
     Withdraw,
 )
-from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.parts import KEEP_ALL_S, PartStore
 from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.contribution import OwnContribution, check_parts
@@ -562,6 +562,8 @@ class RoundEngine:
                 self.parts.keep(record)
                 self.set_head(head_of(record, self.state))
             self._stepping = False
+        assert self._nursery is not None
+        self._nursery.start_soon(self._trim_later, record)
         if not self._landed.is_set():
             await self._landed.wait()
         assert outcome.report is not None
@@ -573,6 +575,12 @@ class RoundEngine:
                 stall_s=outcome.report.stall_s + self._landing_held_s,
             )
         )
+
+    async def _trim_later(self, record: Record) -> None:
+        await trio.sleep(KEEP_ALL_S)
+        # Not while an attempt is under way or undecided, whose parts are in the same store.
+        if self._participation is None and self.ballot.ready is None and not self._resolving:
+            self.parts.trim(record, self.peer_id)
 
     def _spent(self) -> Spent:
         sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_at_start, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,13 @@ def test_a_claim_says_which_arm_it_is_about() -> None:
             {"row": "", "text": "", "left": "c", "right": "a", "measure": "bytes", "direction": "lower", "paper": ""},
             ["a", "b"],
         )
+
+
+def test_the_table_of_rows_points_at_files_that_are_there() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:p2ptrain|tests)/[\w/.]+)`", text)
+    assert len(paths) > 40
+    assert [path for path in paths if not (root / path).exists()] == []
+    named = {name for row in re.findall(r"^\| [SD]\d.*\| ([\w, ]+) \|$", text, re.M) for name in row.split(", ")}
+    assert set(known_reproductions()) <= named

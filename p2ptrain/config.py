@@ -87,7 +87,7 @@ class RunConfig:
         round_density: share of the values that "topk" sends.
         prune_fraction: share of each neuron's values that is not sent (DiLoCo, table 6); for int8.
         round_weights: outer gradients count by the "tokens" that they were trained on, "equal", or by the size of the
-            peer's "shard" (DiLoCo, section 6.1).
+            peer's "shard" (DiLoCo, section 6.1; equal where there are none).
         round_mean: "weighted", or the "disjoint" merge of DiLoCo's section 6.1.
         max_missed_rounds: a peer left out more often than this in a row adopts the anchor.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam" (DiLoCo, figure 6).
@@ -197,10 +197,6 @@ class RunConfig:
         _check(
             self.prune_fraction == 0 or self.round_codec == "int8",
             "prune_fraction", self.prune_fraction, f"0 with round_codec = {self.round_codec!r}: only int8 can prune",
-        )  # fmt: skip
-        _check(
-            self.round_weights != "shard" or self.num_shards > 0,
-            "round_weights", self.round_weights, "another without shards; give num_shards",
         )  # fmt: skip
         _check_positive("outer_lr", self.outer_lr)
         _check(

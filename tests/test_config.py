@@ -33,7 +33,20 @@ from p2ptrain.errors import ConfigError, RunMismatchError
         ("fragment_fraction", -0.01),
         ("fragment_selection", "random"),
         ("fragment_codec", "none"),
-        ("round_codec", "int4"),
+        ("round_codec", "int3"),
+        ("round_density", 0.0),
+        ("prune_fraction", 1.0),
+        ("fragment_schedule", "ramps"),
+        ("fragment_delay", -1),
+        ("max_staleness", -0.1),
+        ("topology", "ring"),
+        ("fan_out", 0),
+        ("sync_schedule", "slow"),
+        ("round_weights", "size"),
+        ("round_mean", "median"),
+        ("max_missed_rounds", -1),
+        ("outer_optimizer", "lion"),
+        ("outer_lr_schedule", "linear"),
         ("outer_lr", 0.0),
         ("outer_momentum", 1.0),
         ("num_shards", -1),
@@ -74,9 +87,12 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
     run = RunConfig()
     other: dict[type, object] = {str: "fp16", int: 17, float: 0.25}
     for field in dataclasses.fields(RunConfig):
-        value = {"fragment_selection": "fresh", "data": "text", "sharding": "clusters"}.get(
-            field.name, other[type(field.default)]
-        )
+        choices = {
+            "fragment_selection": "fresh", "data": "text", "sharding": "clusters", "fragment_schedule": "ramp",
+            "topology": "all", "sync_schedule": "grow", "round_weights": "equal", "round_mean": "disjoint",
+            "outer_optimizer": "adam", "outer_lr_schedule": "cosine",
+        }  # fmt: skip
+        value = choices.get(field.name, other[type(field.default)])
         assert dataclasses.replace(run, **{field.name: value}).digest != run.digest, field.name
     assert RunConfig().digest == run.digest
     assert RunConfig.from_dict(run.to_dict()) == run
@@ -117,3 +133,9 @@ def test_a_peers_shard_is_the_same_after_a_restart_and_any_of_them() -> None:
     assert shards == [run.shard_of(f"Qm{number}") for number in range(400)]
     assert all(20 < shards.count(shard) < 90 for shard in range(8))
     assert shards != [RunConfig(num_shards=8, run_seed=1).shard_of(f"Qm{number}") for number in range(400)]
+
+
+def test_only_int8_can_prune() -> None:
+    assert RunConfig(prune_fraction=0.5).prune_fraction == 0.5
+    with pytest.raises(ConfigError, match="only int8 can prune"):
+        RunConfig(prune_fraction=0.5, round_codec="fp16")

@@ -23,7 +23,7 @@ from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.messages import Answer, Head, Record, Request, pack_value, unpack_head
 from p2ptrain.protocol.parts import PartStore
-from p2ptrain.protocol.rounds.contribution import apply_outcome, check_decodes, check_parts
+from p2ptrain.protocol.rounds.contribution import apply_outcome, check_decodes, check_record
 from p2ptrain.protocol.transport import Compute
 
 logger = logging.getLogger(__name__)
@@ -149,12 +149,17 @@ class Download:
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
         """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
-        state, codec = self.state, self._codec_of(record)
+        state = self.state
+        try:
+            check_record(record, state)
+        except WireError as error:
+            logger.info("the state that is here cannot be rolled forward: %s", error)
+            return
+        codec = self._codec_of(record)
         whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
         if len(whole) * len(state.vectors) * state.chunk(0).nbytes < codec.size_bytes(state.num_blocks):
             return  # they come anew for less than the mean would
         try:
-            check_parts([(part.start, part.stop) for part in record.parts], state.num_blocks)
             await self._parts.fetch(record, codec, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
             logger.info("the state that is here cannot be rolled forward: %s", error)

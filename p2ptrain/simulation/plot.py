@@ -22,12 +22,12 @@ def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 8), layout="constrained")
         losses, correlation, sent = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
-        for number, arm in enumerate(arms):
+        tables = [arm.table() for arm in arms]
+        for number, (arm, table) in enumerate(zip(arms, tables, strict=True)):
             look: dict[str, Any] = {
                 "color": COLOURS[number % len(COLOURS)],
                 "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
             }
-            table = arm.table()
             _curve(losses, table, "held_out_loss", label=arm.experiment.name, **look)
             _curve(correlation, table, "correlation", **look)
             sent.plot([r["step"] for r in table], [(r["bytes_sent"] or 0) / 1e6 for r in table], linewidth=1.4, **look)
@@ -35,7 +35,7 @@ def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
                 step = (round_["t"] - arm.began_s) / arm.experiment.step_s
                 correlation.axvline(step, linewidth=0.3, alpha=0.4, **look)
         # The first fall is the same for all and says nothing: begin where it is over.
-        seconds = [arm.table()[1]["held_out_loss"] for arm in arms if len(arm.table()) > 2]
+        seconds = [table[1]["held_out_loss"] for table in tables if len(table) > 2]
         if seconds and None not in seconds:
             losses.set_ylim(top=max(filter(None, seconds)) * 1.01)
         losses.set_title(title)

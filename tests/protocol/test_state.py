@@ -356,6 +356,26 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool)
     run_virtual(main)
 
 
+@pytest.mark.parametrize("bad", [{"outer_optimizer": "lion"}, {"outer_optimizer": "adam"}, {"contributors": ()}])
+def test_a_record_that_no_peer_could_commit_rolls_nothing_forward(bad: dict[str, object]) -> None:
+    """A donor may put anything into its head: the chunks then come anew, and nothing breaks."""
+
+    async def main() -> None:
+        async with donors_and_joiner("b") as (_, donors, joiner, links):
+            donor, state = donors["b"], AnchorState(BLOCKS, 1)
+            download = download_into(state, joiner)
+            await download.run(donor.head, links)
+            donor.chunks.clear()
+            donor.resolve_round()
+            assert donor.head.record is not None
+            donor.head = dataclasses.replace(donor.head, record=dataclasses.replace(donor.head.record, **bad))
+            await download.run(donor.head, links)
+            check_equal(state, donor.state)
+            assert len(donor.chunks) == CHUNKS
+
+    run_virtual(main)
+
+
 def test_a_slow_joiner_comes_to_the_end_however_often_rounds_are() -> None:
     """The state takes 12 s over this link, and every 5 s there is another."""
 

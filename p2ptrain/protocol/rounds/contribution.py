@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
-from p2ptrain.algorithms.outer import outer_step
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.messages import Record
@@ -47,6 +47,16 @@ def check_parts(parts: list[tuple[int, int]], num_blocks: int) -> None:
         position = stop
     if position != num_blocks:
         raise WireError(f"parts end at block {position} of {num_blocks}")
+
+
+def check_record(record: Record, state: AnchorState) -> None:
+    """Raises WireError unless this is a record whose outer step can be taken on a state, whoever sent it."""
+    check_parts([(part.start, part.stop) for part in record.parts], state.num_blocks)
+    if not record.contributors:
+        raise WireError("a record without contributors")
+    optimizer = OUTER_OPTIMIZERS.get(record.outer_optimizer)
+    if optimizer is None or optimizer.num_moments > len(state.moments):
+        raise WireError(f"a record with outer optimizer {record.outer_optimizer!r}")
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ import numpy as np
 import trio
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.anchor import AnchorState
@@ -51,7 +50,7 @@ from p2ptrain.protocol.messages import (
 from p2ptrain.protocol.parts import KEEP_ALL_S, PartStore
 from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.contribution import OwnContribution, check_parts
+from p2ptrain.protocol.rounds.contribution import OwnContribution, check_record
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.leader import Leader
 from p2ptrain.protocol.rounds.member import Participation
@@ -207,13 +206,9 @@ class RoundEngine:
 
         Raises RoundFailedError, PeerLostError or WireError.
         """
-        check_parts([(part.start, part.stop) for part in record.parts], self.num_blocks)
-        if not record.contributors or record.outer_optimizer not in OUTER_OPTIMIZERS:
-            raise WireError("a record without contributors, or with an unknown outer optimizer")
+        check_record(record, self.state)
         if record.parent_sha256 != self.head.state_sha256:
             raise RoundFailedError("the record starts from another state than ours")
-        if OUTER_OPTIMIZERS[record.outer_optimizer].num_moments > len(self.state.moments):
-            raise WireError(f"a record with outer optimizer {record.outer_optimizer}")
         assert self._nursery is not None
         await self._fetcher.fetch(record, self.codec_of(record), self._host.trainers(), self._nursery)
 

@@ -20,7 +20,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# The papers' experiments: about an hour on two idle cores; -full repeats the headline ones with three seeds.
+# The papers' experiments, one after the other; -full repeats the headline ones with three seeds.
 reproduce: $(STAMP)
 	$(BIN)/p2ptrain reproduce $(ARGS)
 

@@ -20,8 +20,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     """Run experiments of the SPARTA and DiLoCo papers at a scale that two cores manage.
 
     Each simulates a few swarms of a small model, prints the paper's figure beside ours, and says in words whether the
-    claim holds here. Without NAME all of them run, which takes about an hour on two cores; each takes up to four
-    minutes.
+    claim holds here. Without NAME all of them run, one after the other, each for some minutes.
 
     \b
     What large intervals cost with and without SPARTA:

@@ -52,6 +52,7 @@ class DiLoCo:
         prune_fraction: share that "int8" leaves out, by sign.
         weights: what an outer gradient counts by: "tokens" or "equal".
         mean: "weighted" or "disjoint".
+        inner_moments: "local", or "averaged" with codec "none": rounds average the moments of `join`'s optimizer too.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
         outer_lr: learning rate of the outer step.
         outer_momentum: its momentum.
@@ -63,6 +64,7 @@ class DiLoCo:
     prune_fraction: float | None = None
     weights: str | None = None
     mean: str | None = None
+    inner_moments: str | None = None
     outer_optimizer: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
@@ -71,6 +73,7 @@ class DiLoCo:
 def join(
     model: torch.nn.Module,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     run_id: str = "p2ptrain",
     initial_peers: Sequence[str] = (),
     sparta: Sparta | None = None,
@@ -92,6 +95,7 @@ def join(
 
     Args:
         model: overwritten with the run's weights when joining a live run.
+        optimizer: the inner one; needed only where `DiLoCo(inner_moments="averaged")` is.
         run_id: name of the run.
         initial_peers: addresses (`peer.maddrs`) of any peers of the run, or of a bootstrap node.
         sparta: gossip settings; a joiner takes over the run's and may leave them out.
@@ -126,6 +130,7 @@ def join(
         "prune_fraction": diloco.prune_fraction,
         "round_weights": diloco.weights,
         "round_mean": diloco.mean,
+        "inner_moments": diloco.inner_moments,
         "outer_optimizer": diloco.outer_optimizer,
         "outer_lr": diloco.outer_lr,
         "outer_momentum": diloco.outer_momentum,
@@ -147,8 +152,9 @@ def join(
         if found is None and total_steps is None:
             run = dataclasses.replace(run, total_steps=0)
         peer = lobby.enter(
-            model, run, metrics=None if metrics is None else Path(metrics), resume_state=resume, on_status=on_status
-        )
+            model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), resume_state=resume,
+            on_status=on_status,
+        )  # fmt: skip
     except BaseException:
         lobby.close()
         raise

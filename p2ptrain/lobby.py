@@ -104,6 +104,7 @@ class Lobby:
         model: torch.nn.Module,
         run: RunConfig,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         metrics: Path | None = None,
         resume_state: dict[str, Any] | None = None,
         on_status: Callable[[str], None] | None = None,
@@ -113,6 +114,7 @@ class Lobby:
         Args:
             model: its trainable parameters are overwritten by the run's anchor unless this peer founds the run.
             run: the run's settings; `model_layout` is filled in from the model when empty.
+            optimizer: the inner one; only a run that averages Adam's moments asks for it.
             metrics: file for the metrics stream, or None.
             resume_state: what `Peer.state_dict()` returned before a restart.
             on_status: called with what the joining peer is doing, whenever that changes.
@@ -124,7 +126,7 @@ class Lobby:
         writer = MetricsFile(metrics) if metrics is not None else None
         try:
             return Peer(
-                model, run, self.network, self._thread, writer,
+                model, run, optimizer, self.network, self._thread, writer,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
                 resume_state=resume_state, on_status=on_status or (lambda status: None),
             )  # fmt: skip

@@ -38,7 +38,8 @@ class ModelParts:
                     f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
                 )
         self.names = [name for name, _ in trainable]
-        self.tensors = [parameter.data for _, parameter in trainable]
+        self.parameters = [parameter for _, parameter in trainable]
+        self.tensors = [parameter.data for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable])
         self.layout_sha256 = _layout_sha256(model)
         persistent = model.state_dict().keys()

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import trio
 
-from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
+from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.memory import release_unused
@@ -23,7 +23,6 @@ from p2ptrain.model import ModelParts
 from p2ptrain.monitor.metrics_file import MetricsFile
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
-from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange, StepReport
 from p2ptrain.protocol.messages import pack_value, unpack_head
 from p2ptrain.protocol.node import Node
@@ -58,6 +57,7 @@ class Peer:
         self,
         model: torch.nn.Module,
         run: RunConfig,
+        optimizer: torch.optim.Optimizer | None,
         network: Network,
         thread: NetworkThread,
         metrics: MetricsFile | None,
@@ -79,8 +79,11 @@ class Peer:
         self._failed: Exception | None = None
         self._scope: trio.CancelScope | None = None
         self._ended = threading.Event()
+        averaged = None
+        if self.run.inner_moments == "averaged":
+            averaged = MomentView(self._parts.space, self._parts.parameters, optimizer)
         self._exchange = Exchange(
-            self._parts.space, self._parts.tensors, self.run, clock=time.monotonic, post=thread.post
+            self._parts.space, self._parts.tensors, self.run, averaged=averaged, clock=time.monotonic, post=thread.post
         )
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
@@ -328,12 +331,12 @@ class Peer:
         """A checked `Restored` from `state_dict()`. Raises ConfigError."""
         if state is None:
             return None
-        num_blocks, num_moments = self._parts.space.num_blocks, OUTER_OPTIMIZERS[self.run.outer_optimizer].num_moments
-        anchor_state, vectors = AnchorState(num_blocks, num_moments), [state["anchor"], *state["moments"]]
-        if len(vectors) != 1 + num_moments or any(vector.shape != (num_blocks, 64) for vector in vectors):
+        anchor_state, vectors = self._exchange.new_state(), [state["anchor"], *state["moments"]]
+        wanted = [tuple(vector.shape) for vector in anchor_state.vectors]
+        if [tuple(vector.shape) for vector in vectors] != wanted:
             raise ConfigError(
                 f"the state to resume from has {len(vectors)} vectors of {len(vectors[0])} blocks, "
-                f"this run needs {1 + num_moments} of {num_blocks}: not of this model and run"
+                f"this run needs {len(wanted)} of {anchor_state.num_blocks}: not of this model and run"
             )
         for own, saved in zip(anchor_state.vectors, vectors, strict=True):
             own[:] = saved.numpy()

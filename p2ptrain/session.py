@@ -95,6 +95,7 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
             lobby.enter(
                 model,
                 run,
+                optimizer=trainer.optimizer,
                 metrics=Path(config.metrics or out / METRICS_FILE),
                 resume_state=saved.state["peer"] if saved else None,
                 on_status=say,

@@ -7,6 +7,7 @@ the user gave himself is compared with the settings of a run that is joined. A p
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import tomllib
 import types
@@ -42,6 +43,7 @@ class Setting:
         help: one sentence.
         field: name of the field, where that is not `name`.
         founder_default: the command line's own default, where the dataclass's is meant for the Python API.
+        beside: fields that some of its values need, so that a value can be checked before the others are known.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Setting:
     help: str
     field: str = ""
     founder_default: str = ""
+    beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def field_name(self) -> str:
@@ -82,7 +85,7 @@ class Setting:
         value = _convert(given, self.kind, origin)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
-        fields: dict[str, Any] = {self.field_name: value}
+        fields: dict[str, Any] = {**self.beside, self.field_name: value}
         try:
             self.owner(**fields)
         except ConfigError as error:
@@ -113,6 +116,13 @@ RUN_SETTINGS = (
     Setting("prune_fraction", RunConfig, "X", "Share of each neuron's outer gradient that is not sent (int8)."),
     Setting("round_weights", RunConfig, "tokens|equal|shard", "What an outer gradient counts by in the mean."),
     Setting("round_mean", RunConfig, "weighted|disjoint", "How outer gradients are merged."),
+    Setting(
+        "inner_moments",
+        RunConfig,
+        "local|averaged",
+        "Whether rounds average Adam's moments too; needs codec none.",
+        beside={"round_codec": "none"},
+    ),
     Setting("max_missed_rounds", RunConfig, "N", "A peer left out of more rounds in a row adopts the anchor."),
     Setting("outer_optimizer", RunConfig, "nesterov|sgdm|sgd|adam", "What takes the outer step."),
     Setting("outer_lr", RunConfig, "X", "Learning rate of the outer step."),

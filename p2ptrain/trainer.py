@@ -102,7 +102,7 @@ class Trainer:
         self._windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         eval_count = max(1, EVAL_TOKENS // context)
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
-        self._optimizer = _adamw(model, run, self._device)
+        self.optimizer = _adamw(model, run, self._device)
         self._lost_steps = 0
         torch.manual_seed(seed)
 
@@ -114,7 +114,7 @@ class Trainer:
         Raises:
             ConfigError: that happened MAX_LOST_STEPS times in a row.
         """
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.run, run_step)
         self.model.train()
         inputs, targets = self._windows.next_batch()
@@ -122,11 +122,11 @@ class Trainer:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_CLIP)
         if torch.isfinite(norm):
-            self._optimizer.step()
+            self.optimizer.step()
             self._lost_steps = 0
         else:
             self._count_lost_step(run_step)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), inputs.numel()
 
     @torch.no_grad()
@@ -151,11 +151,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights that the next step depends on (dropout on a GPU draws anew)."""
-        state = {"optimizer": self._optimizer.state_dict(), "windows": self._windows.state_dict()}
+        state = {"optimizer": self.optimizer.state_dict(), "windows": self._windows.state_dict()}
         return {**state, "torch_rng": torch.get_rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self._windows.load_state_dict(state["windows"])
         torch.set_rng_state(state["torch_rng"])
 

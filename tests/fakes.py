@@ -125,6 +125,7 @@ class FakeLobby:
         model: nn.Module,
         run: RunConfig,
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         metrics: Path | None = None,
         resume_state: Mapping[str, Any] | None = None,
         on_status: Callable[[str], None] | None = None,

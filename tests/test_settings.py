@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "prune_fraction": ("0.5", 0.5),
     "round_weights": ("shard", "shard"),
     "round_mean": ("disjoint", "disjoint"),
+    "inner_moments": ("averaged", "averaged"),
     "max_missed_rounds": ("4", 4),
     "outer_optimizer": ("adam", "adam"),
     "outer_lr_schedule": ("cosine", "cosine"),

@@ -54,9 +54,9 @@ def gram(vectors: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float64]:
     return stacked @ stacked.T
 
 
-def encoded_gram(encoded: Sequence[bytes], codec: Codec, num_blocks: int) -> npt.NDArray[np.float64]:
-    """`gram` of coded vectors of `num_blocks` blocks. Raises WireError on bytes that do not decode."""
-    return gram([codec.decode(data, num_blocks) for data in encoded])
+def encoded_gram(encoded: Sequence[bytes], codec: Codec, num_blocks: int, compared: int) -> npt.NDArray[np.float64]:
+    """`gram` of the first `compared` blocks of coded vectors of `num_blocks`. Raises WireError on undecodable bytes."""
+    return gram([codec.decode(data, num_blocks)[:compared] for data in encoded])
 
 
 def mean_cosine(products: npt.NDArray[np.float64]) -> float:

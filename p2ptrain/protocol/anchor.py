@@ -30,7 +30,14 @@ class StateHashes:
 class AnchorState:
     """Owns the vectors. Only the node's side touches it; rounds change it in worker threads, one at a time."""
 
-    def __init__(self, num_blocks: int, num_moments: int) -> None:
+    def __init__(self, num_blocks: int, num_moments: int, num_stepped: int | None = None) -> None:
+        """
+        Args:
+            num_blocks: of each vector.
+            num_moments: that the outer optimizer keeps.
+            num_stepped: the first so many blocks take its step, the others are only averaged; None: all take it.
+        """
+        self.num_stepped = num_blocks if num_stepped is None else num_stepped
         self.anchor = np.zeros((num_blocks, 64), np.float32)
         self.moments = [np.zeros((num_blocks, 64), np.float32) for _ in range(num_moments)]
         self.hashes = StateHashes((), "", "")
@@ -67,7 +74,7 @@ class AnchorState:
 
     def blank(self) -> AnchorState:
         """A state of the same shape, all zero."""
-        return AnchorState(self.num_blocks, len(self.moments))
+        return AnchorState(self.num_blocks, len(self.moments), self.num_stepped)
 
     def copy_from(self, other: AnchorState) -> None:
         """Become equal to another state."""

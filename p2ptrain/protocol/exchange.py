@@ -11,14 +11,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, Plan
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
 from p2ptrain.config import RunConfig
+from p2ptrain.protocol.anchor import AnchorState
 
 # Fragments waiting for the next step. 64 partners at one fragment a step; beyond that the oldest are dropped.
 MAX_INBOX = 64
@@ -96,9 +99,9 @@ class SnapshotWanted:
 class Landing:
     """What a resolved round does to the weights.
 
-    `kind`: "add" adds `buffer` to θ, "write" sets θ to it, "keep" leaves θ alone. All arrive at `epoch`.
-    `snapshot_steps` is where the next interval counts from (None: from now), `included_tokens` what the round has
-    averaged in, so that it is no longer outstanding.
+    `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, where rounds average them),
+    "keep" leaves θ alone. All arrive at `epoch`. `snapshot_steps` is where the next interval counts from (None: from
+    now), `included_tokens` what the round has averaged in, so that it is no longer outstanding.
     """
 
     kind: str
@@ -149,6 +152,18 @@ class StepReport:
     finished: bool = False
 
 
+class Averaged(Protocol):
+    """What rounds average: the parameters, and maybe the inner optimizer's moments."""
+
+    space: IndexSpace
+
+    def read(self, out: torch.Tensor) -> None: ...
+
+    def write(self, flat: torch.Tensor) -> None: ...
+
+    def add(self, flat: torch.Tensor) -> None: ...
+
+
 class Exchange:
     """Joins a model's parameters to a node.
 
@@ -156,6 +171,7 @@ class Exchange:
         space: index space of `tensors`.
         tensors: the live trainable parameters; changed in place, inside `step()` only, never re-pointed.
         run: the run's settings; each landing brings this peer's own H.
+        averaged: what rounds average, the blocks of `space` first; None: just these.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's side, soon.
     """
@@ -166,11 +182,13 @@ class Exchange:
         tensors: Sequence[torch.Tensor],
         run: RunConfig,
         *,
+        averaged: Averaged | None = None,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
     ) -> None:
         self.space = space
         self.view = ParameterView(space, tensors)
+        self.averaged = averaged or self.view
         self.epoch = Epoch()
         self.finished = False
         self.step_s = 0.0
@@ -180,6 +198,7 @@ class Exchange:
         self.on_landed: Callable[[Landing, float], None] = lambda landing, held_s: None
         # Tokens that this peer has to train on, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
+        self._num_moments = OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
         self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
         self._total_steps = run.total_steps
         self._run_sync_every = run.sync_every
@@ -206,6 +225,10 @@ class Exchange:
         self._tokens = 0
 
     # --- the node's side ----------------------------------------------------------------------------------------
+
+    def new_state(self) -> AnchorState:
+        """A state of zeros of the shape that rounds agree on here."""
+        return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks)
 
     def deliver(self, arrival: Arrival) -> None:
         """Queue a fragment for the next step; the oldest is dropped when the inbox is full."""
@@ -317,10 +340,10 @@ class Exchange:
         start = self._clock()
         if landing.kind == "add":
             assert landing.buffer is not None
-            self.view.add(landing.buffer)
+            self.averaged.add(landing.buffer)
         elif landing.kind == "write":
             assert landing.buffer is not None
-            self.view.write(landing.buffer)
+            self.averaged.write(landing.buffer)
         self.epoch = landing.epoch
         # The next round is counted from the snapshot, so that the time a round takes is not added to each interval.
         self._base_at_steps = self.steps if landing.snapshot_steps is None else landing.snapshot_steps
@@ -412,7 +435,7 @@ class Exchange:
         if wanted is None or not (self.due or now >= wanted.latest_s):
             return
         self._wanted = None
-        self.view.read(wanted.buffer)
+        self.averaged.read(wanted.buffer)
         snapshot = Snapshot(
             self.epoch, wanted.buffer, self._tokens, self.steps, self.run_step, self.at_length, self._clock() - now
         )

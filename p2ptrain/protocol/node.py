@@ -15,10 +15,8 @@ from typing import Protocol
 
 import trio
 
-from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange, RoundReport
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
@@ -94,7 +92,7 @@ class Node:
         self._exchange = exchange
         self._events = events
         self._digest = run.digest
-        self.state = AnchorState(exchange.space.num_blocks, OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
+        self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self)
         self.membership = Membership(
             self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng

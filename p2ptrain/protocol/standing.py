@@ -133,7 +133,7 @@ class Standing:
             host.engine.found_lineage()
             await host.engine.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
-        self._exchange.view.read(host.state.anchor_tensor())
+        self._exchange.averaged.read(host.state.anchor_tensor())
         await host.compute(host.state.rehash)
         hashes = host.state.hashes
         genesis = new_lineage(host.run.digest, -1, host.peer_id, host.incarnation)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import trio
 
+from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.config import RunConfig
 from p2ptrain.data import Corpus, Shards
 from p2ptrain.memory_network import MemoryNetwork
@@ -42,13 +43,19 @@ class SimulatedPeer:
         self._measured_at = -1
         self._experiment = experiment
         parts = ModelParts(model)
-        self._exchange = Exchange(parts.space, parts.tensors, run, clock=trio.current_time, post=_at_once)
-        seed = run.data_seed(self.peer_id)
-        spans = None
+        spans, shard_tokens = None, 0
         if shards is not None:
             shard = number % shards.count
-            spans, self._exchange.shard_tokens = shards.spans(shard), shards.sizes[shard]
+            spans, shard_tokens = shards.spans(shard), shards.sizes[shard]
+        seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
+        averaged = None
+        if run.inner_moments == "averaged":
+            averaged = MomentView(parts.space, parts.parameters, self.trainer.optimizer)
+        self._exchange = Exchange(
+            parts.space, parts.tensors, run, averaged=averaged, clock=trio.current_time, post=_at_once
+        )
+        self._exchange.shard_tokens = shard_tokens
         name = f"{self.peer_id}.{incarnation}"
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],

@@ -83,7 +83,7 @@ def test_mean_norm_is_the_norm_of_the_weighted_mean() -> None:
     wire = codec("int8")
     encoded = [wire.encode(gradient) for gradient in gradients]
     mean = weighted_mean(list(zip(encoded, weights, strict=True)), wire, 6)
-    assert mean_norm(encoded_gram(encoded, wire, 6), weights) == pytest.approx(np.linalg.norm(mean), rel=1e-5)
+    assert mean_norm(encoded_gram(encoded, wire, 6, 6), weights) == pytest.approx(np.linalg.norm(mean), rel=1e-5)
 
 
 def test_gram_matrices_of_parts_add_up() -> None:
@@ -111,4 +111,4 @@ def test_statistics_of_any_finite_gradients_are_finite() -> None:
 
 def test_a_gram_matrix_of_bytes_that_do_not_decode_is_a_wire_error() -> None:
     with pytest.raises(WireError, match="bytes for"):
-        encoded_gram([b"", b""], codec("int8"), 1)
+        encoded_gram([b"", b""], codec("int8"), 1, 1)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
+from p2ptrain.data import VOCAB_SIZE, load_corpus
+from p2ptrain.models import build
 from p2ptrain.simulation import Experiment, Records, simulate
+from p2ptrain.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
 
 
 def run(**settings: Any) -> Records:
@@ -131,3 +142,62 @@ def test_who_is_left_out_often_goes_on_from_its_own_weights_if_the_run_says_so()
         for rounds in (0, 1000)
     )
     assert overwritten > kept
+
+
+def test_rounds_average_adams_moments_where_the_run_says_so() -> None:
+    """Against DiLoCo with synchronized Adam states in plain torch: same data, same seeds, outer SGD.
+
+    Steps are long, so that a round lands before the next one.
+    """
+    experiment = Experiment.of(
+        peers=3, steps=20, sync_every=10, eval_every=20, fragment_fraction=0.0, round_codec="none",
+        inner_moments="averaged", outer_optimizer="sgd", outer_lr=0.7, step_s=60.0,
+    )  # fmt: skip
+    records = simulate(experiment)
+    assert len(records.rounds) == 2
+    expected = synchronized_adam(experiment)
+    assert records.final_loss == pytest.approx(expected, abs=1e-4)
+    local = simulate(dataclasses.replace(experiment, run=dataclasses.replace(experiment.run, inner_moments="local")))
+    assert abs(local.final_loss - expected) > 5 * abs(records.final_loss - expected)
+    assert records.bytes_sent / local.bytes_sent == pytest.approx(3, rel=0.05)
+
+
+def synchronized_adam(experiment: Experiment) -> float:
+    """Held-out loss after two rounds: θ by outer SGD and then a plain average, Adam's state a plain average.
+
+    The snapshot is taken one step after the round was due, and the round lands one step later: θ keeps what that step
+    learnt, the moments are the round's.
+    """
+    run, corpus = experiment.run, load_corpus(experiment.data)
+    models = [build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed) for _ in range(experiment.peers)]
+    trainers = [
+        Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=run.data_seed(f"peer-{number}"))
+        for number, model in enumerate(models)
+    ]
+    anchor = [parameter.detach().clone() for parameter in models[0].parameters()]
+
+    def train(steps: range) -> None:
+        for step in steps:
+            for trainer in trainers:
+                trainer.step(step)
+
+    for first, last, outer_lr in ((0, 11, run.outer_lr), (12, 20, 1.0)):
+        train(range(first, last))
+        weights = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
+        moments = [
+            {name: mean(trainer.optimizer.state[p][name] for trainer, p in zip(trainers, group, strict=True))
+             for name in ("exp_avg", "exp_avg_sq")}
+            for group in zip(*(model.parameters() for model in models), strict=True)
+        ]  # fmt: skip
+        anchor = [a - outer_lr * (a - mean(group)) for a, group in zip(anchor, zip(*weights, strict=True), strict=True)]
+        train(range(last, last + 1 if last < run.total_steps else last))
+        for trainer, model, then in zip(trainers, models, weights, strict=True):
+            for a, parameter, was, average in zip(anchor, model.parameters(), then, moments, strict=True):
+                parameter.data += a - was
+                trainer.optimizer.state[parameter].update({name: value.clone() for name, value in average.items()})
+                trainer.optimizer.state[parameter]["step"].fill_(last)
+    return trainers[0].evaluate()
+
+
+def mean(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors]).mean(0)

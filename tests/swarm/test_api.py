@@ -142,3 +142,29 @@ def test_what_contradicts_the_run_is_named() -> None:
             p2ptrain.join(cnn(1), initial_peers=peer.maddrs, diloco=p2ptrain.DiLoCo(sync_every=7), **RUN)
         with pytest.raises(p2ptrain.RunMismatchError, match="model: its parameters"):
             p2ptrain.join(nn.Linear(2, 2), initial_peers=peer.maddrs, **RUN)
+
+
+def test_a_joiner_takes_over_the_moments_that_rounds_average() -> None:
+    diloco = p2ptrain.DiLoCo(sync_every=10, codec="none", inner_moments="averaged")
+    models = [nn.Linear(8, 4), nn.Linear(8, 4)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    with pytest.raises(p2ptrain.ConfigError, match="given is no optimizer"):
+        p2ptrain.join(models[0], diloco=diloco, **RUN)
+
+    def step(number: int, peer: p2ptrain.Peer) -> None:
+        models[number](torch.randn(4, 8)).square().mean().backward()
+        optimizers[number].step()
+        optimizers[number].zero_grad()
+        peer.step(samples=4)
+
+    with p2ptrain.join(models[0], optimizer=optimizers[0], diloco=diloco, **RUN) as founder:
+        while founder.round < 2:
+            step(0, founder)
+        founder_state = founder.state_dict()
+        with p2ptrain.join(models[1], optimizer=optimizers[1], initial_peers=founder.maddrs, **RUN) as joiner:
+            assert joiner.anchor_sha256 == founder.anchor_sha256
+            assert founder_state["run_step"] >= 20
+            for parameter in models[1].parameters():
+                state = optimizers[1].state[parameter]
+                assert state["exp_avg_sq"].min() > 0
+                assert 10 <= state["step"].item() <= founder_state["run_step"]

@@ -114,19 +114,22 @@ def apply_outcome(
     Args:
         mean: the part's encoded mean outer gradient, already verified by hash.
         record: says which step it is.
-        buffer: a contributor's (num_blocks, 64), to which A′ − A is added.
+        buffer: a contributor's (num_blocks, 64), to which A′ − A is added; blocks that are only averaged become A′.
     """
     start, stop = part
     for low, high in chunk_bounds(start, stop):
         gradient = _decode_chunk(codec, mean, start, low, high)
-        anchor = state.anchor[low:high]
+        stepped = max(low, min(high, state.num_stepped))
+        anchor, averaged = state.anchor[low:stepped], state.anchor[stepped:high]
         before = anchor.copy()
         outer_step(
-            record.outer_optimizer, anchor, [moment[low:high] for moment in state.moments], gradient,
-            lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
+            record.outer_optimizer, anchor, [moment[low:stepped] for moment in state.moments],
+            gradient[: stepped - low], lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
         )  # fmt: skip
+        np.subtract(averaged, gradient[stepped - low :], out=averaged)
         if buffer is not None:
-            buffer[low:high] += np.subtract(anchor, before, out=before)
+            buffer[low:stepped] += np.subtract(anchor, before, out=before)
+            buffer[stepped:high] = averaged
 
 
 def check_decodes(codec: Codec, mean: bytes | bytearray, part: tuple[int, int]) -> None:

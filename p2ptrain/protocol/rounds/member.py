@@ -251,7 +251,9 @@ class Participation:
             if not named or not {peer for peer, _ in named} <= reduction.complete:
                 raise RoundFailedError("told to average a member that is not complete here")
             run = self._host.run
-            reduce = partial(reduction.reduce, disjoint=run.round_mean == "disjoint")
+            reduce = partial(
+                reduction.reduce, disjoint=run.round_mean == "disjoint", num_compared=self._host.state.num_stepped
+            )
             done = await self._host.compute(reduce, named, mean_codec(run, len(named)))
             self._host.parts.add(done.sha256, done.data)
             self._host.tell(

@@ -83,20 +83,25 @@ class Reduction:
             and now - at > max(STALL_S, 4 * rtt_s.get(sender, 0.0))
         ]
 
-    def reduce(self, contributors: Sequence[tuple[PeerId, float]], mean_codec: Codec, *, disjoint: bool) -> Reduced:
+    def reduce(
+        self, contributors: Sequence[tuple[PeerId, float]], mean_codec: Codec, *, disjoint: bool, num_compared: int
+    ) -> Reduced:
         """Average exactly these contributors over this part. Raises WireError on values that do not decode.
+
+        The first `num_compared` blocks of the whole vector are outer gradients that are compared with each other.
 
         Heavy: call it in a worker thread. Chunks are dropped as they are averaged.
         """
         merge = disjoint_mean if disjoint else weighted_mean
         averaged = bytearray()
         products = np.zeros((len(contributors), len(contributors)))
-        sampled = self._bounds[:: max(1, len(self._bounds) // SAMPLED_CHUNKS)]
+        comparable = {start: min(stop, num_compared) - start for start, stop in self._bounds if start < num_compared}
+        sampled = dict(list(comparable.items())[:: max(1, len(comparable) // SAMPLED_CHUNKS)])
         for start, stop in self._bounds:
             encoded = [(self._chunks[peer].pop(start), weight) for peer, weight in contributors]
-            if len(contributors) <= MAX_COMPARED and (start, stop) in sampled:
-                products += encoded_gram([data for data, _ in encoded], self._codec, stop - start)
+            if len(contributors) <= MAX_COMPARED and start in sampled:
+                products += encoded_gram([data for data, _ in encoded], self._codec, stop - start, sampled[start])
             averaged += mean_codec.encode(merge(encoded, self._codec, stop - start))
-        products *= (self.stop - self.start) / sum(stop - start for start, stop in sampled)
+        products *= sum(comparable.values()) / max(1, sum(sampled.values()))
         gram = tuple(products.ravel().tolist()) if len(contributors) <= MAX_COMPARED else ()
         return Reduced(averaged, hashlib.sha256(averaged).hexdigest(), gram)

@@ -13,6 +13,7 @@ arithmetic only, so every machine gets the same blocks.
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ import numpy.typing as npt
 _ROUNDS = 4
 # Small domains are permuted inside 2^8: with halves of one or two bits four rounds are far from a random shuffle.
 _MIN_BITS = 8
+# Up to here (half a million parameters) a whole cycle takes hardly longer than one slot: below a millisecond.
+_SMALL_BLOCKS = 8192
 
 
 def num_slots(fragment_fraction: float) -> int:
@@ -46,7 +49,10 @@ def slot_blocks(
     """
     assert 0 <= slot < slot + slot_count <= num_slots, (slot, slot_count, num_slots)
     start, stop = slot * num_blocks // num_slots, (slot + slot_count) * num_blocks // num_slots
-    return permute(np.arange(start, stop), num_blocks, f"cycle {seed} {cycle}")
+    key = f"cycle {seed} {cycle}"
+    if num_blocks <= _SMALL_BLOCKS:
+        return _permuted(num_blocks, key)[start:stop]
+    return permute(np.arange(start, stop), num_blocks, key)
 
 
 def fresh_blocks(seed: int, draw: int, slot_count: int, num_slots: int, num_blocks: int) -> npt.NDArray[np.int64]:
@@ -68,6 +74,12 @@ def fresh_blocks(seed: int, draw: int, slot_count: int, num_slots: int, num_bloc
 def coverage(fragment_fraction: float, draws: int) -> float:
     """Expected share of the parameters touched by `draws` fresh draws: 1 - (1 - p)^n (SPARTA, section 3)."""
     return 1.0 - (1.0 - fragment_fraction) ** draws
+
+
+@lru_cache(maxsize=4)
+def _permuted(size: int, key: str) -> npt.NDArray[np.int64]:
+    """The whole permutation; of the last few cycles, as each is asked for by senders and receivers in turn."""
+    return permute(np.arange(size), size, key)
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArray[np.int64]:

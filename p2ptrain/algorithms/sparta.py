@@ -37,6 +37,8 @@ def merge_weights(
     Returns:
         ½ when none of the blocks was merged before in this step, else (n, 1) float32.
     """
+    if not plans_before:
+        return 0.5
     earlier = np.zeros(len(blocks), np.int64)
     for merged in plans_before:
         earlier += np.isin(blocks, merged, assume_unique=True)

@@ -1,8 +1,9 @@
 """SPARTA with DiLoCo beside the authors' simulator: the same training, judged by loss, bytes and time held.
 
-Model, text, first weights, each peer's windows of text, inner optimizer, k, H, p and length are the same. What differs
-is the algorithm and its transport as each side has it: there everybody averages one mask at every step, in lockstep
-and in fp32; here each peer, a process with its own p2pd, pushes int8 blocks to one other and waits for nobody.
+Model, text, first weights, each peer's windows of text, inner optimizer, k, H, p and length are the same. There
+everybody averages one mask at every step, in lockstep and in fp32; here each peer, a process with its own p2pd, pushes
+int8 blocks and waits for nobody. Ours trains in three ways: every fragment to everybody, which is their algorithm; to
+one other, our default, at their p and so at a (k-1)-th of the bytes; and to one other at the bytes of the first.
 """
 
 from __future__ import annotations
@@ -42,12 +43,39 @@ STEP_TIMEOUT_S = 1.0
 LAST_ROUND_TIMEOUT_S = 60.0
 
 
+@dataclass(frozen=True)
+class Way:
+    """How our peers gossip.
+
+    Attributes:
+        name: in the table.
+        topology: whom a fragment goes to.
+        fraction_scale: our p is the training's times this.
+    """
+
+    name: str
+    topology: str
+    fraction_scale: float = 1.0
+
+
+# The first is judged: it is the rival's own algorithm, at its p.
+WAYS = (
+    Way("fragments to everybody", "all"),
+    Way("fragments to one (our default)", "push"),
+    Way("fragments to one, three times as many", "push", 3.0),
+)
+
+
 def run(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[Row]:
     trainings = [Training(seed, steps=steps) for seed in seeds]
-    pairs = [(train(training), rival_reference.train(training)) for training in trainings]
+    theirs = [rival_reference.train(training) for training in trainings]
+    rows = []
+    for way in WAYS:
+        ours = [train(training, way) for training in trainings]
+        rows += training_rows(trainings[0], way, list(zip(ours, theirs, strict=True)))
     held = hold(LARGE_STEPS)
     rival_held = rival_reference.hold(LARGE, peers=LARGE_PEERS, steps=LARGE_STEPS)
-    return [*training_rows(trainings[0], pairs), large_row(held, rival_held)]
+    return [*rows, large_row(held, rival_held)]
 
 
 @dataclass(frozen=True)
@@ -65,14 +93,14 @@ class OurTrained(Trained):
     inner_steps: int
 
 
-def train(training: Training, least_step_s: float = LEAST_STEP_S) -> OurTrained:
-    """Train the demo model in real peers, no step in less than `least_step_s` seconds.
+def train(training: Training, way: Way) -> OurTrained:
+    """Train the demo model in real peers, no step in less than LEAST_STEP_S seconds.
 
     Raises:
         WorkerError: a peer failed, was too slow or missed the end.
     """
     per_step = 1 / training.peers / training.steps
-    with Workers(_peer, [(rank, training, least_step_s) for rank in range(training.peers)]) as peers:
+    with Workers(_peer, [(rank, training, way) for rank in range(training.peers)]) as peers:
         peers.tell_one(0, ())
         initial_peers = peers.hear_from(0, timeout_s=90.0)
         for rank in range(1, training.peers):
@@ -107,7 +135,7 @@ def hold(steps: int) -> list[Step]:
         return [step for peer in swarm.run(Phase(steps)) for step in peer]
 
 
-def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]]) -> list[Row]:
+def training_rows(training: Training, way: Way, pairs: Sequence[tuple[OurTrained, Trained]]) -> list[Row]:
     """The rows of trainings that differ in nothing but the seed."""
     ours, theirs = [own for own, _ in pairs], [rival for _, rival in pairs]
     loss, loss_error = _mean_and_error([own.loss for own in ours])
@@ -127,9 +155,10 @@ def training_rows(training: Training, pairs: Sequence[tuple[OurTrained, Trained]
     values = 4 * numel * copies * (2 * training.fragment_fraction + 3 / training.sync_every)
     own_steps = statistics.fmean(own.inner_steps for own in ours) / training.peers
     rounds = ", ".join(str(own.rounds) for own in ours)
+    fraction = training.fragment_fraction * way.fraction_scale
     name = (
-        f"demo model, k = {training.peers}, H = {training.sync_every}, p = {100 * training.fragment_fraction:g} %, "
-        f"{training.steps} steps"
+        f"demo model, k = {training.peers}, H = {training.sync_every}, {training.steps} steps; "
+        f"{way.name}, p = {100 * fraction:g} %, theirs {100 * training.fragment_fraction:g} %"
     )
     return [
         Row(
@@ -189,7 +218,7 @@ def large_row(steps: Sequence[Step], rival_held_s: Sequence[float]) -> Row:
     )
 
 
-def _peer(pipe: Connection, rank: int, training: Training, least_step_s: float) -> None:
+def _peer(pipe: Connection, rank: int, training: Training, way: Way) -> None:
     model = training.model()
     trainer = training.trainer(model, rank)
     with tempfile.TemporaryDirectory(prefix="p2ptrain-") as directory:
@@ -198,7 +227,9 @@ def _peer(pipe: Connection, rank: int, training: Training, least_step_s: float) 
             model,
             run_id="reference",
             initial_peers=pipe.recv(),
-            sparta=p2ptrain.Sparta(fragment_fraction=training.fragment_fraction),
+            sparta=p2ptrain.Sparta(
+                fragment_fraction=training.fragment_fraction * way.fraction_scale, topology=way.topology
+            ),
             diloco=p2ptrain.DiLoCo(sync_every=training.sync_every),
             total_steps=training.steps,
             run_seed=training.seed,
@@ -214,7 +245,7 @@ def _peer(pipe: Connection, rank: int, training: Training, least_step_s: float) 
             while not peer.finished and peer.run_step < training.steps:
                 begun = time.perf_counter()
                 loss, tokens = trainer.step(peer.run_step)
-                time.sleep(max(0.0, begun + least_step_s - time.perf_counter()))
+                time.sleep(max(0.0, begun + LEAST_STEP_S - time.perf_counter()))
                 started = time.perf_counter()
                 peer.step(loss=loss, samples=tokens)
                 held_s.append(time.perf_counter() - started)

@@ -11,15 +11,14 @@ from matplotlib.figure import Figure
 
 from p2ptrain.demo.swarm import SwarmView
 from p2ptrain.demo.words import clock
+from p2ptrain.plots import COLOURS, LOOK
 
-# Okabe and Ito's colours: told apart by everyone.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 GROUPS = 150
 
 
 def save_plot(swarm: SwarmView, path: Path) -> None:
     """Write the picture as PNG."""
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9, 6.5), layout="constrained")
         losses, correlation = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         _plot_losses(losses, swarm)

@@ -10,16 +10,15 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from p2ptrain.plots import COLOURS, LOOK
 from p2ptrain.simulation.records import Records
 
-# Okabe and Ito's colours: told apart by everyone.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999")
 STYLES = ("-", "--", ":", "-.")
 
 
 def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
     """Write the picture as PNG."""
-    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9, 8), layout="constrained")
         losses, correlation, sent = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
         tables = [arm.table() for arm in arms]

@@ -27,6 +27,11 @@ def _spike(records: Records) -> float:
     return max((later - earlier for earlier, later in itertools.pairwise(losses)), default=0.0)
 
 
+def _merge_rise(records: Records) -> float:
+    """What the run's last round, a plain average, adds to the mean held-out loss, in nats."""
+    return records.final_loss - records.loss_before_merge
+
+
 def _last_correlation(records: Records) -> float:
     """Average pairwise correlation of the weights before the last round."""
     return records.correlations()[-1][1]
@@ -43,6 +48,7 @@ MEASURES: dict[str, tuple[Callable[[Records], float], bool]] = {
     "loss_before_merge": (lambda records: records.loss_before_merge, True),
     "correlation": (_last_correlation, False),
     "spike": (_spike, False),
+    "merge_rise": (_merge_rise, False),
     "bytes": (lambda records: float(records.bytes_sent), False),
     "cosine": (lambda records: _mean_of_rounds(records, "cosine"), False),
     "mean_norm": (lambda records: _mean_of_rounds(records, "mean_norm"), False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
                 "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
             }
             _curve(losses, table, "held_out_loss", label=arm.experiment.name, **look)
+            if table:
+                losses.plot(table[-1]["step"], arm.final_loss, "o", color=look["color"])
             _curve(correlation, table, "correlation", **look)
             sent.plot([r["step"] for r in table], [(r["bytes_sent"] or 0) / 1e6 for r in table], linewidth=1.4, **look)
             for round_ in arm.rounds:
@@ -36,9 +39,10 @@ def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
         # The first fall is the same for all and says nothing: begin where it is over.
         seconds = [table[1]["held_out_loss"] for table in tables if len(table) > 2]
         if seconds and None not in seconds:
-            losses.set_ylim(top=max(filter(None, seconds)) * 1.01)
+            merged = [arm.final_loss for arm in arms if math.isfinite(arm.final_loss)]
+            losses.set_ylim(top=max([*filter(None, seconds), *merged]) * 1.01)
         losses.set_title(title)
-        losses.set_ylabel("loss on held-out text, nats")
+        losses.set_ylabel("loss on held-out text, nats\n(dots: merged, after the last round)")
         losses.legend(frameon=False)
         correlation.set_ylabel("correlation\n(thin: rounds)")
         sent.set_ylabel("MB sent, all peers")

@@ -16,8 +16,10 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.model import ModelParts
 from p2ptrain.models import build, context_length
+from p2ptrain.monitor.account import Account
 from p2ptrain.sharding import make_shards, train_briefly
-from p2ptrain.simulation.experiment import Experiment, Happening
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.simulation.happening import Happening
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
 
@@ -70,6 +72,10 @@ class _Simulation:
         )
         self._run = dataclasses.replace(experiment.run, model_layout=layout)
         self._all: list[SimulatedPeer] = []
+        self._account = Account()
+        # Who was cut off from the others, by peer id, and on which side.
+        self._sides: dict[str, float] = {}
+        self._all_happened = False
 
     def _model(self) -> torch.nn.Module:
         run = self._experiment.run
@@ -86,6 +92,7 @@ class _Simulation:
         )
         self._present: dict[int, SimulatedPeer] = {}
         self._begun = trio.Event()
+        failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for number in range(experiment.peers):
@@ -99,23 +106,30 @@ class _Simulation:
             began_s = trio.current_time()
             self._begun.set()
             nursery.start_soon(self._follow_schedule, began_s)
-            await self._await_end(began_s)
+            try:
+                await self._await_end(began_s)
+            except Exception as error:
+                failure = error  # raised below, where it is no group
             nursery.cancel_scope.cancel()
-        return Records(experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s)
+        if failure is not None:
+            raise failure
+        return Records(experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s, self._account)
 
     def _start(self, number: int) -> None:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
-            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards
-        )
+            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards,
+            self._account,
+        )  # fmt: skip
         self._all.append(peer)
         self._present[number] = peer
         self._nursery.start_soon(peer.live, self._begun.wait)
 
     async def _follow_schedule(self, began_s: float) -> None:
-        for happening in sorted(self._experiment.schedule, key=lambda happening: happening.step):
+        for happening in self._experiment.happenings:
             await trio.sleep_until(began_s + happening.step * self._experiment.step_s)
             self._let_happen(happening)
+        self._all_happened = True
 
     def _let_happen(self, happening: Happening) -> None:
         peer = self._present.get(happening.peer)
@@ -138,13 +152,26 @@ class _Simulation:
             peer.awake.set()
         elif happening.action == "speed":
             peer.speed = happening.value
+        elif happening.action == "narrow":
+            self._network.narrow(peer.peer_id, happening.value * 1e6 / 8)
+        elif happening.action == "widen":
+            self._network.narrow(peer.peer_id, None)
+        elif happening.action == "cut":
+            self._divide({**self._sides, peer.peer_id: happening.value})
+        elif happening.action == "mend":
+            self._divide({name: side for name, side in self._sides.items() if name != peer.peer_id})
+
+    def _divide(self, sides: dict[str, float]) -> None:
+        self._sides = sides
+        self._network.partition(*([name for name in sides if sides[name] == side] for side in set(sides.values())))
 
     async def _await_end(self, began_s: float) -> None:
         experiment = self._experiment
         slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule)])
         deadline_s = began_s + MOST_TIMES_AS_LONG * (60 + experiment.run.total_steps * experiment.step_s / slowest)
         told_s = -math.inf
-        while not all(peer.ended for peer in self._present.values()):
+        # Where all have gone, somebody may still come.
+        while not all(peer.ended for peer in self._present.values()) or not (self._present or self._all_happened):
             self._check_failures()
             now = trio.current_time()
             if now - told_s >= PROGRESS_EVERY_S:
@@ -157,6 +184,8 @@ class _Simulation:
         self._check_failures()
 
     def _check_failures(self) -> None:
+        broken = self._account.disagreements
+        assert not broken, f"the promise of the round protocol is broken (seed {self._experiment.seed}): {broken[0]}"
         for peer in self._all:
             if peer.failure is not None:
                 raise peer.failure

@@ -51,7 +51,7 @@ class MemoryNetwork:
         self.transports: dict[PeerId, MemoryTransport] = {}
         self._narrow: dict[PeerId, float] = {}
         self._groups: dict[PeerId, int] = {}
-        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
+        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] | None = {}
 
     def transport(self, peer_id: PeerId) -> MemoryTransport:
         """Put a peer on the network; a second call for the same id is that peer restarted."""
@@ -85,6 +85,10 @@ class MemoryNetwork:
 
     def connected(self, a: PeerId, b: PeerId) -> bool:
         return self._groups.get(a, 0) == self._groups.get(b, 0)
+
+    def close_directory(self) -> None:
+        """Nothing is announced or found any more, as when a swarm's only bootstrap node has died."""
+        self._records = None
 
     def crash(self, peer_id: PeerId) -> None:
         """Take a peer off the network at once: its streams break, and nobody can dial it."""
@@ -204,11 +208,13 @@ class MemoryDirectory:
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
         await trio.sleep(self._network.latency_s)
+        if self._network._records is None:
+            return False
         self._network._records.setdefault(key, {})[self._peer_id] = (value, trio.current_time() + expires_in_s)
         return True
 
     async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
         await trio.sleep(2 * self._network.latency_s)
         now = trio.current_time()
-        records = self._network._records.get(key, {})
+        records = (self._network._records or {}).get(key, {})
         return {peer: value for peer, (value, expires_s) in records.items() if expires_s > now}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Callable
 
@@ -27,8 +26,6 @@ from p2ptrain.simulation.records import Records
 MOST_TIMES_AS_LONG = 20
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
-# Tasks and tensors come and go by the thousand; looking for cycles as often as Python does takes 5 % (measured).
-GC_THRESHOLD = (100_000, 50, 50)
 
 
 def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda step: None) -> Records:
@@ -43,15 +40,13 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
     Raises:
         ConfigError: a setting cannot work, or the run does not come to its end.
     """
-    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the demo model's tensors are too small to share, and sums in another order are others
-    gc.set_threshold(*GC_THRESHOLD)
     try:
         with torch.random.fork_rng(devices=[]):
             return run_virtual(_Simulation(experiment, on_progress).main, experiment.seed)
     finally:
         torch.set_num_threads(threads)
-        gc.set_threshold(*thresholds)
 
 
 class _Simulation:

@@ -19,12 +19,14 @@ from p2ptrain.config import RunConfig
 from p2ptrain.memory_network import Fault
 from p2ptrain.protocol import messages
 from p2ptrain.protocol.messages import KIND_OF
-from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import Witness, start_all
 
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 GOSSIP = dataclasses.replace(RUN, fragment_fraction=0.02)
 NAMES = "abcdefgh"
+# Half as large as elsewhere: twice as many storms in the same time. More than one chunk still.
+SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (1100, 64))]
 # What may get lost or come twice without its link breaking. A lost or repeated frame of bulk, or a second Hello, is
 # no weather but a broken partner: see test_hostile.
 CONTROL = frozenset(
@@ -38,8 +40,8 @@ CONTROL = frozenset(
 ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "drop", "repeat", "delay", "narrow")
 # Virtual seconds of faults; a round comes every two.
 STORM_S = 45.0
-# Longer than every timeout of links and rounds, so that what waits for one is met as well; a lineage ends after 60.
-LONGEST_S = 15.0
+# Longer than the 10 s after which a silent link is given up, so that each side of a split has rounds of its own.
+LONGEST_S = 25.0
 # Peers that lost the others for good begin anew after 60 s, meet again within a minute, and then need a round.
 CALM_S = 400.0
 
@@ -104,7 +106,7 @@ def play(storm: Storm) -> Swarm:
     async def main() -> None:
         witness = Witness()
         run: RunConfig = GOSSIP if storm.gossip else PLAIN
-        async with swarm(run, seed=storm.seed, latency_s=storm.latency_s) as s:
+        async with swarm(run, seed=storm.seed, latency_s=storm.latency_s, shapes=SHAPES) as s:
             played.append(s)
             start_all(s, NAMES[: storm.size], witness)
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))

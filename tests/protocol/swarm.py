@@ -20,7 +20,8 @@ from p2ptrain.config import RunConfig
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.account import Account
 from p2ptrain.protocol.exchange import Exchange, StepReport
-from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.faults import Faults
+from p2ptrain.protocol.node import NO_FAULTS, Node
 from p2ptrain.protocol.standing import Restored
 
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -114,7 +115,7 @@ class Swarm:
 
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
-        run: RunConfig | None = None,
+        run: RunConfig | None = None, faults: Faults = NO_FAULTS,
     ) -> TestPeer:  # fmt: skip
         generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
         tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in self.shapes]
@@ -138,7 +139,7 @@ class Swarm:
         node = Node(
             self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
             incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
-            events=record, rng=rng,
+            events=record, rng=rng, faults=faults,
         )  # fmt: skip
         peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
         self.peers[peer_id] = peer

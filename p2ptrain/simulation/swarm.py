@@ -127,34 +127,37 @@ class _Simulation:
         self._all_happened = True
 
     def _let_happen(self, happening: Happening) -> None:
-        peer = self._present.get(happening.peer)
-        if happening.action == "join":
-            if peer is None:
+        name, peer = f"peer-{happening.peer}", self._present.get(happening.peer)
+        match happening.action:
+            case "narrow":
+                self._network.narrow(name, happening.value * 1e6 / 8)
+            case "widen":
+                self._network.narrow(name, None)
+            case "cut":
+                self._divide({**self._sides, name: happening.value})
+            case "mend":
+                self._divide({other: side for other, side in self._sides.items() if other != name})
+            case "join" if peer is None:
                 self._start(happening.peer)
-        elif peer is None:
-            return
-        elif happening.action == "crash":
-            self._network.crash(peer.peer_id)
-            peer.crash()
-            del self._present[happening.peer]
-        elif happening.action == "leave":
-            peer.leave("left")
-            peer.crash()
-            del self._present[happening.peer]
-        elif happening.action == "pause":
-            peer.awake = trio.Event()
-        elif happening.action == "resume":
-            peer.awake.set()
-        elif happening.action == "speed":
-            peer.speed = happening.value
-        elif happening.action == "narrow":
-            self._network.narrow(peer.peer_id, happening.value * 1e6 / 8)
-        elif happening.action == "widen":
-            self._network.narrow(peer.peer_id, None)
-        elif happening.action == "cut":
-            self._divide({**self._sides, peer.peer_id: happening.value})
-        elif happening.action == "mend":
-            self._divide({name: side for name, side in self._sides.items() if name != peer.peer_id})
+            case _ if peer is not None:
+                self._befall(peer, happening)
+
+    def _befall(self, peer: SimulatedPeer, happening: Happening) -> None:
+        match happening.action:
+            case "crash":
+                self._network.crash(peer.peer_id)
+                peer.crash()
+                del self._present[happening.peer]
+            case "leave":
+                peer.leave("left")
+                peer.crash()
+                del self._present[happening.peer]
+            case "pause":
+                peer.awake = trio.Event()
+            case "resume":
+                peer.awake.set()
+            case "speed":
+                peer.speed = happening.value
 
     def _divide(self, sides: dict[str, float]) -> None:
         self._sides = sides
@@ -162,7 +165,7 @@ class _Simulation:
 
     async def _await_end(self, began_s: float) -> None:
         experiment = self._experiment
-        slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule)])
+        slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule if h.action == "speed")])
         deadline_s = began_s + MOST_TIMES_AS_LONG * (60 + experiment.run.total_steps * experiment.step_s / slowest)
         told_s = -math.inf
         # Where all have gone, somebody may still come.

@@ -16,6 +16,7 @@ from tests.protocol.storm import Storm, Trouble, shortest, weather
 SEEDS = range(int(os.environ.get("STORMS", "32")))
 
 
+@pytest.mark.timeout(1200)  # finding the shortest storm plays it some thirty times
 @pytest.mark.parametrize("seed", SEEDS)
 def test_storm(seed: int) -> None:
     weather(Storm.of(seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ def format_soak(soak: Soak, *, seed: int) -> str:
         ("time that exchanges held the training of live peers", "≤ 3 %",
          f"{sum(peer.blocked_s for peer in peers) / _training_s(soak):.2%}"),
         ("rounds committed / skipped (in one peer's view)", "", f"{rounds} / {account.skipped}"),
+        ("longest time without a committed round, from one to the next", "", _longest_gap(soak)),
         ("contributors of a round", "",
          f"{statistics.fmean(sizes.elements()):.2f} on average ("
          + ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items())) + ")" if rounds else "-"),
@@ -67,10 +69,16 @@ def _training_s(soak: Soak) -> float:
     """Seconds that all peers together spent in steps, of which exchanges are a part."""
     total = 0.0
     for peer in soak.peers:
-        for before, after in zip(peer.steps, peer.steps[1:], strict=False):
+        for before, after in itertools.pairwise(peer.steps):
             # Longer gaps are those in which it was down or asleep.
             total += after - before if after - before < 2 else 0.0
     return total
+
+
+def _longest_gap(soak: Soak) -> str:
+    times = sorted(round_.t for round_ in soak.account.committed if round_.t > soak.calm_s)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return f"{max(gaps):.0f} s; {statistics.median(gaps):.1f} s is normal" if gaps else "-"
 
 
 def _spread(seconds: Sequence[float | None]) -> str:

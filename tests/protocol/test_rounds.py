@@ -240,6 +240,31 @@ def test_the_last_survivor_of_a_quorum_goes_on_alone_and_a_minority_waits() -> N
     run_virtual(main)
 
 
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_voter_that_was_started_anew_is_not_waited_for(rounds: int) -> None:
+    """Without the first listed voter (before the first round: the only one) there is no quorum, and none can come."""
+
+    async def main() -> None:
+        async with swarm() as s:
+            start_all(s, "ab")
+            await s.until(lambda: s.peers["b"].node.ready.is_set() and common(s, rounds, 2))
+            lineage = s.peers["b"].node.engine.head.lineage
+            s.kill("a")
+            await trio.sleep(8)
+            assert s.peers["b"].node.engine.head.lineage == lineage
+            s.start("a")
+            back = trio.current_time()
+            await s.until(
+                lambda: all(
+                    any(r["t"] > back and not r["late"] for r in p.rounds("committed")) for p in s.peers.values()
+                ),
+                within_s=25,
+            )
+            assert s.peers["a"].node.engine.head.lineage != lineage
+
+    run_virtual(main)
+
+
 def test_leaving_hands_the_run_over_at_once() -> None:
     async def main() -> None:
         async with swarm() as s:

@@ -4,7 +4,10 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench reproduce reproduce-full clean
+MINUTES := 20
+SEEDS := 500
+
+.PHONY: demo test lint bench soak storms reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -19,6 +22,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Real peers under a random storm of kills, pauses, restarts and joins; ends with a table.
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
+
+# The protocol under hundreds of random storms, in virtual time.
+storms: $(STAMP)
+	STORMS=$(SEEDS) $(BIN)/python -m pytest tests/protocol/test_storm.py $(ARGS)
 
 # The papers' experiments, one after the other; -full repeats the headline ones with three seeds.
 reproduce: $(STAMP)

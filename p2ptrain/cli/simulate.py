@@ -23,6 +23,9 @@ import click
 @click.option("--step-time", type=float, metavar="S", help="Virtual seconds of one inner step.  [0.1]")
 @click.option("--speeds", metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25.")
 @click.option("--schedule", metavar="STEP:ACTION:PEER,…", help="What happens when; see below.")
+@click.option("--faults-per-hour", type=float, metavar="N", help="Of virtual time, at random; see below.  [0]")
+@click.option("--faults", metavar="KIND,…", help="Of crash, pause, partition and slow.  [all of them]")
+@click.option("--fault-time", type=float, metavar="S", help="How long one lasts on average, in virtual seconds.  [20]")
 @click.option("--eval-every", type=int, metavar="N", help="Steps between two measurements.  [100]")
 @click.option("--data", metavar="SOURCE", help="stdlib, or a text file or a directory of them.  [stdlib]")
 @click.option("--seed", type=int, metavar="N", help="Of everything.  [0]")
@@ -45,11 +48,18 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
         p2ptrain simulate --schedule 200:crash:2,300:join:8,400:speed:1:0.5
     Arms side by side:
         p2ptrain simulate examples/simulate.toml --out arms
+    A storm of 125 faults an hour on 32 peers, drawn from the seed:
+        p2ptrain simulate --peers 32 --step-time 1 --faults-per-hour 125
 
     \b
-    Actions of --schedule: join, leave (says so), crash (does not), pause, resume, speed (with a factor).
+    Actions of --schedule: join, leave (says so), crash (does not), pause, resume, speed (with a factor), cut
+    (with the number of a side: only peers of one side reach each other), mend, narrow (with Mbit/s), widen.
+    Faults of a storm: crash (and started anew), pause (network and all), partition (some, up to half, from the
+    others), slow (a link of 2 Mbit/s). Its outcome: inner steps done against those of a run without faults
+    (goodput), steps that ended in no round, rounds, participation, repairs (states replaced), joins. The run is
+    stopped should two peers ever hold different bytes for one round.
     Written to --out: a metrics stream for each peer as a real one writes it (PEER.jsonl, times in virtual
-    seconds), table.csv with losses, correlation, disagreement and bytes, and curves.png.
+    seconds), table.csv with losses, correlation, disagreement and bytes, happenings.csv, and curves.png.
     """
     from p2ptrain.simulation.experiment import Experiment, read_experiments
 
@@ -61,7 +71,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 
     from p2ptrain.simulation.arms import simulate_arms
     from p2ptrain.simulation.plot import save_plot
-    from p2ptrain.simulation.report import format_table, progress_bars
+    from p2ptrain.simulation.report import format_accounts, format_table, progress_bars
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # what every single peer sees is in its records
     with progress_bars(experiments) as on_progress:
@@ -70,14 +80,16 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
         arm.write(out / arm.experiment.name if len(arms) > 1 else out)
     save_plot(title, arms, out / "curves.png")
     click.echo(format_table(arms))
-    click.echo(f"written to {out}: records, table.csv, curves.png")
+    if any(arm.experiment.happenings for arm in arms):
+        click.echo(format_accounts(arms))
+    click.echo(f"written to {out}: records, table.csv, happenings.csv, curves.png")
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """What the user gave, by the names of `Experiment.of`."""
     from p2ptrain.errors import ConfigError
 
-    names = {"latency": "latency_s", "bandwidth": "bandwidth_mbit", "step_time": "step_s"}
+    names = {"latency": "latency_s", "bandwidth": "bandwidth_mbit", "step_time": "step_s", "fault_time": "fault_s"}
     given = {names.get(name, name): value for name, value in options.items() if value not in (None, ())}
     for text in given.pop("others", ()):
         name, found, value = text.partition("=")
@@ -89,8 +101,8 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
             given["speeds"] = [float(speed) for speed in given["speeds"].split(",")]
         except ValueError:
             raise ConfigError(f"--speeds {given['speeds']}: must be numbers such as 1,0.5") from None
-    if "schedule" in given:
-        given["schedule"] = given["schedule"].split(",")
+    for name in {"schedule", "faults"} & set(given):
+        given[name] = given[name].split(",")
     return given
 
 

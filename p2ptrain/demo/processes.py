@@ -34,6 +34,10 @@ class Process:
             )  # fmt: skip
 
     @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
     def exit_status(self) -> int | None:
         """None while it runs; negative when a signal ended it."""
         return self._popen.poll()

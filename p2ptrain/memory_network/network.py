@@ -49,8 +49,9 @@ class MemoryNetwork:
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.fault: FaultRule = lambda source, target, packet: Fault.NONE
         self.transports: dict[PeerId, MemoryTransport] = {}
+        self._narrow: dict[PeerId, float] = {}
         self._groups: dict[PeerId, int] = {}
-        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
+        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] | None = {}
 
     def transport(self, peer_id: PeerId) -> MemoryTransport:
         """Put a peer on the network; a second call for the same id is that peer restarted."""
@@ -68,8 +69,26 @@ class MemoryNetwork:
                 if not self.connected(transport.peer_id, stream.remote):
                     stream.stall()
 
+    def narrow(self, peer_id: PeerId, bandwidth_bytes_s: float | None) -> None:
+        """Give one peer a link of its own width, in both directions; None: that of all again."""
+        if bandwidth_bytes_s is None:
+            self._narrow.pop(peer_id, None)
+        else:
+            self._narrow[peer_id] = bandwidth_bytes_s
+
+    def uplink_bytes_s(self, peer_id: PeerId) -> float:
+        return self._narrow.get(peer_id, self.bandwidth_bytes_s)
+
+    def downlink_bytes_s(self, peer_id: PeerId) -> float:
+        """Only a narrow link is narrow towards its peer, as most people's links are."""
+        return self._narrow.get(peer_id, math.inf)
+
     def connected(self, a: PeerId, b: PeerId) -> bool:
         return self._groups.get(a, 0) == self._groups.get(b, 0)
+
+    def close_directory(self) -> None:
+        """Nothing is announced or found any more, as when a swarm's only bootstrap node has died."""
+        self._records = None
 
     def crash(self, peer_id: PeerId) -> None:
         """Take a peer off the network at once: its streams break, and nobody can dial it."""
@@ -88,6 +107,7 @@ class MemoryTransport:
         self.streams: set[MemoryStream] = set()
         self.closed = False
         self.uplink_free_s = 0.0
+        self.downlink_free_s = 0.0
         self._incoming_send, self._incoming = trio.open_memory_channel[MemoryStream](256)
 
     @property
@@ -140,9 +160,13 @@ class MemoryStream:
 
     async def _send_segment(self, segment: bytes, *, lost: bool) -> None:
         owner, network = self._owner, self._owner.network
-        owner.uplink_free_s = max(trio.current_time(), owner.uplink_free_s) + len(segment) / network.bandwidth_bytes_s
-        due = owner.uplink_free_s + network.latency(owner.peer_id, self.remote)
-        await _wait_until(owner.uplink_free_s - BUFFER_BYTES / network.bandwidth_bytes_s)
+        up, down = network.uplink_bytes_s(owner.peer_id), network.downlink_bytes_s(self.remote)
+        free_s = owner.uplink_free_s = max(trio.current_time(), owner.uplink_free_s) + len(segment) / up
+        if down < math.inf:
+            target = self.other._owner
+            free_s = target.downlink_free_s = max(free_s, target.downlink_free_s) + len(segment) / down
+        due = free_s + network.latency(owner.peer_id, self.remote)
+        await _wait_until(free_s - BUFFER_BYTES / min(up, down))
         if lost or self._stalled:
             return
         try:
@@ -184,13 +208,15 @@ class MemoryDirectory:
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
         await trio.sleep(self._network.latency_s)
+        if self._network._records is None:
+            return False
         self._network._records.setdefault(key, {})[self._peer_id] = (value, trio.current_time() + expires_in_s)
         return True
 
     async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
         await trio.sleep(2 * self._network.latency_s)
         now = trio.current_time()
-        records = self._network._records.get(key, {})
+        records = (self._network._records or {}).get(key, {})
         return {peer: value for peer, (value, expires_s) in records.items() if expires_s > now}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Lines waiting for the disk. A disk that is this far behind loses the newest lines, and that is logged.
 MAX_WAITING = 10_000
+# The longest line, a `sample` of 512 weights, takes 12 kB.
+MAX_LINE_BYTES = 1024 * 1024
 
 
 class MetricsFile:
@@ -31,6 +34,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_unfinished_line(path)
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--metrics {path}: cannot be written ({error.strerror}); choose another file") from None
@@ -65,6 +69,16 @@ class MetricsFile:
         if not self._broken:
             self._broken = True
             logger.error("metrics are being lost: %s", reason)
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove what a peer that was killed had begun to write; else our first line would be lost with it."""
+    if path.is_file():
+        with path.open("r+b") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            tail_bytes = min(size_bytes, MAX_LINE_BYTES)
+            file.seek(size_bytes - tail_bytes)
+            file.truncate(size_bytes - tail_bytes + file.read().rfind(b"\n") + 1)
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,8 @@ RECORD_TTL_S = 30.0
 LOOKUP_EVERY_S = 5.0
 # Until somebody is found, look at all keys this often.
 EAGER_LOOKUP_S = 0.5
-# Links kept at most; beyond that a random subset of the swarm gossips just as well (uniform partners).
+# Links sought by a member; beyond that a random subset of the swarm gossips just as well (uniform partners). Who is
+# joining seeks all that it knows: only then is it sure that nobody holds the run's state, and who is to found it.
 MAX_LINKS = 64
 # Members remembered at most (DESIGN.md).
 MAX_KNOWN = 128
@@ -98,6 +99,7 @@ class Membership:
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
+        self._most_links = MAX_KNOWN
 
     async def run_forever(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -132,6 +134,10 @@ class Membership:
                 return
             del self.known[min(idle, key=lambda p: self.known[p].seen_s)]
         self.known[peer_id] = Member(maddrs, role, now)
+
+    def settle(self) -> None:
+        """We stand on the run's state: a subset of the swarm is enough from now on."""
+        self._most_links = MAX_LINKS
 
     def stop(self) -> None:
         """Dial nobody from now on: we leave."""
@@ -185,7 +191,7 @@ class Membership:
 
     def _dial(self, nursery: trio.Nursery) -> None:
         now = trio.current_time()
-        room = MAX_LINKS - len(self._linked()) - len(self._dialling)
+        room = self._most_links - len(self._linked()) - len(self._dialling)
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 member.seen_s, member.retry_s, member.next_dial_s = now, FIRST_RETRY_S, now

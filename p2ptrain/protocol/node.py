@@ -119,6 +119,7 @@ class Node:
             await nursery.start(self.links.run)
             nursery.start_soon(self.membership.run_forever)
             await self.standing.establish()
+            self.membership.settle()
             nursery.start_soon(self.engine.run_forever)
             if self._gossip is not None:
                 nursery.start_soon(self._gossip.run_forever)

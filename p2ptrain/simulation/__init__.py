@@ -4,7 +4,8 @@
 >>> records.final_loss
 """
 
-from p2ptrain.simulation.experiment import Experiment, Happening, read_experiments
+from p2ptrain.simulation.experiment import Experiment, read_experiments
+from p2ptrain.simulation.happening import Happening
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
 

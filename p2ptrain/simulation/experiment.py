@@ -29,50 +29,13 @@ from typing import Any
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings import did_you_mean
+from p2ptrain.simulation.happening import Happening
+from p2ptrain.simulation.storm import KINDS, Fault, draw_storm
 
-ACTIONS = ("join", "leave", "crash", "pause", "resume", "speed")
 # Settings of a run that a simulation has no use for, or chooses itself.
 _NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
 # ALGORITHMS.md, section 4: the demo model and its settings, tuned by simulation.
 _RUN_DEFAULTS: dict[str, Any] = {"model": "gpt-demo", "fragment_fraction": 0.02, "sync_every": 100}
-
-
-@dataclass(frozen=True)
-class Happening:
-    """Something that is done to a peer when the run has come to a step.
-
-    Attributes:
-        step: of the run, as time: step · step_s.
-        action: one of ACTIONS. A peer whose first happening is "join" is not there before.
-        peer: its number, from 0.
-        value: for "speed", relative to the other peers.
-    """
-
-    step: int
-    action: str
-    peer: int
-    value: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            raise ConfigError(f"schedule: unknown action {self.action!r}; {did_you_mean(self.action, ACTIONS)}")
-        if self.step < 0 or self.peer < 0 or not 0 < self.value < math.inf:
-            raise ConfigError(f"schedule: {self}: step and peer must be 0 or more, a speed above 0")
-
-    @classmethod
-    def parse(cls, text: str) -> Happening:
-        """From "STEP:ACTION:PEER" or "STEP:speed:PEER:FACTOR". Raises ConfigError."""
-        parts = text.strip().split(":")
-        try:
-            step, action, peer = int(parts[0]), parts[1], int(parts[2])
-            value = float(parts[3]) if len(parts) > 3 else 1.0
-        except (IndexError, ValueError):
-            raise ConfigError(
-                f"schedule {text!r}: must be STEP:ACTION:PEER, such as 300:crash:2, or 300:speed:2:0.5"
-            ) from None
-        if len(parts) > 4:
-            raise ConfigError(f"schedule {text!r}: has more than four parts")
-        return cls(step, action, peer, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +53,9 @@ class Experiment:
         drop: probability that a peer's outer gradient of a round is lost; it goes on from its own weights.
         speeds: relative speeds of the first peers; the others have 1.
         schedule: what happens when.
+        faults_per_hour: how many faults strike the peers an hour of virtual time; see `storm.draw_storm`.
+        faults: their kinds.
+        fault_s: how long one lasts on average, in virtual seconds.
         pretrain_steps: steps that the first model is trained alone before the run (DiLoCo, section 3.1), with a warm-up
             and cosine of its own.
         data: "stdlib", or the path of a text file or a directory of them.
@@ -110,6 +76,10 @@ class Experiment:
     drop: float = 0.0
     speeds: tuple[float, ...] = ()
     schedule: tuple[Happening, ...] = ()
+    faults_per_hour: float = 0.0
+    faults: tuple[str, ...] = KINDS
+    # A machine that is started anew, or a line that comes back (guess).
+    fault_s: float = 20.0
     pretrain_steps: int = 0
     data: str = "stdlib"
     batch_size: int = 4
@@ -125,6 +95,12 @@ class Experiment:
         _check(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
         _check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
         _check(all(0 < speed < math.inf for speed in self.speeds), "speeds", self.speeds, "above 0")
+        _check(0 <= self.faults_per_hour < math.inf, "faults_per_hour", self.faults_per_hour, "0 or more")
+        _check(
+            bool(self.faults) and set(self.faults) <= set(KINDS), "faults", list(self.faults),
+            f"some of {', '.join(KINDS)}",
+        )  # fmt: skip
+        _check(0 < self.fault_s < math.inf, "fault_s", self.fault_s, "above 0")
         _check(self.pretrain_steps >= 0, "pretrain_steps", self.pretrain_steps, "0 or more")
         _check(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
         _check(self.eval_every >= 1, "eval_every", self.eval_every, "1 or more")
@@ -149,6 +125,20 @@ class Experiment:
         run["run_seed"] = values.get("seed", 0)
         run["data"] = "stdlib" if values.get("data", "stdlib") == "stdlib" else "text"
         return cls(run=RunConfig.from_dict(run), **values)
+
+    @property
+    def storm(self) -> tuple[Fault, ...]:
+        """The faults that strike, in order. The last interval is calm: everybody is there for the last round."""
+        return draw_storm(
+            peers=self.peers, kinds=self.faults, faults_per_hour=self.faults_per_hour, fault_s=self.fault_s,
+            step_s=self.step_s, steps=self.run.total_steps - self.run.sync_every, seed=self.seed,
+        )  # fmt: skip
+
+    @property
+    def happenings(self) -> list[Happening]:
+        """All that is done to peers, by schedule or storm, in order."""
+        of_storm = [happening for fault in self.storm for happening in fault.happenings]
+        return sorted([*self.schedule, *of_storm], key=lambda happening: happening.step)
 
     @property
     def everybody(self) -> int:
@@ -198,6 +188,8 @@ def _converted(name: str, value: Any, default: Any) -> Any:
         if not all(type(speed) in (int, float) for speed in value):
             raise ConfigError(f"speeds = {value!r}: must be numbers")
         return tuple(map(float, value))
+    if name == "faults" and isinstance(value, (list, tuple)) and all(isinstance(kind, str) for kind in value):
+        return tuple(value)
     if isinstance(default, float) and type(value) is int:
         return float(value)
     if type(value) is not type(default):

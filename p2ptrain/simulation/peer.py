@@ -14,6 +14,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.data import Corpus, Shards
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.model import ModelParts
+from p2ptrain.monitor.account import Account
 from p2ptrain.protocol.exchange import Exchange, StepReport
 from p2ptrain.protocol.node import Node
 from p2ptrain.simulation.experiment import Experiment
@@ -29,7 +30,7 @@ class SimulatedPeer:
 
     def __init__(
         self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
-        network: MemoryNetwork, incarnation: int, shards: Shards | None,
+        network: MemoryNetwork, incarnation: int, shards: Shards | None, account: Account,
     ) -> None:  # fmt: skip
         self.number = number
         self.peer_id = f"peer-{number}"
@@ -41,6 +42,7 @@ class SimulatedPeer:
         self.failure: Exception | None = None
         self.ended = False
         self._measured_at = -1
+        self._account = account
         self._experiment = experiment
         parts = ModelParts(model)
         spans, shard_tokens = None, 0
@@ -91,6 +93,7 @@ class SimulatedPeer:
         if event == "eval":
             self._measured_at = self.run_step
         self.records.append({"event": event, "t": round(trio.current_time(), 6), **fields})
+        self._account.note(self.peer_id, self.records[-1])
 
     def leave(self, reason: str) -> None:
         """Tell the others, and end."""

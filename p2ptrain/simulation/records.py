@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.algorithms.metrics import disagreement, pairwise_correlation
+from p2ptrain.monitor.account import Account
 from p2ptrain.simulation.experiment import Experiment
 
 COLUMNS = ("step", "t", "peers", "training_loss", "held_out_loss", "correlation", "disagreement", "bytes_sent")
@@ -26,11 +27,13 @@ class Records:
         events: by peer (each start of one counts anew), the same events as in a real peer's metrics file; `t` is in
             virtual seconds.
         began_s: when training began.
+        account: what they came through.
     """
 
     experiment: Experiment
     events: dict[str, list[dict[str, Any]]]
     began_s: float
+    account: Account
 
     def of(self, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """All events of these kinds, with the peer that recorded them."""
@@ -103,11 +106,37 @@ class Records:
             })  # fmt: skip
         return rows
 
+    @property
+    def goodput(self) -> float:
+        """Inner steps done, as a share of those that the first peers do in the same virtual time if nothing happens.
+
+        Until the first peer has come to the run's length.
+        """
+        experiment = self.experiment
+        steps = [event for _, event in self.of("step")]
+        end_s: float = min(event["t"] for event in steps if event["step"] >= experiment.run.total_steps)
+        speeds = (*experiment.speeds, *[1.0] * (experiment.peers - len(experiment.speeds)))
+        whole = sum((end_s - self.began_s) * speed / experiment.step_s for speed in speeds)
+        return float(sum(event["t"] <= end_s for event in steps) / whole)
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that are in no round, because their peer crashed after them, or had to give up its weights."""
+        tokens = next((event["tokens"] for _, event in self.of("step")), 1)
+        lost: int = sum(event.get("tokens_discarded", 0) for _, event in self.of("round")) // tokens
+        for events in self.events.values():
+            if not any(event["event"] == "stop" for event in events):
+                rounds = [
+                    e["t"] for e in events if e["event"] == "round" and e["status"] != "skipped" and not e["late"]
+                ]
+                lost += sum(e["event"] == "step" and e["t"] > max(rounds, default=0.0) for e in events)
+        return lost
+
     def _bytes_by_time(self) -> list[tuple[float, int]]:
         return [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
 
     def write(self, directory: Path) -> None:
-        """Write every peer's stream as `PEER.jsonl`, and the table as `table.csv`."""
+        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `happenings.csv`."""
         directory.mkdir(parents=True, exist_ok=True)
         for peer, events in self.events.items():
             lines = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
@@ -116,6 +145,12 @@ class Records:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.table())
+        with (directory / "happenings.csv").open("w", encoding="utf-8", newline="") as file:
+            happened = csv.writer(file, lineterminator="\n")
+            happened.writerow(("t", "action", "peer", "value"))
+            for happening in self.experiment.happenings:
+                t = round(happening.step * self.experiment.step_s, 6)
+                happened.writerow((t, happening.action, f"peer-{happening.peer}", happening.value))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,40 @@ def format_table(arms: Sequence[Records]) -> str:
             f"{arm.bytes_sent / 1e6:.2f}",
             f"{arm.bytes_sent / 1e3 / steps / len(arm.events):.2f}",
         )
-    console = Console(width=110)
+    return _text(table)
+
+
+def format_accounts(arms: Sequence[Records]) -> str:
+    """What all arms came through, a line each."""
+    table = Table(box=None, pad_edge=False)
+    for column in (
+        "arm", "faults", "goodput", "steps lost", "committed", "skipped", "contributors", "repairs",
+        "joins", "s to first step", "hashes agree",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm in arms:
+        account = arm.account
+        joins = [join for join in account.joins if join.started_s >= arm.began_s]
+        times = sorted(join.step_s for join in joins if join.step_s is not None)
+        sizes = list(account.participation.elements())
+        table.add_row(
+            arm.experiment.name,
+            str(len(arm.experiment.storm)),
+            f"{arm.goodput:.2%}",
+            str(arm.steps_lost),
+            str(len(account.committed)),
+            str(account.skipped),
+            f"{statistics.fmean(sizes):.2f} of {arm.experiment.peers}" if sizes else "-",
+            str(account.repairs),
+            str(len(joins)),
+            f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
+            f"{account.agreement:.0%}",
+        )
+    return _text(table)
+
+
+def _text(table: Table) -> str:
+    console = Console(width=130)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import math
 from collections.abc import Callable
 
@@ -16,8 +15,10 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.model import ModelParts
 from p2ptrain.models import build, context_length
+from p2ptrain.monitor.account import Account
 from p2ptrain.sharding import make_shards, train_briefly
-from p2ptrain.simulation.experiment import Experiment, Happening
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.simulation.happening import Happening
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
 
@@ -25,8 +26,6 @@ from p2ptrain.simulation.records import Records
 MOST_TIMES_AS_LONG = 20
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
-# Tasks and tensors come and go by the thousand; looking for cycles as often as Python does takes 5 % (measured).
-GC_THRESHOLD = (100_000, 50, 50)
 
 
 def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda step: None) -> Records:
@@ -41,15 +40,13 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
     Raises:
         ConfigError: a setting cannot work, or the run does not come to its end.
     """
-    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the demo model's tensors are too small to share, and sums in another order are others
-    gc.set_threshold(*GC_THRESHOLD)
     try:
         with torch.random.fork_rng(devices=[]):
             return run_virtual(_Simulation(experiment, on_progress).main, experiment.seed)
     finally:
         torch.set_num_threads(threads)
-        gc.set_threshold(*thresholds)
 
 
 class _Simulation:
@@ -70,6 +67,10 @@ class _Simulation:
         )
         self._run = dataclasses.replace(experiment.run, model_layout=layout)
         self._all: list[SimulatedPeer] = []
+        self._account = Account()
+        # Who was cut off from the others, by peer id, and on which side.
+        self._sides: dict[str, float] = {}
+        self._all_happened = False
 
     def _model(self) -> torch.nn.Module:
         run = self._experiment.run
@@ -86,6 +87,7 @@ class _Simulation:
         )
         self._present: dict[int, SimulatedPeer] = {}
         self._begun = trio.Event()
+        failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for number in range(experiment.peers):
@@ -99,52 +101,75 @@ class _Simulation:
             began_s = trio.current_time()
             self._begun.set()
             nursery.start_soon(self._follow_schedule, began_s)
-            await self._await_end(began_s)
+            try:
+                await self._await_end(began_s)
+            except Exception as error:
+                failure = error  # raised below, where it is no group
             nursery.cancel_scope.cancel()
-        return Records(experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s)
+        if failure is not None:
+            raise failure
+        return Records(experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s, self._account)
 
     def _start(self, number: int) -> None:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
-            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards
-        )
+            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards,
+            self._account,
+        )  # fmt: skip
         self._all.append(peer)
         self._present[number] = peer
         self._nursery.start_soon(peer.live, self._begun.wait)
 
     async def _follow_schedule(self, began_s: float) -> None:
-        for happening in sorted(self._experiment.schedule, key=lambda happening: happening.step):
+        for happening in self._experiment.happenings:
             await trio.sleep_until(began_s + happening.step * self._experiment.step_s)
             self._let_happen(happening)
+        self._all_happened = True
 
     def _let_happen(self, happening: Happening) -> None:
-        peer = self._present.get(happening.peer)
-        if happening.action == "join":
-            if peer is None:
+        name, peer = f"peer-{happening.peer}", self._present.get(happening.peer)
+        match happening.action:
+            case "narrow":
+                self._network.narrow(name, happening.value * 1e6 / 8)
+            case "widen":
+                self._network.narrow(name, None)
+            case "cut":
+                self._divide({**self._sides, name: happening.value})
+            case "mend":
+                self._divide({other: side for other, side in self._sides.items() if other != name})
+            case "join" if peer is None:
                 self._start(happening.peer)
-        elif peer is None:
-            return
-        elif happening.action == "crash":
-            self._network.crash(peer.peer_id)
-            peer.crash()
-            del self._present[happening.peer]
-        elif happening.action == "leave":
-            peer.leave("left")
-            peer.crash()
-            del self._present[happening.peer]
-        elif happening.action == "pause":
-            peer.awake = trio.Event()
-        elif happening.action == "resume":
-            peer.awake.set()
-        elif happening.action == "speed":
-            peer.speed = happening.value
+            case _ if peer is not None:
+                self._befall(peer, happening)
+
+    def _befall(self, peer: SimulatedPeer, happening: Happening) -> None:
+        match happening.action:
+            case "crash":
+                self._network.crash(peer.peer_id)
+                peer.crash()
+                del self._present[happening.peer]
+            case "leave":
+                peer.leave("left")
+                peer.crash()
+                del self._present[happening.peer]
+            case "pause":
+                peer.awake = trio.Event()
+            case "resume":
+                peer.awake.set()
+            case "speed":
+                peer.speed = happening.value
+
+    def _divide(self, sides: dict[str, float]) -> None:
+        self._sides = sides
+        self._network.partition(*([name for name in sides if sides[name] == side] for side in set(sides.values())))
 
     async def _await_end(self, began_s: float) -> None:
         experiment = self._experiment
-        slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule)])
+        slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule if h.action == "speed")])
         deadline_s = began_s + MOST_TIMES_AS_LONG * (60 + experiment.run.total_steps * experiment.step_s / slowest)
         told_s = -math.inf
-        while not all(peer.ended for peer in self._present.values()):
+        # Where all have gone, somebody may still come.
+        while not all(peer.ended for peer in self._present.values()) or not (self._present or self._all_happened):
             self._check_failures()
             now = trio.current_time()
             if now - told_s >= PROGRESS_EVERY_S:
@@ -157,6 +182,8 @@ class _Simulation:
         self._check_failures()
 
     def _check_failures(self) -> None:
+        broken = self._account.disagreements
+        assert not broken, f"the promise of the round protocol is broken (seed {self._experiment.seed}): {broken[0]}"
         for peer in self._all:
             if peer.failure is not None:
                 raise peer.failure

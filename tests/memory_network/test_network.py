@@ -108,6 +108,29 @@ def test_the_uplink_is_shared_in_order_and_long_packets_come_bit_by_bit() -> Non
     run_virtual(main)
 
 
+def test_a_narrow_link_is_narrow_both_ways_and_others_are_not() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.5)
+        to_b, at_b = await pair(network)
+        to_c, at_c = await pair(network, "a", "c")
+
+        async def takes(sender, receiver, size_bytes: int = 2 * SEGMENT_BYTES) -> float:  # type: ignore[no-untyped-def]
+            start = trio.current_time()
+            await sender.send_all(bytes(size_bytes))
+            while size_bytes:
+                size_bytes -= len(await receiver.receive_some())
+            return trio.current_time() - start
+
+        network.narrow("b", SEGMENT_BYTES / 2)
+        assert await takes(to_b, at_b) == pytest.approx(4.5)
+        assert await takes(at_b, to_b) == pytest.approx(4.5)
+        assert await takes(to_c, at_c) == pytest.approx(0.5)
+        network.narrow("b", None)
+        assert await takes(to_b, at_b) == pytest.approx(0.5)
+
+    run_virtual(main)
+
+
 def test_senders_wait_when_the_buffer_is_full() -> None:
     async def main() -> None:
         network = MemoryNetwork(bandwidth_bytes_s=1e6)

@@ -18,11 +18,14 @@ import trio
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.config import RunConfig
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
+from p2ptrain.monitor.account import Account
 from p2ptrain.protocol.exchange import Exchange, StepReport
-from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.faults import Faults
+from p2ptrain.protocol.node import NO_FAULTS, Node
 from p2ptrain.protocol.standing import Restored
 
-SHAPES = [("embedding", (40, 64)), ("bias", (70,)), ("head", (2100, 64))]
+Shapes = list[tuple[str, tuple[int, ...]]]
+SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (2100, 64))]
 
 
 async def inline(work: Callable[..., Any], *args: Any) -> Any:
@@ -95,11 +98,15 @@ class TestPeer:
 class Swarm:
     """Starts, kills and inspects peers."""
 
-    def __init__(self, network: MemoryNetwork, nursery: trio.Nursery, run: RunConfig, seed: int) -> None:
+    def __init__(
+        self, network: MemoryNetwork, nursery: trio.Nursery, run: RunConfig, seed: int, shapes: Shapes = SHAPES
+    ) -> None:
         self.network = network
         self.run = run
+        self.shapes = shapes
         self.peers: dict[str, TestPeer] = {}
         self.dead: list[TestPeer] = []
+        self.account = Account()
         # What a visit to the worker thread takes.
         self.work_s = 0.0
         self._nursery = nursery
@@ -108,20 +115,21 @@ class Swarm:
 
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
-        run: RunConfig | None = None,
+        run: RunConfig | None = None, faults: Faults = NO_FAULTS,
     ) -> TestPeer:  # fmt: skip
         generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
-        tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
+        tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in self.shapes]
         run = run or self.run
         rng = random.Random(self._rng.randrange(2**31))
         exchange = Exchange(
-            IndexSpace(SHAPES), tensors, run, clock=trio.current_time, post=lambda work: work(),
+            IndexSpace(self.shapes), tensors, run, clock=trio.current_time, post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1
         events: list[dict[str, Any]] = []
 
         def record(event: str, /, **fields: object) -> None:
             events.append({"event": event, "t": trio.current_time(), **fields})
+            self.account.note(peer_id, events[-1])
 
         async def compute(work: Callable[..., Any], *args: Any) -> Any:
             if self.work_s:
@@ -131,7 +139,7 @@ class Swarm:
         node = Node(
             self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
             incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
-            events=record, rng=rng,
+            events=record, rng=rng, faults=faults,
         )  # fmt: skip
         peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
         self.peers[peer_id] = peer
@@ -145,42 +153,40 @@ class Swarm:
         self.dead.append(peer)
         return peer
 
+    def check(self) -> None:
+        """The promise holds so far, and nobody's program has ended."""
+        assert not self.account.disagreements, self.account.disagreements
+        errors = {peer.peer_id: peer.error for peer in [*self.peers.values(), *self.dead] if peer.error is not None}
+        assert not errors, errors
+
     async def until(self, condition: Callable[[], bool], *, within_s: float = 300.0) -> None:
-        """Let virtual time pass until the condition holds."""
+        """Let virtual time pass until the condition holds; checks the promise meanwhile."""
         with trio.move_on_after(within_s):
             while not condition():
+                self.check()
                 await trio.sleep(0.05)
             return
         lines = [
             f"{p.peer_id}: {p.node.status}, head {p.node.engine.head.lineage}/{p.node.engine.head.round}, "
-            f"linked {sorted(p.node.links.live)}, error {p.error!r}"
+            f"linked {sorted(p.node.links.live)}"
             for p in self.peers.values()
         ]
         raise AssertionError("did not happen within {:.0f} s\n{}".format(within_s, "\n".join(lines)))
-
-    def check_promise(self) -> None:
-        """No two peers ever committed different outcomes for one (lineage, round)."""
-        seen: dict[tuple[str, int], tuple[str, str]] = {}
-        for peer in [*self.peers.values(), *self.dead]:
-            for event in peer.rounds():
-                key = (event["lineage"], event["round"])
-                other = seen.setdefault(key, (event["state_sha256"], peer.peer_id))
-                assert other[0] == event["state_sha256"], (
-                    f"{key}: {peer.peer_id} and {other[1]} committed different states"
-                )
 
 
 RUN = RunConfig(run_id="test", sync_every=20, fragment_fraction=0.02, total_steps=0)
 
 
 @asynccontextmanager
-async def swarm(run: RunConfig = RUN, *, seed: int = 0, **weather: float) -> AsyncIterator[Swarm]:
-    """A swarm on a fresh network; checks the promise of the round protocol at the end."""
+async def swarm(
+    run: RunConfig = RUN, *, seed: int = 0, shapes: Shapes = SHAPES, **weather: float
+) -> AsyncIterator[Swarm]:
+    """A swarm on a fresh network; checks the promise of the round protocol as it runs, and at the end."""
     async with trio.open_nursery() as nursery:
-        members = Swarm(MemoryNetwork(**weather), nursery, run, seed)
+        members = Swarm(MemoryNetwork(**weather), nursery, run, seed, shapes)
         yield members
         nursery.cancel_scope.cancel()
-    members.check_promise()
+    members.check()
 
 
 def run_virtual(test: Callable[[], Any], seed: int = 0) -> None:

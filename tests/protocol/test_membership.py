@@ -406,6 +406,7 @@ def test_at_most_so_many_links_are_sought() -> None:
             for other in others:
                 other.membership.stop()
             a = await t.start("a")
+            a.membership.settle()
             for other in others:
                 a.membership.hint(other.peer_id, ())
             await trio.sleep(30)
@@ -417,6 +418,23 @@ def test_at_most_so_many_links_are_sought() -> None:
             assert len(a.linked) == MAX_LINKS + 1
             assert {peer for peer, _ in a.membership.sample(2)} <= a.linked
             assert len(a.membership.sample(2)) == 2
+
+    run_virtual(main)
+
+
+def test_who_joins_seeks_all_that_it_knows() -> None:
+    """Else it might miss those who hold the run's state, and found the run a second time."""
+
+    async def main() -> None:
+        async with town() as t:
+            others = [await t.start(f"p{i:02d}") for i in range(MAX_LINKS + 10)]
+            a = await t.start("a")
+            for other in others:
+                other.membership.stop()
+                a.membership.hint(other.peer_id, ())
+            await trio.sleep(5)
+            assert len(a.linked) == MAX_LINKS + 10
+            assert not a.membership.undecided
 
     run_virtual(main)
 

@@ -1,6 +1,6 @@
-"""Any member may fail at any message of a round; a seeded storm of kills, pauses, drops and partitions.
+"""Any member may fail at any message of a round.
 
-The promise is checked at the end of every swarm: no two peers ever committed different states for one (lineage,
+The promise is checked as every swarm runs: no two peers ever committed different states for one (lineage,
 round). Here it is also asked that the survivors go on, and that what they commit is the mean of those named.
 """
 
@@ -24,6 +24,9 @@ ROUND_MESSAGES = [
     messages.Due, messages.Call, messages.Join, messages.Roster, messages.Contribution, messages.Arrived,
     messages.Reduce, messages.Reduced, messages.Propose, messages.Answer, messages.Ready, messages.Commit,
 ]  # fmt: skip
+
+# Bulk is counted: who repeats it breaks the protocol of links, and loses them.
+CONTROL = [kind for kind in ROUND_MESSAGES if kind not in (messages.Contribution, messages.Answer)]
 
 
 def kind_of(packet: bytes) -> int:
@@ -161,53 +164,27 @@ def test_a_paused_member_costs_a_round_at_most_and_catches_up(kind: type[message
     run_virtual(main)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_storm(seed: int) -> None:
-    """Kills, restarts, pauses, lossy links, duplicates and partitions at random; then calm, and all are equal."""
+@pytest.mark.parametrize(
+    "kind", [k for k in ROUND_MESSAGES if k is not messages.Contribution], ids=lambda k: k.__name__
+)
+def test_a_message_that_comes_twice_ends_nobody(kind: type[messages.Message]) -> None:
+    """Links do not repeat frames, but a leader or member gone wrong may."""
 
     async def main() -> None:
-        rng = random.Random(seed)
-        size = rng.choice([3, 4, 5, 8])
-        names = "abcdefgh"[:size]
-        async with swarm(PLAIN, seed=seed, latency_s=rng.choice([0.001, 0.03, 0.15])) as s:
-            start_all(s, names)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-
-            def weather(source: str, target: str, packet: bytes) -> Fault:
-                roll = rng.random()
-                return Fault.BREAK if roll < rough else Fault.NONE
-
-            s.network.fault = weather
-            for _ in range(12):
-                rough = rng.choice([0.0, 0.0, 0.005, 0.03])
-                action = rng.choice(["kill", "restart", "pause", "wake", "split", "heal", "calm"])
-                alive = sorted(s.peers)
-                if action == "kill" and len(alive) > 2:
-                    s.kill(rng.choice(alive))
-                elif action == "restart" and len(alive) < size:
-                    s.start(rng.choice(sorted(set(names) - set(alive))))
-                elif action == "pause":
-                    s.peers[rng.choice(alive)].paused = True
-                elif action == "wake":
-                    for peer in s.peers.values():
-                        peer.paused = False
-                elif action == "split":
-                    s.network.partition(rng.sample(alive, len(alive) // 2))
-                elif action == "heal":
-                    s.network.partition()
-                await trio.sleep(rng.uniform(0.5, 8))
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            s.network.fault = lambda source, target, packet: (
+                Fault.DUPLICATE if kind_of(packet) == KIND_OF[kind] else Fault.NONE
+            )
+            await trio.sleep(10)
             s.network.fault = lambda *_: Fault.NONE
-            s.network.partition()
-            for peer in s.peers.values():
-                peer.paused = False
             calm = trio.current_time()
-            count = len(s.peers)
             await s.until(
                 lambda: all(
-                    any(r["t"] > calm and r["group_size"] == count for r in p.rounds()) for p in s.peers.values()
+                    any(r["t"] > calm and r["group_size"] == 3 for r in p.rounds("committed")) for p in s.peers.values()
                 ),
-                within_s=400,
+                within_s=60,
             )
-            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
 
-    run_virtual(main, seed)
+    run_virtual(main)

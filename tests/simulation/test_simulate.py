@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_records_byte_for_byte(tmp_path: Path) -> N
         )
         contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
     assert contents[0] == contents[1]
-    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv"}
+    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv", "happenings.csv"}
 
 
 def test_another_seed_is_another_run_and_the_callers_randomness_is_left_alone() -> None:
@@ -94,6 +94,25 @@ def test_who_crashes_is_left_out_and_who_joins_is_in() -> None:
 def test_a_paused_peer_misses_rounds_and_comes_back() -> None:
     records = run(steps=120, schedule=["22:pause:1", "70:resume:1"])
     assert {"peer-0", "peer-2"} in contributors(records)
+    assert contributors(records)[-1] == {"peer-0", "peer-1", "peer-2"}
+
+
+def test_where_all_have_gone_the_run_waits_for_those_to_come() -> None:
+    records = run(peers=1, schedule=["10:crash:0", "30:join:1"])
+    assert [event["reason"] for event in records.events["peer-1.0"] if event["event"] == "stop"] == ["finished"]
+
+
+def test_a_cut_off_peer_is_left_out_until_it_is_mended() -> None:
+    records = run(steps=160, schedule=["22:cut:1", "90:mend:1"])
+    assert {"peer-0", "peer-2"} in contributors(records)
+    assert contributors(records)[-1] == {"peer-0", "peer-1", "peer-2"}
+    assert records.goodput > 0.99
+
+
+def test_a_narrow_link_makes_rounds_longer_for_as_long_as_it_is() -> None:
+    records = run(steps=120, schedule=["1:narrow:1:0.5", "62:widen:1"])
+    first, *_, last = records.rounds
+    assert first["wall_s"] > last["wall_s"] + 0.5
     assert contributors(records)[-1] == {"peer-0", "peer-1", "peer-2"}
 
 

@@ -435,13 +435,21 @@ class RoundEngine:
         if is_quorum(present, voters):
             self._quorum_seen_s = now
             return
-        missing = [peer for peer, incarnation in voters if (peer, incarnation) not in present]
+        missing = [voter for voter in voters if voter not in present]
         patience_s = max(QUORUM_LOST_S, 3 * self.run.sync_every * self.exchange.step_s)
-        if not (all(map(self._host.departed, missing)) or now - self._quorum_seen_s > patience_s):
+        if not (all(map(self._is_gone_for_good, missing)) or now - self._quorum_seen_s > patience_s):
             return
         survivors = [peer for peer, _ in present if self._stands_with_us(peer)]
         if min(survivors) == self.peer_id:
             self.found_lineage()
+
+    def _is_gone_for_good(self, voter: tuple[PeerId, str]) -> bool:
+        """Whether a voter said that it leaves, or was started anew: its vote can come from nowhere any more."""
+        peer_id, incarnation = voter
+        if peer_id == self.peer_id:
+            return incarnation != self.incarnation
+        link = self.links.get(peer_id)
+        return self._host.departed(peer_id) or (link is not None and link.hello.incarnation != incarnation)
 
     def _stands_with_us(self, peer_id: PeerId) -> bool:
         link = self.links.get(peer_id)

@@ -206,12 +206,17 @@ class Participation:
         while self._early:
             self.contribute(*self._early.popleft())
         self._host.phase = f"round {roster.round}: sending"
+        reduced: Reduce | None = None
         # Sending goes on while we reduce for others: the leader goes on when all is done.
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._send_contribution, roster, own)
             while isinstance(order := await self._next_order(), Reduce):
-                self._host.phase = f"round {roster.round}: averaging"
-                await self._reduce(order)
+                if reduced is None:
+                    self._host.phase = f"round {roster.round}: averaging"
+                    await self._reduce(order)
+                elif order != reduced:
+                    raise RoundFailedError("told to average two sets of contributors")
+                reduced = order
             nursery.cancel_scope.cancel()
         return order
 

@@ -1,0 +1,170 @@
+"""The peers of a soak: real `p2ptrain join` processes, what is done to them, and what they record and use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.measure import cpu_s, memory
+from benchmarks.processes import descendants
+from p2ptrain.demo.conductor import LOG, LOOPBACK
+from p2ptrain.demo.events import Event, EventReader
+from p2ptrain.demo.processes import Process
+from p2ptrain.monitor.account import Account
+from p2ptrain.session import METRICS_FILE
+
+RUN_FLAGS = [
+    "--run-id", "soak", "--model", "benchmarks.soak.model:paced", "--steps", "0", "--fragment-fraction", "0.02",
+    # A round about every twelve seconds.
+    "--sync-every", "400",
+    # A measurement takes as long as six steps; and a checkpoint a minute, so that restarts find one.
+    "--eval-every", "800", "--checkpoint-minutes", "1", "--threads", "1", "--device", "cpu",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one peer, its daemon included, uses at a moment; `disk_bytes` without its log and metrics."""
+
+    t: float
+    resident_bytes: int
+    files: int
+    threads: int
+    disk_bytes: int
+
+
+class SoakPeer:
+    """A place in the swarm: one peer after the other may take it. `name` is that of its directory."""
+
+    def __init__(self, number: int, out: Path, addresses: Path, processes: list[Process], account: Account) -> None:
+        self.number = number
+        self.pauses: list[tuple[float, float]] = []
+        self.blocked_s = 0.0
+        self.steps: list[float] = []
+        self.usage: list[Usage] = []
+        self.used_cpu_s = 0.0
+        self._out, self._addresses, self._processes, self._account = out, addresses, processes, account
+        self._generation = 0
+        self._paused_s = 0.0
+        self._move_in()
+
+    # --- what is done to it -------------------------------------------------------------------------------------
+
+    def _move_in(self) -> None:
+        self.directory = self._out / self.name
+        self._reader = EventReader(self.directory / METRICS_FILE)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start it in its directory: the second time with the same identity, and from its last checkpoint."""
+        self.process = Process(
+            ["join", *RUN_FLAGS, "--initial-peers", str(self._addresses), "--host-maddrs", LOOPBACK,
+             "--out", str(self.directory), "--seed", str(100 * self.number + self._generation)],
+            self.directory / LOG,
+        )  # fmt: skip
+        self._processes.append(self.process)
+        self._started_s = time.time()
+
+    def kill(self) -> None:
+        """kill -9; its daemon goes with it."""
+        self._note_cpu()
+        self.process.kill()
+
+    def ask_to_leave(self) -> None:
+        """Ctrl-C."""
+        self._note_cpu()
+        self.process.ask_to_leave()
+
+    def replace(self) -> None:
+        """Let another peer take this place, with a directory of its own."""
+        self.read()
+        self._generation += 1
+        self._move_in()
+
+    def pause(self) -> None:
+        """Stop everything that it runs, as a closed laptop does."""
+        self._paused_s = time.time()
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+        if self._paused_s:
+            self.pauses.append((self._paused_s, time.time()))
+            self._paused_s = 0.0
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in descendants(self.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    # --- what it shows ------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return f"peer-{self.number}" + (f"-{self._generation}" if self._generation else "")
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_s > 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether a process is there, and awake."""
+        return self.process.exit_status is None and not self.paused
+
+    def read(self) -> None:
+        """Take in what it recorded since the last time."""
+        for event in self._reader.new_events():
+            if event["event"] == "start":
+                # It says so once it has imported torch: a join is counted from the start of the process.
+                event["t"] = self._started_s
+            self._account.note(self.name, event)
+            if event["event"] == "step":
+                self.steps.append(event["t"])
+                self.blocked_s += self._blocked(event)
+
+    def _blocked(self, step: Event) -> float:
+        """Seconds that an exchange held training, but for those in which it was asleep."""
+        end, start = step["t"], step["t"] - step["exchange_s"]
+        asleep = sum(max(0.0, min(end, woke) - max(start, slept)) for slept, woke in self.pauses)
+        return max(0.0, float(step["exchange_s"]) - asleep)
+
+    def measure(self) -> None:
+        """Note what it uses now."""
+        if not self.trains:
+            return
+        with contextlib.suppress(psutil.Error, OSError):
+            family = descendants(self.process.pid)
+            self.usage.append(
+                Usage(
+                    time.time(),
+                    memory(self.process.pid).resident,
+                    sum(process.num_fds() for process in family),
+                    sum(process.num_threads() for process in family),
+                    _disk_bytes(self.directory),
+                )
+            )
+
+    def _note_cpu(self) -> None:
+        self.used_cpu_s += cpu_s([self.process.pid])
+
+    def end(self) -> None:
+        """Wake it, so that it can be asked to leave, and take its last counts."""
+        self._note_cpu()
+        self.resume()
+
+
+def _disk_bytes(directory: Path) -> int:
+    total = 0
+    for path, _, names in os.walk(directory):
+        for name in names:
+            if name not in (METRICS_FILE, LOG):
+                with contextlib.suppress(FileNotFoundError):  # an old checkpoint makes room
+                    total += os.path.getsize(os.path.join(path, name))
+    return total

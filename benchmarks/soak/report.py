@@ -1,0 +1,115 @@
+"""What a soak showed, as a table in Markdown."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from benchmarks.soak.peers import SoakPeer, Usage
+from benchmarks.soak.storm import Soak
+
+# A peer has loaded what it needs, and holds the three checkpoints that are kept, by then.
+SETTLED_S = 200.0
+
+
+def format_soak(soak: Soak, *, seed: int) -> str:
+    """The table: what was measured, what is wanted, and what it was."""
+    account, peers = soak.account, soak.peers
+    storm_s, kinds = soak.over_s - soak.storm_s, Counter(fault.kind for _, fault in soak.done)
+    sizes = account.participation
+    rounds = sum(sizes.values())
+    joins = [join for join in account.joins if join.started_s >= soak.storm_s]
+    lived_s = sum(_awake_s(peer, soak) for peer in peers)
+    last = [list(round_.states) for round_ in account.committed if round_.t > soak.over_s]
+    rows = [
+        ("peers, minutes of storm, faults (seed)", "",
+         f"{len(peers)}, {storm_s / 60:.1f}, {len(soak.done)} ({seed}): "
+         + ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))),
+        ("goodput: inner steps in the storm, against those of as long a calm", "reported", f"{goodput(soak):.1%}"),
+        ("… lost while a process was down or asleep", "", f"{1 - lived_s / (len(peers) * storm_s):.1%}"),
+        ("time that exchanges held the training of live peers", "≤ 3 %",
+         f"{sum(peer.blocked_s for peer in peers) / _training_s(soak):.2%}"),
+        ("rounds committed / skipped (in one peer's view)", "", f"{rounds} / {account.skipped}"),
+        ("longest time without a committed round, from one to the next", "", _longest_gap(soak)),
+        ("contributors of a round", "",
+         f"{statistics.fmean(sizes.elements()):.2f} on average ("
+         + ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items())) + ")" if rounds else "-"),
+        ("committed rounds of which all peers hold equal hashes", "100 %", f"{account.agreement:.0%} of {rounds}"),
+        ("states replaced by a peer that trained (repairs)", "", str(account.repairs)),
+        ("joins and restarts: start of the process to the run's state", "", _spread([j.state_s for j in joins])),
+        ("… to the first step", "", _spread([j.step_s for j in joins])),
+        ("… to the first round that it contributed to", "", _spread([j.round_s for j in joins])),
+        ("after the storm: rounds, landed by", "all", f"{len(last)}, {max(map(len, last), default=0)} peers"),
+        *_usage_rows(peers[-1]),
+        ("CPU of a peer, daemon included", "about half a core",
+         f"{sum(p.used_cpu_s for p in peers) / (len(peers) * (soak.end_s - soak.calm_s)):.2f} cores on average"),
+    ]  # fmt: skip
+    lines = ["| measure | wanted | measured |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def goodput(soak: Soak) -> float:
+    """Steps a second in the storm as a share of those in the calm before it, all peers together."""
+
+    def rate(start: float, end: float) -> float:
+        return sum(start < t <= end for peer in soak.peers for t in peer.steps) / (end - start)
+
+    return rate(soak.storm_s, soak.over_s) / rate(soak.calm_s, soak.storm_s)
+
+
+def _awake_s(peer: SoakPeer, soak: Soak) -> float:
+    """Seconds of the storm in which there was a process that was awake."""
+    away = [(at, at + fault.lasts_s) for at, fault in soak.done if fault.peer == peer.number]
+    return soak.over_s - soak.storm_s - sum(end - start for start, end in away)
+
+
+def _training_s(soak: Soak) -> float:
+    """Seconds that all peers together spent in steps, of which exchanges are a part."""
+    total = 0.0
+    for peer in soak.peers:
+        for before, after in itertools.pairwise(peer.steps):
+            # Longer gaps are those in which it was down or asleep.
+            total += after - before if after - before < 2 else 0.0
+    return total
+
+
+def _longest_gap(soak: Soak) -> str:
+    times = sorted(round_.t for round_ in soak.account.committed if round_.t > soak.calm_s)
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return f"{max(gaps):.0f} s; {statistics.median(gaps):.1f} s is normal" if gaps else "-"
+
+
+def _spread(seconds: Sequence[float | None]) -> str:
+    times = sorted(s for s in seconds if s is not None)
+    missing = f"; {len(seconds) - len(times)} did not come so far" if len(times) < len(seconds) else ""
+    return f"{statistics.median(times):.1f} s median, {times[-1]:.1f} s most ({len(times)}){missing}" if times else "-"
+
+
+def _usage_rows(peer: SoakPeer) -> list[tuple[str, str, str]]:
+    """What the peer that was never replaced used, early and late."""
+    settled = [usage for usage in peer.usage if usage.t - peer.usage[0].t > SETTLED_S]
+    if len(settled) < 8:
+        return []
+    quarter = len(settled) // 4
+    early, late = settled[:quarter], settled[-quarter:]
+
+    def row(name: str, of: str, unit: str, scale: float) -> tuple[str, str, str]:
+        first, second = (_median(part, of) / scale for part in (early, late))
+        return (
+            f"{name}, first and last quarter (a peer that is only paused)",
+            "flat",
+            f"{first:.0f} → {second:.0f} {unit}",
+        )
+
+    return [
+        row("memory", "resident_bytes", "MB", 1e6),
+        row("open files", "files", "", 1),
+        row("threads", "threads", "", 1),
+        row("disk without metrics and log", "disk_bytes", "kB", 1e3),
+    ]
+
+
+def _median(usage: list[Usage], of: str) -> float:
+    return statistics.median(getattr(one, of) for one in usage)

@@ -1,0 +1,248 @@
+"""A seeded storm over a swarm on the memory network, and the shortest one that still breaks what it broke.
+
+A storm is data: a list of faults, each with its time, its victims and how long it lasts. So it can be played again,
+with any of its faults left out, and what is left in the end is printed as Python that plays it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import trio
+
+from p2ptrain.config import RunConfig
+from p2ptrain.memory_network import Fault
+from p2ptrain.protocol import messages
+from p2ptrain.protocol.messages import KIND_OF
+from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
+from tests.protocol.test_rounds import Witness, start_all
+
+PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
+GOSSIP = dataclasses.replace(RUN, fragment_fraction=0.02)
+NAMES = "abcdefgh"
+# Half as large as elsewhere: twice as many storms in the same time. More than one chunk still.
+SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (1100, 64))]
+# What may get lost or come twice without its link breaking. A lost or repeated frame of bulk, or a second Hello, is
+# no weather but a broken partner: see test_hostile.
+CONTROL = frozenset(
+    KIND_OF[kind]
+    for kind in (
+        messages.Due, messages.Call, messages.Join, messages.Roster, messages.Arrived, messages.Reduce,
+        messages.Reduced, messages.Propose, messages.Ready, messages.Commit, messages.Refuse, messages.Abort,
+        messages.Withdraw, messages.Beat,
+    )
+)  # fmt: skip
+ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "drop", "repeat", "delay", "narrow")
+# Virtual seconds of faults; a round comes every two.
+STORM_S = 45.0
+# Longer than the 10 s after which a silent link is given up, so that each side of a split has rounds of its own.
+LONGEST_S = 25.0
+# Peers that lost the others for good begin anew after 60 s, meet again within a minute, and then need a round.
+CALM_S = 400.0
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """One fault: `victims` suffer `action` from `at_s` on for `lasts_s`.
+
+    kill and leave: gone, and started anew after it; stop: training stands still; freeze: so does its network; split:
+    these against the others; break, drop, repeat: share `amount` of packets breaks its stream, or (of control
+    messages) is lost, or comes twice; delay: up to `amount` seconds more for each packet; narrow: a link of `amount`
+    bytes a second.
+    """
+
+    at_s: float
+    action: str
+    victims: str
+    lasts_s: float
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
+class Storm:
+    """Everything that happens to a swarm of `size` peers. `seed` is of the peers' own choices."""
+
+    seed: int
+    size: int
+    latency_s: float
+    gossip: bool
+    troubles: tuple[Trouble, ...]
+
+    @classmethod
+    def of(cls, seed: int) -> Storm:
+        rng = random.Random(seed)
+        size = rng.choice([2, 3, 4, 5, 8])
+        troubles = [_trouble(rng, NAMES[:size]) for _ in range(rng.randint(4, 14))]
+        return cls(
+            seed, size, rng.choice([0.001, 0.03, 0.15]), rng.random() < 0.3,
+            tuple(sorted(troubles, key=lambda trouble: trouble.at_s)),
+        )  # fmt: skip
+
+
+def _trouble(rng: random.Random, names: str) -> Trouble:
+    action = rng.choice(ACTIONS)
+    victims = "".join(sorted(rng.sample(names, len(names) // 2))) if action == "split" else rng.choice(names)
+    amounts = {"break": (0.002, 0.03), "drop": (0.01, 0.3), "repeat": (0.01, 0.3), "delay": (0.05, 2.0),
+               "narrow": (25e3, 1e6)}  # fmt: skip
+    low, high = amounts.get(action, (0.0, 0.0))
+    amount = low * (high / low) ** rng.random() if low else 0.0
+    return Trouble(
+        round(rng.uniform(0, STORM_S), 2), action, victims, round(rng.uniform(0.2, LONGEST_S), 2), round(amount, 4)
+    )
+
+
+def play(storm: Storm) -> Swarm:
+    """Play a storm; then calm, and all must come to commit together.
+
+    Raises AssertionError where the promise of the round protocol breaks, a peer ends, or the calm brings no peace.
+    """
+    played: list[Swarm] = []
+
+    async def main() -> None:
+        witness = Witness()
+        run: RunConfig = GOSSIP if storm.gossip else PLAIN
+        async with swarm(run, seed=storm.seed, latency_s=storm.latency_s, shapes=SHAPES) as s:
+            played.append(s)
+            start_all(s, NAMES[: storm.size], witness)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            weather = _Weather(s, storm.seed, witness)
+            over = trio.current_time() + max((t.at_s + t.lasts_s for t in storm.troubles), default=0.0) + 0.3
+            async with trio.open_nursery() as nursery:
+                for trouble in storm.troubles:
+                    nursery.start_soon(weather.strike, trouble)
+                await s.until(lambda: trio.current_time() > over, within_s=math.inf)
+            calm, count = trio.current_time(), len(s.peers)
+            await s.until(
+                lambda: all(
+                    any(r["t"] > calm and r["group_size"] == count for r in p.rounds()) for p in s.peers.values()
+                ),
+                within_s=CALM_S,
+            )
+            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+            if run is PLAIN:
+                witness.check_values()
+
+    try:
+        run_virtual(main, storm.seed)
+    except BaseExceptionGroup as group:
+        raise _innermost(group) from None
+    return played[0]
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class _Weather:
+    """The faults that are under way."""
+
+    def __init__(self, s: Swarm, seed: int, witness: Witness) -> None:
+        self._swarm = s
+        self._rng = random.Random(f"weather/{seed}")
+        self._witness = witness
+        self._rough: list[Trouble] = []
+        self._apart: list[Trouble] = []
+        calm_s = s.network.latency_s
+        s.network.fault = self._fault
+        s.network.latency = lambda a, b: (
+            calm_s
+            + sum(self._rng.uniform(0, t.amount) for t in self._rough if t.action == "delay" and t.victims in (a, b))
+        )
+
+    async def strike(self, trouble: Trouble) -> None:
+        """Do it when its time has come, and undo it when its time is over."""
+        s = self._swarm
+        await trio.sleep(trouble.at_s)
+        match trouble.action:
+            case "kill" | "leave":
+                if trouble.victims in s.peers and len(s.peers) > 1:
+                    if trouble.action == "leave":
+                        s.peers[trouble.victims].node.leave("done")
+                        await trio.sleep(0.2)
+                    if trouble.victims in s.peers:
+                        s.kill(trouble.victims)
+                await trio.sleep(trouble.lasts_s)
+                if trouble.victims not in s.peers:
+                    self._witness.watch(s.start(trouble.victims))
+            case "stop" | "freeze":
+                peer = s.peers.get(trouble.victims)
+                if peer is not None:
+                    peer.paused = True
+                    await self._hold(trouble, self._apart if trouble.action == "freeze" else [])
+                    peer.paused = False
+            case "split":
+                await self._hold(trouble, self._apart)
+            case "narrow":
+                s.network.narrow(trouble.victims, trouble.amount)
+                await trio.sleep(trouble.lasts_s)
+                s.network.narrow(trouble.victims, None)
+            case _:
+                await self._hold(trouble, self._rough)
+
+    async def _hold(self, trouble: Trouble, among: list[Trouble]) -> None:
+        among.append(trouble)
+        self._divide()
+        await trio.sleep(trouble.lasts_s)
+        among.remove(trouble)
+        self._divide()
+
+    def _divide(self) -> None:
+        """Who is on the same side of every split is together."""
+        sides: dict[tuple[bool, ...], list[str]] = {}
+        for name in NAMES:
+            sides.setdefault(tuple(name in trouble.victims for trouble in self._apart), []).append(name)
+        self._swarm.network.partition(*sides.values())
+
+    def _fault(self, source: str, target: str, packet: bytes) -> Fault:
+        for trouble in self._rough:
+            if trouble.action == "delay" or trouble.victims not in (source, target):
+                continue
+            if self._rng.random() < trouble.amount:
+                if trouble.action == "break":
+                    return Fault.BREAK
+                if packet[1] in CONTROL:
+                    return Fault.DROP if trouble.action == "drop" else Fault.DUPLICATE
+        return Fault.NONE
+
+
+# --- the shortest one ------------------------------------------------------------------------------------------------
+
+
+def shortest(storm: Storm, fails: Callable[[Storm], bool]) -> Storm:
+    """Leave out faults, halves first, for as long as it still fails without them."""
+    size = max(1, len(storm.troubles) // 2)
+    while True:
+        start = 0
+        while start < len(storm.troubles):
+            fewer = dataclasses.replace(storm, troubles=storm.troubles[:start] + storm.troubles[start + size :])
+            if fails(fewer):
+                storm = fewer
+            else:
+                start += size
+        if size == 1:
+            return storm
+        size //= 2
+
+
+def weather(storm: Storm) -> Swarm:
+    """Play a storm that must do no harm; where it does, say which seed and what was the least that did it."""
+    try:
+        return play(storm)
+    except AssertionError as error:
+        least = shortest(storm, _fails)
+        pytest.fail(f"seed {storm.seed}: {error}\nthe shortest storm that fails:\nplay({least!r})")
+
+
+def _fails(storm: Storm) -> bool:
+    try:
+        play(storm)
+    except AssertionError:
+        return True
+    return False

@@ -1,0 +1,282 @@
+"""What a swarm comes through: many at once, halves that meet again, unequal speeds, lost fragments, slow links."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import trio
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.memory_network import Fault
+from p2ptrain.protocol import messages
+from p2ptrain.protocol.exchange import Landing
+from p2ptrain.protocol.messages import KIND_OF, Message
+from p2ptrain.protocol.standing import ADOPT_TIMEOUT_S
+from tests.protocol.storm import PLAIN
+from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.test_rounds import Witness, common, start_all
+
+SMALL = [("head", (64, 64))]
+
+
+def adoptions(peer: TestPeer) -> list[str]:
+    return [event["reason"] for event in peer.events if event["event"] == "adopt"]
+
+
+def lineages(s: Swarm) -> set[str]:
+    return {peer.node.engine.head.lineage for peer in s.peers.values()}
+
+
+async def all_commit(s: Swarm, *, within_s: float) -> None:
+    """From now on: a round of everybody lands everywhere."""
+    now, count = trio.current_time(), len(s.peers)
+    await s.until(
+        lambda: all(
+            any(r["t"] > now and r["group_size"] == count and not r["late"] for r in p.rounds("committed"))
+            for p in s.peers.values()
+        ),
+        within_s=within_s,
+    )
+
+
+# --- meeting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("peers", "slowest_s"), [(100, 0.2), (20, 1.0)])
+def test_all_that_are_started_at_one_instant_are_one_swarm(peers: int, slowest_s: float) -> None:
+    """From nothing, every path with a latency of its own, and more peers than a member keeps links to."""
+
+    async def main() -> None:
+        rng = random.Random(peers)
+        latencies: dict[tuple[str, str], float] = {}
+        run = dataclasses.replace(RUN, fragment_fraction=0.0)
+        async with swarm(run, shapes=[("head", (8, 64))]) as s:
+            s.network.latency = lambda a, b: latencies.setdefault((a, b), rng.uniform(0.001, slowest_s))
+            for name in rng.sample([f"p{i:03d}" for i in range(peers)], peers):
+                s.start(name, step_s=1000.0)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=30)
+            reasons = Counter(itertools.chain.from_iterable(adoptions(p) for p in s.peers.values()))
+            assert reasons == {"founded the run": 1, "adopted the swarm's state": peers - 1}
+            assert len(lineages(s)) == 1
+
+    run_virtual(main)
+
+
+def test_two_halves_that_meet_again_are_one_lineage_and_keep_what_they_learnt() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcde")
+            await s.until(lambda: common(s, 2, 5))
+            (before,) = lineages(s)
+            s.network.partition(["a", "b"])
+            parted = trio.current_time()
+            # The larger half holds a quorum and goes on; the smaller one waits a minute before it begins anew.
+            await trio.sleep(50)
+            assert lineages(s) == {before}
+            assert not any(r["t"] > parted + 15 for name in "ab" for r in s.peers[name].rounds())
+            assert all(sum(r["t"] > parted for r in s.peers[name].rounds("committed")) > 10 for name in "cde")
+            await s.until(lambda: len(lineages(s)) == 2, within_s=40)
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) > 5 for name in "ab"))
+            kinds: list[tuple[str, str]] = []
+            for peer in s.peers.values():
+                land = peer.exchange.land
+
+                def spy(landing: Landing, peer: TestPeer = peer, land=land) -> None:  # type: ignore[no-untyped-def]
+                    if landing.report is None:
+                        kinds.append((peer.peer_id, landing.kind))
+                    land(landing)
+
+                peer.exchange.land = spy  # type: ignore[method-assign]
+            s.network.partition()
+            await all_commit(s, within_s=120)
+            assert lineages(s) == {before}
+            assert sorted(set(kinds)) == [("a", "keep"), ("b", "keep")]
+            for name in "ab":
+                assert adoptions(s.peers[name])[-1] == f"lineage {before} has more tokens than ours"
+
+    run_virtual(main)
+
+
+def test_without_the_directory_a_running_swarm_goes_on_and_takes_a_restarted_peer_back() -> None:
+    """As when the bootstrap node has died: members know each other, and call whom they have lost."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            s.network.close_directory()
+            s.kill("c")
+            await trio.sleep(3)
+            s.start("c")
+            for transport in s.network.transports.values():
+                for stream in list(transport.streams):
+                    await stream.aclose()
+            await all_commit(s, within_s=60)
+
+    run_virtual(main)
+
+
+def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 1, 2))
+            s.network.fault = lambda source, target, packet: (
+                Fault.DROP if target == "c" and packet[1] == KIND_OF[messages.Answer] else Fault.NONE
+            )
+            joined = trio.current_time()
+            c = s.start("c")
+            with trio.fail_after(2 * ADOPT_TIMEOUT_S):
+                while c.error is None:
+                    await trio.sleep(1)
+            assert trio.current_time() - joined > ADOPT_TIMEOUT_S
+            assert isinstance(c.error, ExceptionGroup)
+            told, _ = c.error.split(ConfigError)
+            assert "its peers may be unreachable from here, or gone" in repr(told)
+            # The others went on.
+            del s.peers["c"]
+            assert all(r["t"] > joined + 60 for r in (p.rounds("committed")[-1] for p in s.peers.values()))
+
+    run_virtual(main)
+
+
+# --- unequal peers -----------------------------------------------------------------------------------------------
+
+
+def test_at_unequal_speeds_nobody_is_idle_and_nobody_is_alone() -> None:
+    async def main() -> None:
+        step_s = {"a": 0.1, "b": 0.2, "c": 0.4}
+        async with swarm(dataclasses.replace(RUN, sync_every=40), shapes=SMALL) as s:
+            for name, seconds in step_s.items():
+                s.start(name, founder=name == "a", step_s=seconds)
+            await s.until(lambda: common(s, 2, 3))
+            began = trio.current_time()
+            before = {name: peer.exchange.steps for name, peer in s.peers.items()}
+            await trio.sleep(100)
+            for name, peer in s.peers.items():
+                assert peer.exchange.steps - before[name] > 0.98 * 100 / step_s[name]
+                rounds = [r for r in peer.rounds() if r["t"] > began + 10]
+                assert len(rounds) > 8
+                assert {(r["group_size"], r["late"]) for r in rounds} == {(3, False)}
+
+    run_virtual(main)
+
+
+class Lossy:
+    """Implements `protocol.faults.Faults`: some fragments do not arrive."""
+
+    def __init__(self, share: float, seed: int) -> None:
+        self._share, self._rng = share, random.Random(seed)
+
+    def loses_fragment(self) -> bool:
+        return self._rng.random() < self._share
+
+    def loses_gradient(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
+def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, sync_every=50), shapes=SMALL) as s:
+            for i, name in enumerate("abc"):
+                s.start(name, founder=i == 0, faults=Lossy(share, i))
+            await s.until(lambda: common(s, 1, 3))
+            before = {name: peer.exchange.steps for name, peer in s.peers.items()}
+            await trio.sleep(40)
+            counts: Counter[str] = Counter()
+            for name, peer in s.peers.items():
+                assert peer.exchange.steps - before[name] > 0.98 * 400
+                assert sum(r["group_size"] == 3 and not r["late"] for r in peer.rounds("committed")) > 6
+                for event in peer.events:
+                    if event["event"] == "fragments":
+                        counts.update({"merged": event["merged"], **event["skipped"]})
+            assert 0.5 * share < counts["lost"] / (counts["lost"] + counts["merged"]) < 2 * share
+            assert counts["epoch"] < 0.05 * counts["merged"]
+
+    run_virtual(main)
+
+
+def test_a_joiner_on_a_slow_link_comes_in_and_holds_nobody_up() -> None:
+    """Its state takes longer than the interval of rounds over this link."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=100)
+        async with swarm(run, latency_s=0.02) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            s.network.narrow("d", 80e3)
+            joined = trio.current_time()
+            d = s.start("d")
+            steps = {name: s.peers[name].exchange.steps for name in "abc"}
+            await s.until(d.node.ready.is_set, within_s=60)
+            took = trio.current_time() - joined
+            assert took > 10
+            for name in "abc":
+                assert s.peers[name].exchange.steps - steps[name] > 0.97 * 10 * took - 2
+                assert any(joined < r["t"] < joined + took for r in s.peers[name].rounds("committed"))
+            await all_commit(s, within_s=60)
+
+    run_virtual(main)
+
+
+# --- two faults in one round -------------------------------------------------------------------------------------
+
+# What befalls a member, and at which message from or to it.
+FAULTS: dict[str, tuple[type[Message], str]] = {
+    "fails before sending": (messages.Roster, "target"),
+    "fails while sending": (messages.Contribution, "source"),
+    "sends slowly": (messages.Roster, "target"),
+    "fails while reducing": (messages.Reduce, "target"),
+    "reduces slowly": (messages.Contribution, "target"),
+    "is cancelled": (messages.Roster, "target"),
+}
+# Bytes a second: a contribution of 0.5 MB takes longer than the 2 s after which a sender without progress is out.
+SLOW_BYTES_S = 60e3
+
+
+@pytest.mark.parametrize("faults", list(itertools.combinations_with_replacement(FAULTS, 2)), ids=" and ".join)
+def test_two_faults_in_a_round_of_five(faults: tuple[str, str]) -> None:
+    async def main() -> None:
+        witness = Witness()
+        async with swarm(PLAIN, latency_s=0.01) as s:
+            start_all(s, "abcde", witness)
+            await s.until(lambda: common(s, 1, 5))
+            waiting = dict(zip("bd", faults, strict=True))
+
+            async def leave(victim: str) -> None:
+                s.peers[victim].node.leave("done")
+                await trio.sleep(0.2)
+                s.kill(victim)
+
+            def strike(source: str, target: str, packet: bytes) -> Fault:
+                for victim, fault in list(waiting.items()):
+                    kind, end = FAULTS[fault]
+                    if packet[1] == KIND_OF[kind] and victim == {"source": source, "target": target}[end]:
+                        del waiting[victim]
+                        if "slowly" in fault:
+                            s.network.narrow(victim, SLOW_BYTES_S)
+                        elif fault == "is cancelled":
+                            nursery.start_soon(leave, victim)
+                        else:
+                            s.kill(victim)
+                            return Fault.DROP
+                return Fault.NONE
+
+            async with trio.open_nursery() as nursery:
+                s.network.fault = strike
+                await s.until(lambda: not waiting, within_s=60)
+            struck = trio.current_time()
+            await s.until(
+                lambda: all(
+                    any(r["t"] > struck and not r["late"] for r in s.peers[p].rounds("committed")) for p in "ace"
+                ),
+                within_s=60,
+            )
+            assert witness.check_values() > 0
+
+    run_virtual(main)

@@ -1,0 +1,46 @@
+"""Storms: whatever befalls a swarm, no two peers commit different states, and once it is over all are one again.
+
+`STORMS=500` in the environment (or `make storms SEEDS=500`) plays so many seeds instead of the few that every run of
+the tests does.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.protocol import storm as storm_module
+from tests.protocol.storm import Storm, Trouble, shortest, weather
+
+SEEDS = range(int(os.environ.get("STORMS", "32")))
+
+
+@pytest.mark.timeout(1200)  # finding the shortest storm plays it some thirty times
+@pytest.mark.parametrize("seed", SEEDS)
+def test_storm(seed: int) -> None:
+    weather(Storm.of(seed))
+
+
+def test_a_storm_is_the_same_every_time() -> None:
+    storm = Storm.of(3)
+    first, second = (weather(storm) for _ in range(2))
+    assert [p.events for p in first.peers.values()] == [p.events for p in second.peers.values()]
+    assert first.account.committed
+
+
+def test_a_failure_is_told_with_its_seed_and_the_least_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    guilty = [Trouble(3.0, "kill", "a", 1.0), Trouble(9.0, "split", "ab", 5.0)]
+    innocent = [Trouble(float(i), "stop", "b", 1.0) for i in range(9)]
+    storm = Storm(7, 3, 0.001, False, tuple(sorted([*guilty, *innocent], key=lambda t: t.at_s)))
+
+    def play(storm: Storm) -> None:
+        assert not set(guilty) <= set(storm.troubles), "no peace"
+
+    monkeypatch.setattr(storm_module, "play", play)
+    assert shortest(storm, storm_module._fails).troubles == tuple(guilty)
+    with pytest.raises(pytest.fail.Exception) as caught:
+        weather(storm)
+    told = str(caught.value)
+    assert told.startswith("seed 7: no peace")
+    assert "troubles=(Trouble(at_s=3.0, action='kill', victims='a', lasts_s=1.0, amount=0.0), Trouble(at_s=9.0" in told

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench reproduce reproduce-full clean
+.PHONY: demo test lint bench links reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -19,6 +19,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Real peers on slow and broken links, in network namespaces: ten minutes, as root.
+links: $(STAMP)
+	$(BIN)/python -m tests.links $(ARGS)
 
 # The papers' experiments, one after the other; -full repeats the headline ones with three seeds.
 reproduce: $(STAMP)

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "bytes": "bytes of fragments and rounds, counted outside the processes",
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
     "reference": "a training beside SPARTA's authors' simulator: loss, bytes, time held (rival: exo gym's algorithm)",
+    "download": "the state of a joiner on a link of 100 Mbit/s, whole and resumed (network namespaces, root)",
     "start": "start to first step, join to first step, with the demo model",
 }
 

@@ -17,7 +17,7 @@ from tests.swarm.processes import Process, Swarm
 
 # A quarter of a million weights: a round sends 0.27 MB each way, a fragment 1.4 kB, the state of a joiner is 2 MB.
 MODEL = "--model bigrams:bigrams"
-RUN = f"{MODEL} --steps 0 --sync-every 150 --fragment-fraction 0.005 --eval-every 1000"
+RUN = f"{MODEL} --steps 0 --sync-every 60 --fragment-fraction 0.005 --eval-every 1000"
 
 
 def join(swarm: Swarm, directory: Path, machine: Machine, arguments: str, **settings: Any) -> Process:

@@ -220,9 +220,12 @@ class RoundEngine:
 
     @property
     def reach(self) -> int:
-        """How many voters of our head are here: linked with us, or ourselves."""
-        present = self._present()
-        return sum(voter in present for voter in self.head.voters)
+        """How many voters of our head we are linked with, ourselves included. Told with every beat, so it is cheap."""
+        own, live = (self.peer_id, self.incarnation), self.links.live
+        return sum(
+            voter == own or ((link := live.get(voter[0])) is not None and link.hello.incarnation == voter[1])
+            for voter in self.head.voters
+        )
 
     @property
     def busy(self) -> bool:

@@ -55,6 +55,12 @@ class Member:
     dials: int = 0
     reached: bool = False
 
+    @property
+    def left_alone_s(self) -> float:
+        """How much longer it is not dialled; no longer once it has a public address, such as that of a relay."""
+        in_vain = self.dials >= PRIVATE_DIALS and not self.reached
+        return PRIVATE_RETRY_S if in_vain and not is_public(self.maddrs) else 0.0
+
 
 def member_key(run_id: str, bucket: int) -> str:
     return f"p2ptrain/{run_id}/members/{bucket}"
@@ -210,7 +216,7 @@ class Membership:
                 del self.known[peer_id]
             elif not worth_dialling(self._maddrs(), member.maddrs):
                 member.dials = max(1, member.dials)
-            elif now >= member.next_dial_s and peer_id not in self._dialling and room > 0:
+            elif now >= member.next_dial_s + member.left_alone_s and peer_id not in self._dialling and room > 0:
                 room -= 1
                 self._dialling.add(peer_id)
                 nursery.start_soon(self._dial_one, peer_id, member)
@@ -226,6 +232,4 @@ class Membership:
             member.dials += 1
             member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
             member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)
-            if member.dials >= PRIVATE_DIALS and not member.reached and not is_public(member.maddrs):
-                member.next_dial_s += PRIVATE_RETRY_S
             self._dialling.discard(peer_id)

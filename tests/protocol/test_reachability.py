@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -72,10 +73,11 @@ class Dials:
         return await self.inner.accept()
 
 
-async def dials_within(own: str, theirs: str, seconds: float) -> list[float]:
+async def dials_within(own: str, theirs: str, seconds: float, *, relayed_after_s: float = math.inf) -> list[float]:
     """When a peer dials another, of whom it hears every few seconds and whom it does not reach."""
     network = MemoryNetwork()
     transport = Dials(network, "a")
+    began_s = trio.current_time()
     async with trio.open_nursery() as nursery:
         links = Links(transport, lambda: hello_of("a"), Endpoint("a", nursery))  # type: ignore[arg-type]
         await nursery.start(links.run)
@@ -86,7 +88,9 @@ async def dials_within(own: str, theirs: str, seconds: float) -> list[float]:
         nursery.start_soon(membership.run_forever)
         with trio.move_on_after(seconds):
             while True:
-                membership.hint("b", (theirs,))
+                membership.hint(
+                    "b", (theirs, RELAYED) if trio.current_time() > began_s + relayed_after_s else (theirs,)
+                )
                 await trio.sleep(5)
         assert not membership.undecided
         nursery.cancel_scope.cancel()
@@ -99,6 +103,7 @@ def test_a_peer_behind_another_nat_is_soon_left_alone() -> None:
         assert len(await dials_within(PRIVATE, OTHER_PRIVATE, 300)) == PRIVATE_DIALS
         assert len(await dials_within(PRIVATE, OTHER_PRIVATE, PRIVATE_RETRY_S + 60)) == PRIVATE_DIALS + 1
         assert len(await dials_within(PRIVATE, PUBLIC, 300)) > PRIVATE_DIALS + 2
+        assert len(await dials_within(PRIVATE, OTHER_PRIVATE, 300, relayed_after_s=60)) > PRIVATE_DIALS + 1
 
     run_virtual(main)
 

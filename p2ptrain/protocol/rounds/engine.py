@@ -517,12 +517,13 @@ class RoundEngine:
         )
 
     async def _watch_stalls(self) -> None:
+        excused = False
         while True:
             slept_from_s = trio.current_time()
             await trio.sleep(STALL_POLL_S)
             # When we were held up ourselves, what others sent meanwhile waits to be read.
-            held_up = trio.current_time() - slept_from_s > HELD_UP_S
-            if self._participation is not None and not held_up:
+            excused = trio.current_time() - slept_from_s > HELD_UP_S and not excused
+            if self._participation is not None and not excused:
                 if not self._linked(self._participation.attempt.leader):
                     self._participation.note_lost(self._participation.attempt.leader)
                 self._participation.give_up_stalled()

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 MINUTES := 20
 SEEDS := 500
 
-.PHONY: demo test lint bench soak storms reproduce reproduce-full clean
+.PHONY: demo test lint bench soak storms links reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -30,6 +30,10 @@ soak: $(STAMP)
 # The protocol under hundreds of random storms, in virtual time.
 storms: $(STAMP)
 	STORMS=$(SEEDS) $(BIN)/python -m pytest tests/protocol/test_storm.py $(ARGS)
+
+# Real peers on slow and broken links, in network namespaces: ten minutes, as root.
+links: $(STAMP)
+	$(BIN)/python -m tests.links $(ARGS)
 
 # The papers' experiments, one after the other; -full repeats the headline ones with three seeds.
 reproduce: $(STAMP)

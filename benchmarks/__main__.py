@@ -26,6 +26,7 @@ BENCHMARKS = {
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
     "reference": "a training beside SPARTA's authors' simulator: loss, bytes, time held (rival: exo gym's algorithm)",
     "simulate": "the simulator beside the bare steps of its peers; 64 peers",
+    "download": "the state of a joiner on a link of 100 Mbit/s, whole and resumed (network namespaces, root)",
     "start": "start to first step, join to first step, with the demo model",
 }
 

@@ -56,6 +56,7 @@ class DiLoCo:
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
         outer_lr: learning rate of the outer step.
         outer_momentum: its momentum.
+        round_timeout_s: the longest that an attempt at a round may take; limits below it are learnt.
     """
 
     sync_every: int | None = None
@@ -68,6 +69,7 @@ class DiLoCo:
     outer_optimizer: str | None = None
     outer_lr: float | None = None
     outer_momentum: float | None = None
+    round_timeout_s: float | None = None
 
 
 def join(
@@ -83,6 +85,7 @@ def join(
     identity: str | Path | None = None,
     host_maddrs: Sequence[str] = NetworkConfig.host_maddrs,
     announce_maddrs: Sequence[str] = (),
+    peer_timeout_s: float = NetworkConfig.peer_timeout_s,
     metrics: str | Path | None = None,
     resume: dict[str, Any] | None = None,
     on_status: Callable[[str], None] | None = None,
@@ -105,6 +108,7 @@ def join(
         identity: key file that keeps this peer's id over restarts; made when missing.
         host_maddrs: addresses to listen on.
         announce_maddrs: addresses to tell others, behind port forwarding.
+        peer_timeout_s: the longest that a silent peer counts as there; limits below it are learnt.
         metrics: file to append the metrics stream to.
         resume: what `peer.state_dict()` returned before a restart; load your model and optimizer yourself.
         on_status: called with what the joining peer is doing, whenever that changes.
@@ -134,6 +138,7 @@ def join(
         "outer_optimizer": diloco.outer_optimizer,
         "outer_lr": diloco.outer_lr,
         "outer_momentum": diloco.outer_momentum,
+        "round_timeout_s": diloco.round_timeout_s,
         "total_steps": total_steps,
         "run_seed": run_seed,
     }
@@ -143,7 +148,7 @@ def join(
     lobby = Lobby.open(
         NetworkConfig(
             initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs), announce_maddrs=tuple(announce_maddrs),
-            identity=None if identity is None else str(identity),
+            identity=None if identity is None else str(identity), peer_timeout_s=peer_timeout_s,
         )
     )  # fmt: skip
     try:

@@ -92,6 +92,8 @@ class RunConfig:
         round_mean: "weighted", or the "disjoint" merge of DiLoCo's section 6.1.
         inner_moments: "local", or "averaged": rounds average the inner Adam's moments too (DiLoCo, appendix).
         max_missed_rounds: a peer left out more often than this in a row adopts the anchor.
+        round_timeout_s: the longest that an attempt at a round may take. After half of it those whose outer gradients
+            are whole go on without the others. The run's, because all wait for whoever leads.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam" (DiLoCo, figure 6).
         outer_lr: learning rate of the outer step.
         outer_lr_schedule: "constant", or "cosine" to 0 over the run.
@@ -140,6 +142,8 @@ class RunConfig:
     inner_moments: str = "local"
     # Left out once a peer goes on (the paper's rule, and best with Nesterov); twice, it has drifted too far (DESIGN).
     max_missed_rounds: int = 1
+    # 124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test.
+    round_timeout_s: float = 1800.0
     # DiLoCo, table 5: Nesterov, 0.7 and 0.9. The others there: sgd 0.5, sgdm 0.3 and 0.9, adam 0.3 and 0.9.
     outer_optimizer: str = "nesterov"
     outer_lr: float = 0.7
@@ -191,6 +195,7 @@ class RunConfig:
         )
         _check_count("fan_out", self.fan_out, 1)
         _check_count("max_missed_rounds", self.max_missed_rounds, 0)
+        _check_positive("round_timeout_s", self.round_timeout_s)
         _check(
             _finite(self.round_density) and 0 < self.round_density <= 1,
             "round_density", self.round_density, "above 0 and at most 1 (0.02 is 2 %)",
@@ -288,6 +293,8 @@ class NetworkConfig:
         announce_maddrs: addresses to tell others instead of those found out (behind port forwarding, in containers).
         identity: file with this peer's private key, made when missing; None for a new identity at each start.
         startup_timeout_s: how long the libp2p daemon may take to start.
+        peer_timeout_s: the longest that a silent peer counts as there. It is lost sooner where its link used to be
+            quick: this is the upper bound of what is learnt.
     """
 
     initial_peers: tuple[str, ...] = ()
@@ -297,10 +304,16 @@ class NetworkConfig:
     identity: str | None = None
     # hivemind's 15 s is too short on busy machines (a known complaint); errors are due within 30 s.
     startup_timeout_s: float = 25.0
+    # Half a minute: a laptop that swaps or a route that changes is back by then (guess).
+    peer_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         _check(len(self.host_maddrs) > 0, "host_maddrs", self.host_maddrs, "at least one address to listen on")
         _check_positive("startup_timeout_s", self.startup_timeout_s)
+        _check(
+            _finite(self.peer_timeout_s) and self.peer_timeout_s >= 3,
+            "peer_timeout_s", self.peer_timeout_s, "at least 3 (a peer shows life every second)",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ class Lobby:
         return self._thread.run(find, timeout_s=timeout_s + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
-        """Everybody who takes part in a run and can be reached from here."""
+        """Everybody who takes part in a run."""
 
         async def look() -> list[MemberInfo]:
             return await list_members(self.network.transport, self.network.directory, run_id)
@@ -128,7 +128,8 @@ class Lobby:
             return Peer(
                 model, run, optimizer, self.network, self._thread, writer,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                resume_state=resume_state, on_status=on_status or (lambda status: None),
+                peer_timeout_s=self._config.peer_timeout_s, resume_state=resume_state,
+                on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:
             if writer is not None:

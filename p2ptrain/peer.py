@@ -64,6 +64,7 @@ class Peer:
         *,
         incarnation: str,
         may_found: bool,
+        peer_timeout_s: float,
         resume_state: dict[str, Any] | None,
         on_status: Callable[[str], None],
     ) -> None:
@@ -94,7 +95,7 @@ class Peer:
         self._node = Node(
             network.transport, network.directory, self._exchange, self._parts, self.run,
             incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
-            events=self._on_event, rng=random.Random(incarnation),
+            events=self._on_event, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
         )  # fmt: skip
         thread.start_soon(self._run_node)
         try:

@@ -124,6 +124,7 @@ RUN_SETTINGS = (
         beside={"round_codec": "none"},
     ),
     Setting("max_missed_rounds", RunConfig, "N", "A peer left out of more rounds in a row adopts the anchor."),
+    Setting("round_timeout_s", RunConfig, "SECONDS", "The longest that an attempt at a round may take."),
     Setting("outer_optimizer", RunConfig, "nesterov|sgdm|sgd|adam", "What takes the outer step."),
     Setting("outer_lr", RunConfig, "X", "Learning rate of the outer step."),
     Setting("outer_lr_schedule", RunConfig, "constant|cosine", "The outer learning rate over the run."),
@@ -143,6 +144,7 @@ NETWORK_SETTINGS = (
     Setting("announce_maddrs", NetworkConfig, "ADDRESS", "Address to tell others (port forwarding); may be repeated."),
     Setting("identity", NetworkConfig, "FILE", "This peer's private key, made when missing. [default: in --out]"),
     Setting("startup_timeout_s", NetworkConfig, "SECONDS", "How long the libp2p daemon may take to start."),
+    Setting("peer_timeout_s", NetworkConfig, "SECONDS", "The longest that a silent peer counts as there."),
     Setting("write_addresses", PeerConfig, "FILE", "Write this peer's addresses there, for others' --initial-peers."),
 )  # fmt: skip
 TRAINING_SETTINGS = (

@@ -47,6 +47,7 @@ from p2ptrain.errors import ConfigError, RunMismatchError
         ("inner_moments", "averaged"),
         ("inner_moments", "shared"),
         ("max_missed_rounds", -1),
+        ("round_timeout_s", 0.0),
         ("outer_optimizer", "lion"),
         ("outer_lr_schedule", "linear"),
         ("outer_lr", 0.0),
@@ -78,6 +79,11 @@ def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: objec
 def test_a_bad_peer_setting_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field} = {value!r}"):
         PeerConfig(**{field: value})
+
+
+def test_a_peer_that_shows_life_every_second_cannot_be_lost_sooner() -> None:
+    with pytest.raises(ConfigError, match=r"peer_timeout_s = 2\.5"):
+        NetworkConfig(peer_timeout_s=2.5)
 
 
 def test_a_peer_must_listen_somewhere() -> None:

@@ -20,6 +20,7 @@ from p2ptrain.protocol.link import Link
 from p2ptrain.protocol.links import GUEST, Links
 from p2ptrain.protocol.membership import BUCKETS, decode_record, member_key
 from p2ptrain.protocol.messages import Beat, Hello, Message
+from p2ptrain.protocol.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.transport import Directory, PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ LOOK_S = 2.0
 # A linked peer sends its first beat at once.
 FIRST_BEAT_S = 3.0
 MAX_SETTINGS_BYTES = 64 * 1024
+# Behind NAT, as a rule; or gone so recently that its record is still there.
+UNREACHABLE = "cannot be reached from here"
 # Members asked for the settings at once, so that one that hangs costs no time (guess).
 ASKED_AT_ONCE = 4
 
@@ -93,7 +96,7 @@ async def ask_settings(
 
 
 async def list_members(transport: Transport, directory: Directory, run_id: str) -> list[MemberInfo]:
-    """Everybody who takes part in a run and can be reached from here."""
+    """Everybody who takes part in a run and can be reached from here, and those behind NAT who cannot."""
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
@@ -101,6 +104,8 @@ async def list_members(transport: Transport, directory: Directory, run_id: str) 
             try:
                 link = await links.connect(peer_id, list(maddrs))
             except P2PTrainError:
+                if any(scope_of(maddr) is Scope.NETWORK for maddr in maddrs) and not is_public(maddrs):
+                    infos.append(MemberInfo(peer_id, maddrs, role, UNREACHABLE, 0, -1, "", 0.0))
                 return
             while link.beat is None and not link.lost.is_set():
                 await trio.sleep(0.02)
@@ -133,7 +138,7 @@ class _Onlooker:
         """Nothing to do: requests notice by themselves."""
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
-        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, GUEST, 0.0, ())
+        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, GUEST, 0.0, (), 0)
 
 
 @asynccontextmanager

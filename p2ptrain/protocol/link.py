@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol import wire
 from p2ptrain.protocol.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Message
@@ -36,8 +37,14 @@ MAX_FRAGMENT_QUEUE = 2
 MAX_CONTROL_QUEUE = 4096
 # zstd takes about 4 % off int8 values at 100 MB/s there and back (measured): it pays on links slower than 40 Mbit/s.
 COMPRESS_BELOW_BYTES_S = 5_000_000
-# Unacknowledged bulk bytes without any progress for this long mean a dead path, whatever the heartbeat says (guess).
-STUCK_S = 30.0
+# Unacknowledged bulk bytes without any progress for this long mean a dead path, whatever the heartbeat says; and the
+# longest that a silent partner counts as there. A user's setting.
+PEER_TIMEOUT_S = NetworkConfig.peer_timeout_s
+# A killed peer's stream breaks at once. This is for those that freeze or fall off the network: beats come every second,
+# and several times the longest wait for one of late is no chance any more. At least ten beats, since a quiet link says
+# nothing about a full one: eight links' windows fill an uplink of 2 Mbit/s for four seconds.
+MISSED_BEATS = 5
+MIN_PATIENCE_S = 10.0
 
 # What is queued last is often a Leave: a moment for it to go out.
 LAST_WORDS_S = 0.2
@@ -77,17 +84,22 @@ class LinkCounters:
 class Link:
     """A live partner. Created by `Links` after both sides have said Hello; dead for good once `lost` is set."""
 
-    def __init__(self, peer_id: PeerId, hello: Hello, counters: LinkCounters, handler: Handler) -> None:
+    def __init__(
+        self, peer_id: PeerId, hello: Hello, counters: LinkCounters, handler: Handler,
+        *, peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:  # fmt: skip
         self.peer_id = peer_id
         self.hello = hello
         self.beat: Beat | None = None
         self.lost = trio.Event()
         self.lost_reason = ""
         self.left = False
-        self.opened_s = self.last_heard = trio.current_time()
+        self.opened_s = self.last_heard = self.bulk_heard_s = trio.current_time()
         self.rtt_s = 0.0
         self.rate_bytes_s = 0.0
         self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
+        self._peer_timeout_s = peer_timeout_s
+        self._waits: deque[float] = deque(maxlen=ROUND_TRIPS)
         self._beat_heard_at = 0.0
         self._counters = counters
         self._handler = handler
@@ -227,6 +239,7 @@ class Link:
                 traffic = _traffic_of(message, payload)
                 self._counters.received[traffic] += size
                 if prefix.bulk:
+                    self.bulk_heard_s = trio.current_time()
                     self._received_bulk += size
                     if self._received_bulk - self._received_told >= ACK_EVERY_BYTES:
                         self.send(Ack())
@@ -251,14 +264,21 @@ class Link:
         echo = self.beat.sent_s if self.beat else 0.0
         held = now - self._beat_heard_at if self.beat else 0.0
         self.send(beat(now, echo, held))
-        if self._sent_bulk > self._acked_bulk and now - self._progress_at > STUCK_S:
-            self.close(f"it acknowledged nothing for {STUCK_S:.0f} s")
+        if self._sent_bulk > self._acked_bulk and now - self._progress_at > self._peer_timeout_s:
+            self.close(f"it acknowledged nothing for {self._peer_timeout_s:.0f} s")
+
+    @property
+    def patience_s(self) -> float:
+        """How long this partner may be silent: a few times the longest wait for a beat of late, within bounds."""
+        return min(self._peer_timeout_s, max(MIN_PATIENCE_S, MISSED_BEATS * max(self._waits, default=0.0)))
 
     def _note_heard(self) -> None:
         self.last_heard = trio.current_time()
 
     def _note_beat(self, beat: Beat) -> None:
         now = trio.current_time()
+        if self.beat is not None:
+            self._waits.append(now - self._beat_heard_at)
         self.beat, self._beat_heard_at = beat, now
         if beat.echo_s > 0:
             sample = now - beat.echo_s - beat.held_s

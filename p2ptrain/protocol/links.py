@@ -15,7 +15,7 @@ from typing import Protocol
 import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
-from p2ptrain.protocol.link import FrameReader, Link, LinkCounters
+from p2ptrain.protocol.link import PEER_TIMEOUT_S, FrameReader, Link, LinkCounters
 from p2ptrain.protocol.messages import Answer, Beat, Hello, Message, Request
 from p2ptrain.protocol.transport import PeerId, Stream, Transport
 from p2ptrain.protocol.wire import encode_frame
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
-# Ten missed beats. A killed peer's stream breaks at once; this is for those that freeze or fall off the network.
-SILENCE_S = 10.0
+# A beat loop that is late by more was held up, and what others sent meanwhile waits to be read.
+HELD_UP_S = 1.0
 # The role of those who only look at a run: they have no settings yet, so their Hello carries no run digest.
 GUEST = "guest"
 # A partner that broke the wire format this often is refused for good: the format is versioned, so it is not by age.
@@ -45,9 +45,18 @@ class LinkEvents(Protocol):
 
 
 class Links:
-    """Owns every stream of a peer. `hello()` makes our side's Hello; `digest` must equal ours, or be a guest's."""
+    """Owns every stream of a peer.
 
-    def __init__(self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents) -> None:
+    Args:
+        hello: makes our side's Hello; the other's digest must equal ours, or be a guest's.
+        peer_timeout_s: the longest that a silent partner counts as there, whatever its link was like before.
+    """
+
+    def __init__(
+        self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
+        *, peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self.peer_timeout_s = peer_timeout_s
         self.live: dict[PeerId, Link] = {}
         self.counters = LinkCounters()
         self.strikes: dict[PeerId, int] = {}
@@ -102,7 +111,11 @@ class Links:
     async def request(
         self, link: Link, what: str, subject: str = "", index: int = 0, *, timeout_s: float
     ) -> tuple[Answer, bytes]:
-        """Ask one thing of a partner. Raises PeerLostError when it is gone or silent for `timeout_s`."""
+        """Ask one thing of a partner.
+
+        Raises PeerLostError when it is gone, or when neither the answer nor any other chunk has come for `timeout_s`:
+        on a slow link the answer may be behind others.
+        """
         number = next(self._request_ids)
         send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
         self._requests[number] = (link.peer_id, send)
@@ -114,11 +127,14 @@ class Links:
                 await link.lost.wait()
                 nursery.cancel_scope.cancel()
 
-            with trio.move_on_after(timeout_s):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(watch)
-                    answer = await receive.receive()
-                    nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                deadline = trio.current_time() + timeout_s
+                while answer is None and trio.current_time() < deadline:
+                    with trio.move_on_at(deadline):
+                        answer = await receive.receive()
+                    deadline = max(deadline, link.bulk_heard_s + timeout_s)
+                nursery.cancel_scope.cancel()
             if answer is None:
                 raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {timeout_s:.0f} s'}")
             return answer
@@ -197,7 +213,9 @@ class Links:
                 self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
                 return link
             self._remove(link)
-        link = self.live[peer_id] = Link(peer_id, hello, self.counters, self._on_message)
+        link = self.live[peer_id] = Link(
+            peer_id, hello, self.counters, self._on_message, peer_timeout_s=self.peer_timeout_s
+        )  # fmt: skip
         self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
         self._events.on_link(link)
         return link
@@ -231,11 +249,15 @@ class Links:
         await self._events.on_message(link, message, payload)
 
     async def _beat(self) -> None:
+        due, excused = trio.current_time(), False
         while True:
             now = trio.current_time()
+            # Once: a machine that is always late must come to a judgement too.
+            excused = now - due > HELD_UP_S and not excused
             for link in list(self.live.values()):
-                if now - link.last_heard > SILENCE_S:
-                    link.close(f"nothing heard for {SILENCE_S:.0f} s")
+                if now - link.last_heard > link.patience_s and not excused:
+                    link.close(f"nothing heard for {link.patience_s:.0f} s")
                 else:
                     link.make_beat(self._events.make_beat)
-            await trio.sleep(BEAT_EVERY_S)
+            due = now + BEAT_EVERY_S
+            await trio.sleep_until(due)

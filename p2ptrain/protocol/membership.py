@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -17,6 +17,7 @@ import trio
 
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.reachability import is_public, worth_dialling
 from p2ptrain.protocol.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ MAX_LINKS = 64
 # Members remembered at most (DESIGN.md).
 MAX_KNOWN = 128
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+# After this many dials in vain a peer without a public address that was never reached is taken to be behind another NAT
+# than ours. Only now and then is it tried again: it may have come into our network.
+PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
 # Addresses kept of one peer, and the longest (a relayed one with two peer ids takes 150 characters).
 MAX_MADDRS = 16
 MAX_MADDR_LENGTH = 512
@@ -50,6 +54,13 @@ class Member:
     next_dial_s: float = 0.0
     retry_s: float = FIRST_RETRY_S
     dials: int = 0
+    reached: bool = False
+
+    @property
+    def left_alone_s(self) -> float:
+        """How much longer it is not dialled; no longer once it has a public address, such as that of a relay."""
+        in_vain = self.dials >= PRIVATE_DIALS and not self.reached
+        return PRIVATE_RETRY_S if in_vain and not is_public(self.maddrs) else 0.0
 
 
 def member_key(run_id: str, bucket: int) -> str:
@@ -86,7 +97,9 @@ class Membership:
         me: PeerId,
         record: Callable[[], bytes],
         rng: random.Random,
+        maddrs: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        """`maddrs` are our own addresses of the moment, `record` what we announce of ourselves."""
         self.known: dict[PeerId, Member] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
@@ -96,6 +109,8 @@ class Membership:
         self._me = me
         self._record = record
         self._rng = rng
+        self._maddrs = maddrs
+        self._told_private = False
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
@@ -113,6 +128,14 @@ class Membership:
         """It linked to us: it is there, whatever was heard before."""
         self._ignored_until_s.pop(peer_id, None)
         self.hint(peer_id, maddrs, role)
+        if is_public(maddrs) and not is_public(self._maddrs()) and not self._told_private:
+            self._told_private = True
+            logger.warning(
+                "%s is reached over the internet, and this peer has only addresses of its own network (%s): nobody "
+                "outside can dial it, and with others behind NAT it trains only through those who can be dialled; to "
+                "change that, forward a port of your router to it and give --announce-maddrs /ip4/ROUTER/tcp/PORT",
+                peer_id, ", ".join(maddr.partition("/p2p/")[0] for maddr in self._maddrs()),
+            )  # fmt: skip
 
     def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = "trainer") -> None:
         """Somebody told us of a peer. Dialled later; the least recently heard of is forgotten when there are many."""
@@ -194,10 +217,12 @@ class Membership:
         room = self._most_links - len(self._linked()) - len(self._dialling)
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
-                member.seen_s, member.retry_s, member.next_dial_s = now, FIRST_RETRY_S, now
+                member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
             elif now - member.seen_s > 2 * RECORD_TTL_S:
                 del self.known[peer_id]
-            elif now >= member.next_dial_s and peer_id not in self._dialling and room > 0:
+            elif not worth_dialling(self._maddrs(), member.maddrs):
+                member.dials = max(1, member.dials)
+            elif now >= member.next_dial_s + member.left_alone_s and peer_id not in self._dialling and room > 0:
                 room -= 1
                 self._dialling.add(peer_id)
                 nursery.start_soon(self._dial_one, peer_id, member)

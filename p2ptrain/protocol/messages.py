@@ -41,7 +41,8 @@ class Hello:
 class Beat:
     """Sent every second: shows life, measures the round trip, and says where the sender stands.
 
-    `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was.
+    `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was. `reach`:
+    how many voters of its head the sender is linked with, itself included.
     """
 
     sent_s: float
@@ -55,6 +56,7 @@ class Beat:
     status: str
     speed: float
     members: tuple[tuple[str, tuple[str, ...]], ...]
+    reach: int
 
 
 @dataclass(frozen=True, slots=True)

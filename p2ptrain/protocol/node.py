@@ -20,7 +20,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.exchange import Exchange, RoundReport
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.link import Link, Traffic
+from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.membership import Membership, encode_record
 from p2ptrain.protocol.messages import (
@@ -62,6 +62,7 @@ class Node:
         restored: state from a checkpoint, used where the swarm has nothing newer.
         rng: all random choices of this peer.
         faults: what a simulation makes go wrong.
+        peer_timeout_s: the longest that a silent peer counts as there.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Node:
         events: Events,
         rng: random.Random,
         faults: Faults = NO_FAULTS,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         self.run = run
         self.peer_id: PeerId = transport.peer_id
@@ -93,9 +95,15 @@ class Node:
         self._events = events
         self._digest = run.digest
         self.state = exchange.new_state()
-        self.links = Links(transport, self._hello, self)
+        self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s)
         self.membership = Membership(
-            self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng
+            self.links,
+            directory,
+            run.run_id,
+            self.peer_id,
+            lambda: encode_record(transport.maddrs, TRAINER),
+            rng,
+            lambda: transport.maddrs,
         )
         self.engine = RoundEngine(self, exchange, self.state, rng)
         self.standing = Standing(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
@@ -191,7 +199,7 @@ class Node:
         return Beat(
             sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
             self.status,
-            1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2),
+            1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2), self.engine.reach,
         )  # fmt: skip
 
     def on_link(self, link: Link) -> None:

@@ -9,8 +9,8 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
-from p2ptrain.protocol.link import Link, Traffic
-from p2ptrain.protocol.links import HELLO_TIMEOUT_S, MAX_STRIKES, SILENCE_S
+from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
+from p2ptrain.protocol.links import HELLO_TIMEOUT_S, MAX_STRIKES
 from p2ptrain.protocol.messages import Ack, Answer, Beat, Due, Hello, Leave, Request
 from p2ptrain.protocol.wire import encode_frame
 from tests.protocol.swarm import run_virtual
@@ -51,7 +51,7 @@ def test_two_that_dial_each_other_at_once_end_with_one_link_each(latency_s: floa
             assert a.linked == ["b"]
             assert b.linked == ["a"]
             await check_works(a, b)
-            await trio.sleep(3 * SILENCE_S)
+            await trio.sleep(PEER_TIMEOUT_S)
             assert not a.lost
             assert not b.lost
             await check_works(a, b)

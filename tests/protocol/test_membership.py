@@ -63,7 +63,7 @@ class Member:
     def on_lost(self, link: Link) -> None: ...
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
-        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, "", 0.0, self.membership.sample(2))
+        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, "", 0.0, self.membership.sample(2), 0)
 
     @property
     def linked(self) -> set[str]:

@@ -225,7 +225,7 @@ def test_the_longest_honest_messages_fit() -> None:
         Propose(attempt, record),
         Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
         Roster("l", 1, attempt, tuple(ids[:64]), parts),
-        Beat(1.0, 1.0, 1.0, "g", "l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs))),
+        Beat(1.0, 1.0, 1.0, "g", "l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
         Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs),
     ]
     for message in longest:

@@ -48,7 +48,7 @@ class Endpoint:
         self.lost.append(link.peer_id)
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
-        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, "", 0.0, ())
+        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, "", 0.0, (), 0)
 
     def of(self, kind: type[Message]) -> list[Message]:
         """What was received of one kind, in order."""

@@ -52,9 +52,10 @@ from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.contribution import OwnContribution, check_record
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.leader import Leader
+from p2ptrain.protocol.rounds.leader import Leader, RoundTimeoutError
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.outcome import Spent, head_of, landing, step_anchor, touched_buffer
+from p2ptrain.protocol.rounds.pace import Pace
 from p2ptrain.protocol.rounds.turn import Turn
 from p2ptrain.protocol.transport import Compute, PeerId
 
@@ -62,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 # Attempts at one round before it is skipped (DESIGN.md).
 MAX_ATTEMPTS = 3
+# How often we look who has stalled; when that is late by more, it was us.
+STALL_POLL_S, HELD_UP_S = 0.25, 1.0
 # Due, and nobody calls: say it again, to the next leader in line.
 DUE_AGAIN_S = 3.0
 # A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md).
@@ -108,6 +111,7 @@ class RoundEngine:
         self._host = host
         self._rng = rng
         self._turn = Turn()
+        self.pace = Pace(peer_timeout_s=host.links.peer_timeout_s, round_timeout_s=host.run.round_timeout_s)
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._own: OwnContribution | None = None
         # What top-k has not sent yet. With other codecs it stays in the weights, and is sent with the next gradient.
@@ -213,6 +217,15 @@ class RoundEngine:
         await self._fetcher.fetch(record, self.codec_of(record), self._host.trainers(), self._nursery)
 
     # --- where we stand -------------------------------------------------------------------------------------------
+
+    @property
+    def reach(self) -> int:
+        """How many voters of our head we are linked with, ourselves included. Told with every beat, so it is cheap."""
+        own, live = (self.peer_id, self.incarnation), self.links.live
+        return sum(
+            voter == own or ((link := live.get(voter[0])) is not None and link.hello.incarnation == voter[1])
+            for voter in self.head.voters
+        )
 
     @property
     def busy(self) -> bool:
@@ -388,12 +401,19 @@ class RoundEngine:
                         self._turn.counter += this == said_for
                         said_s, said_for = now, this
                         self._say_due()
-                if self._participation is None and self._turn.is_ours(self.peer_id, self.head, self._present()):
+                if self._participation is None and self._ours_to_lead():
                     await self._lead()
                     continue
                 self._check_quorum(now)
             with trio.move_on_after(1.0):
                 await changed.wait()
+
+    def _ours_to_lead(self) -> bool:
+        reach = {self.peer_id: self.reach}
+        for peer_id in self._host.trainers():
+            if (link := self.links.get(peer_id)) is not None and link.beat is not None:
+                reach[peer_id] = link.beat.reach
+        return self._turn.is_ours(self.peer_id, self.head, self._present(), reach)
 
     def _say_due(self) -> None:
         due = Due(self.head.lineage, self.head.round + 1, self._turn.counter)
@@ -409,13 +429,19 @@ class RoundEngine:
     async def _lead(self) -> None:
         attempt = Attempt(max(self.ballot.promised.counter, self._turn.counter) + 1, self.peer_id)
         round_trip_s = max((link.rtt_s for link in self.links.live.values()), default=0.0)
-        self._leader = Leader(self, attempt, self._window_s(), round_trip_s)
+        attempt_s = self.pace.attempt_s()
+        self._leader = Leader(
+            self, attempt, window_s=self._window_s(), attempt_s=attempt_s, round_trip_s=round_trip_s
+        )  # fmt: skip
         try:
             with self._leader.scope:
                 record = await self._leader.run()
                 logger.debug("round %d committed by attempt %d", record.round, attempt.counter)
         except RoundFailedError as error:
             logger.info("round %d, attempt %d: %s", self.head.round + 1, attempt.counter, error)
+            if isinstance(error, RoundTimeoutError):
+                # The next one gets several times as long, up to the user's bound.
+                self.pace.note_round(attempt_s)
             # Two leaders that got into each other's way must not meet again.
             await trio.sleep(self._rng.uniform(0.05, 0.3))
         finally:
@@ -499,9 +525,13 @@ class RoundEngine:
         )
 
     async def _watch_stalls(self) -> None:
+        excused = False
         while True:
-            await trio.sleep(0.25)
-            if self._participation is not None:
+            slept_from_s = trio.current_time()
+            await trio.sleep(STALL_POLL_S)
+            # When we were held up ourselves, what others sent meanwhile waits to be read.
+            excused = trio.current_time() - slept_from_s > HELD_UP_S and not excused
+            if self._participation is not None and not excused:
                 if not self._linked(self._participation.attempt.leader):
                     self._participation.note_lost(self._participation.attempt.leader)
                 self._participation.give_up_stalled()
@@ -562,6 +592,8 @@ class RoundEngine:
                 # Training takes it up while the hashes are computed.
                 self._hand_over(outcome)
                 await self.compute(self.state.rehash)
+                if own is not None:
+                    self.pace.note_round(self._spent().wall_s)
                 self.parts.keep(record)
                 self.set_head(head_of(record, self.state))
             self._stepping = False
@@ -582,7 +614,7 @@ class RoundEngine:
     async def _trim_later(self, record: Record) -> None:
         await trio.sleep(KEEP_ALL_S)
         # Not while an attempt is under way or undecided, whose parts are in the same store.
-        if self._participation is None and self.ballot.ready is None and not self._resolving:
+        if not (self._participation or self.ballot.ready or self._resolving or self._fetcher.needed):
             self.parts.trim(record, self.peer_id)
 
     def _spent(self) -> Spent:

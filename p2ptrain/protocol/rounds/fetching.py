@@ -48,6 +48,12 @@ class RecordFetcher:
         if fetch.error is not None:
             raise fetch.error
 
+    @property
+    def needed(self) -> bool:
+        """Whether parts that are here must be kept: of a record that is being fetched, or was for an attempt that ended
+        since, and whose Commit may still come."""
+        return self._current is not None
+
     def cancel(self) -> None:
         """The parts are not needed any more."""
         if self._current is not None:

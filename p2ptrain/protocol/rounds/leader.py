@@ -6,9 +6,10 @@ whatever goes wrong ends in Abort: the members then try again under another lead
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -52,12 +53,13 @@ logger = logging.getLogger(__name__)
 MAX_CONTRIBUTORS = 64
 # A JOIN is sent at the end of the window at the latest; on a busy machine it is under way this long (guess).
 JOIN_GRACE_S = 0.5
-# Averaging and encoding one part of a 1B-parameter model takes a few seconds on a busy laptop (guess).
-REDUCE_S = 30.0
-# Fetching all parts takes about as long as sending took; at least this (guess).
-READY_S = 20.0
-# The whole exchange of contributions, however slow the links: their stalls are noticed one by one before (guess).
-TRANSFER_S = 1800.0
+# Contributions have this share of an attempt's time; then those that are whole go on without the others. The mean comes
+# back in about as long as they took.
+SENDING_SHARE = 0.5
+
+
+class RoundTimeoutError(RoundFailedError):
+    """The attempt's time was out."""
 
 
 class LeaderHost(Protocol):
@@ -85,11 +87,14 @@ class Leader:
     Cancel `scope` when the round is decided otherwise.
     """
 
-    def __init__(self, host: LeaderHost, attempt: Attempt, window_s: float, round_trip_s: float) -> None:
+    def __init__(
+        self, host: LeaderHost, attempt: Attempt, *, window_s: float, attempt_s: float, round_trip_s: float
+    ) -> None:
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._host = host
         self._window_s = window_s
+        self._attempt_s = attempt_s
         self._round_trip_s = round_trip_s
         self._called_s = 0.0
         self._lost: set[PeerId] = set()
@@ -113,10 +118,11 @@ class Leader:
         reason: str | None = "its leader gave it up"
         try:
             joined = await self._collect_joins(called)
-            record = self._unfinished(joined)
-            if record is None:
-                record = await self._reduce(self._members(joined), joined)
-            await self._collect_ready(record, joined)
+            with self._deadline():
+                record = self._unfinished(joined)
+                if record is None:
+                    record = await self._reduce(self._members(joined), joined)
+                await self._collect_ready(record, joined)
             reason = None
         except RoundFailedError as error:
             reason = str(error)
@@ -189,15 +195,14 @@ class Leader:
             self._host.tell(reducer, Reduce(self._lineage, self._round, self.attempt, contributors))
         hashes: dict[int, str] = {}
         products: list[npt.NDArray[np.float64]] = []
-        with self._deadline(REDUCE_S, "a reducer did not finish its part"):
-            while len(hashes) < len(parts):
-                sender, message = await self._next()
-                match message:
-                    case Reduced(part=part) if 0 <= part < len(parts) and parts[part].reducer == sender:
-                        hashes[part] = message.sha256
-                        products.append(np.array(message.gram))
-                    case Leave() | Withdraw():
-                        self._require_not(sender, parts)
+        while len(hashes) < len(parts):
+            sender, message = await self._next()
+            match message:
+                case Reduced(part=part) if 0 <= part < len(parts) and parts[part].reducer == sender:
+                    hashes[part] = message.sha256
+                    products.append(np.array(message.gram))
+                case Leave() | Withdraw():
+                    self._require_not(sender, parts)
         measures = _measures(products, weights)
         return self._record(parts, hashes, contributors, {p: joined[p] for p in members}, measures)
 
@@ -228,7 +233,7 @@ class Leader:
         part_count = len(parts)
         complete: dict[PeerId, set[int]] = {member: set() for member in members}
         failed: set[PeerId] = set()
-        with self._deadline(TRANSFER_S, "contributions did not arrive"):
+        with trio.move_on_after(SENDING_SHARE * self._attempt_s):
             while any(len(done) < part_count and member not in failed for member, done in complete.items()):
                 sender, message = await self._next()
                 match message:
@@ -296,16 +301,15 @@ class Leader:
         # Somebody may have gone since the contributions came.
         voters, awaited = self._host.head.voters, set(joined) - self._lost
         ready: set[tuple[PeerId, str]] = set()
-        with self._deadline(READY_S + TRANSFER_S / 10, "no quorum became READY"):
-            while not is_quorum(ready, voters):
-                if not is_quorum(ready | {(peer, joined[peer].incarnation) for peer in awaited}, voters):
-                    raise RoundFailedError("without those who have gone no quorum can become READY")
-                sender, message = await self._next()
-                match message:
-                    case Ready(record_sha256=sha256) if sha256 == name:
-                        ready.add((sender, message.incarnation))
-                    case Leave() | Withdraw():
-                        awaited.discard(sender)
+        while not is_quorum(ready, voters):
+            if not is_quorum(ready | {(peer, joined[peer].incarnation) for peer in awaited}, voters):
+                raise RoundFailedError("without those who have gone no quorum can become READY")
+            sender, message = await self._next()
+            match message:
+                case Ready(record_sha256=sha256) if sha256 == name:
+                    ready.add((sender, message.incarnation))
+                case Leave() | Withdraw():
+                    awaited.discard(sender)
 
     async def _next(self) -> tuple[PeerId, Message]:
         """The next message to this attempt. Raises RoundFailedError when a voter has promised a higher one."""
@@ -319,8 +323,13 @@ class Leader:
             raise RoundFailedError(f"{sender} has promised attempt {message.promised.counter} to another leader")
         return sender, message
 
-    def _deadline(self, seconds: float, reason: str) -> _Deadline:
-        return _Deadline(seconds, lambda: RoundFailedError(f"{reason} within {seconds:.0f} s"))
+    @contextlib.contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """The attempt's time. Raises RoundTimeoutError when it is out."""
+        with trio.move_on_after(self._attempt_s) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise RoundTimeoutError(f"not decided within {self._attempt_s:.0f} s")
 
 
 def _measures(products: list[npt.NDArray[np.float64]], weights: Sequence[float]) -> tuple[float, float]:
@@ -331,20 +340,3 @@ def _measures(products: list[npt.NDArray[np.float64]], weights: Sequence[float])
     total = np.sum(products, axis=0).reshape(size, size)
     measures = mean_cosine(total) if size > 1 else 0.0, mean_norm(total, weights)
     return measures if all(map(math.isfinite, measures)) else (0.0, 0.0)
-
-
-class _Deadline:
-    """Like trio.fail_after, with an error of our own."""
-
-    def __init__(self, seconds: float, error: Callable[[], Exception]) -> None:
-        self._scope = trio.CancelScope(deadline=trio.current_time() + seconds)
-        self._error = error
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-
-    def __exit__(self, *exc: object) -> bool | None:
-        handled = self._scope.__exit__(*exc)  # type: ignore[arg-type]
-        if self._scope.cancelled_caught:
-            raise self._error()
-        return handled

@@ -40,13 +40,14 @@ from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.ballot import Ballot, record_sha256
 from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution, check_parts, chunk_bounds
+from p2ptrain.protocol.rounds.pace import Pace
 from p2ptrain.protocol.rounds.reduction import Reduction
 from p2ptrain.protocol.transport import Compute, PeerId
 
 logger = logging.getLogger(__name__)
 
-# The longest that a member waits for the next word of a living leader, whose own waits all end before (guess).
-LEADER_PATIENCE_S = 2400.0
+# A living leader's last word on an attempt comes this long after the attempt's time is out, at the latest (guess).
+LAST_WORD_S = 30.0
 # Chunks that may arrive before the roster does: one of each member for each chunk of the model.
 MAX_EARLY_SENDERS = 64
 
@@ -75,6 +76,8 @@ class MemberHost(Protocol):
     def links(self) -> Links: ...
     @property
     def compute(self) -> Compute: ...
+    @property
+    def pace(self) -> Pace: ...
 
     def tell(self, peer_id: PeerId, message: Message) -> None: ...
 
@@ -130,10 +133,7 @@ class Participation:
         """Leave senders out that make no progress; called a few times a second."""
         rtt_s = {peer_id: link.rtt_s for peer_id, link in self._host.links.live.items()}
         for reduction in self._reductions or ():
-            stalled = reduction.stalled(trio.current_time(), rtt_s)
-            for sender in stalled:
-                reduction.fail(sender)
-            if stalled:
+            if reduction.give_up_stalled(trio.current_time(), rtt_s):
                 self._tell_arrived(reduction)
 
     # --- taking part --------------------------------------------------------------------------------------------
@@ -164,12 +164,13 @@ class Participation:
 
     async def _next_order(self) -> Message:
         """The leader's next word that is no Abort. Raises RoundFailedError."""
-        with trio.move_on_after(LEADER_PATIENCE_S):
+        patience_s = self.call.window_s + self._host.run.round_timeout_s + LAST_WORD_S
+        with trio.move_on_after(patience_s):
             message = await self._inbox.receive()
             if isinstance(message, Abort):
                 raise RoundFailedError(message.reason)
             return message
-        raise RoundFailedError(f"the leader said nothing for {LEADER_PATIENCE_S:.0f} s")
+        raise RoundFailedError(f"the leader said nothing for {patience_s:.0f} s")
 
     def _join(self, own: OwnContribution | None) -> Join:
         host, links = self._host, self._host.links
@@ -199,7 +200,7 @@ class Participation:
         if own is None:
             raise RoundFailedError("on the roster without a snapshot")
         self._reductions = [
-            Reduction(i, part.start, part.stop, roster.members, self._host.codec, trio.current_time())
+            Reduction(i, part.start, part.stop, roster.members, self._host.codec, self._host.pace, trio.current_time())
             for i, part in enumerate(roster.parts)
             if part.reducer == self._host.peer_id
         ]

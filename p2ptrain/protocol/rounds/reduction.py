@@ -16,12 +16,9 @@ from p2ptrain.algorithms.codec import Codec
 from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.contribution import chunk_bounds
+from p2ptrain.protocol.rounds.pace import Pace
 from p2ptrain.protocol.transport import PeerId
 
-# A sender without progress for this long is left out, or for four round trips where that is more (DESIGN.md).
-STALL_S = 2.0
-# Before its first chunk a sender may still be encoding behind a busy training thread (guess).
-FIRST_CHUNK_S = 5.0
 # Outer gradients are compared in pairs where there are at most so many, in about so many chunks of each part.
 MAX_COMPARED = 16
 SAMPLED_CHUNKS = 8
@@ -39,15 +36,18 @@ class Reduced:
 class Reduction:
     """Collects the chunks of part number `part`, blocks [start, stop), from `members`."""
 
-    def __init__(self, part: int, start: int, stop: int, members: Sequence[PeerId], codec: Codec, now: float) -> None:
+    def __init__(
+        self, part: int, start: int, stop: int, members: Sequence[PeerId], codec: Codec, pace: Pace, now: float
+    ) -> None:
         self.part, self.start, self.stop = part, start, stop
         self.complete: set[PeerId] = set()
         self.failed: set[PeerId] = set()
         self._codec = codec
+        self._pace = pace
         self._bounds = chunk_bounds(start, stop)
         self._stop_of = dict(self._bounds)
         self._chunks: dict[PeerId, dict[int, bytes]] = {member: {} for member in members}
-        self._progress_at = dict.fromkeys(members, now + FIRST_CHUNK_S - STALL_S)
+        self._progress_at = dict.fromkeys(members, now)
 
     def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float) -> bool:
         """Take one chunk. True when its sender has become complete. Raises WireError on a chunk off the plan."""
@@ -59,6 +59,7 @@ class Reduction:
             raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes")
         chunks = self._chunks[sender]
         chunks[start] = data
+        self._pace.note_wait(sender, now - self._progress_at[sender])
         self._progress_at[sender] = now
         if len(chunks) == len(self._bounds) and sender not in self.complete:
             self.complete.add(sender)
@@ -73,15 +74,18 @@ class Reduction:
         self._chunks[sender] = {}
         return True
 
-    def stalled(self, now: float, rtt_s: dict[PeerId, float]) -> list[PeerId]:
-        """Senders still awaited that have made no progress for too long."""
-        return [
+    def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
+        """Leave out those still awaited who have made no progress for too long; True when there were any."""
+        stalled = [
             sender
             for sender, at in self._progress_at.items()
-            if sender not in self.complete
-            and sender not in self.failed
-            and now - at > max(STALL_S, 4 * rtt_s.get(sender, 0.0))
+            if sender not in self.complete | self.failed
+            and now - at > self._pace.stall_s(sender, rtt_s.get(sender, 0.0), first=not self._chunks[sender])
         ]
+        for sender in stalled:
+            self._pace.note_wait(sender, now - self._progress_at[sender])
+            self.fail(sender)
+        return bool(stalled)
 
     def reduce(
         self, contributors: Sequence[tuple[PeerId, float]], mean_codec: Codec, *, disjoint: bool, num_compared: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from p2ptrain.protocol.messages import Due, Head
 from p2ptrain.protocol.rounds.ballot import Voter, is_quorum, leader_order
@@ -13,6 +13,8 @@ from p2ptrain.protocol.transport import PeerId
 MIN_WINDOW_S = 0.3
 MAX_WINDOW_OF_INTERVAL = 0.1
 WINDOW_MARGIN = 1.5
+# Who reaches most voters leads; should that come to nothing, every third attempt is anybody's.
+ANYBODYS_TURN = 3
 # A fast peer may be due for the round after one that has not landed here yet.
 MAX_ROUNDS_AHEAD = 2
 # A Due may name a later attempt than we know of, but not so late that nobody gets there.
@@ -49,12 +51,21 @@ class Turn:
         """The round was skipped: everybody is due anew."""
         self._due.pop(round_, None)
 
-    def is_ours(self, own: PeerId, head: Head, present: Collection[Voter]) -> bool:
-        """Whether half of the voters are due, and we are the first present peer in the order of leaders."""
+    def is_ours(self, own: PeerId, head: Head, present: Collection[Voter], reach: Mapping[PeerId, int]) -> bool:
+        """Whether half of the voters are due, and we are the first present peer in the order of leaders.
+
+        Args:
+            present: live trainers that we are linked with, and ourselves.
+            reach: how many voters each of them is linked with. Behind NAT a peer may not reach all, and whom a leader
+                does not reach cannot contribute.
+        """
         due = self._due.get(head.round + 1, set())
         due_voters = [voter for voter in head.voters if voter in present and voter[0] in due]
         if 2 * len(due_voters) < len(head.voters) or not is_quorum(present, head.voters):
             return False
+        furthest = max(reach.values(), default=0)
+        if self.counter % ANYBODYS_TURN != ANYBODYS_TURN - 1:
+            present = [voter for voter in present if reach.get(voter[0], 0) == furthest]
         present_voters = [voter[0] for voter in head.voters if voter in present]
         others = [peer for peer, _ in present]
         return leader_order(head.lineage, head.round + 1, self.counter, present_voters, others)[0] == own

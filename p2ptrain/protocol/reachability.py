@@ -1,0 +1,50 @@
+"""Who can dial whom, as far as addresses tell: behind NAT a machine has none but those of its own network.
+
+Names, relayed addresses and whatever is no IP address are taken for public: trying is the only way to know.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from collections.abc import Iterable
+
+
+class Scope(enum.Enum):
+    """From where an address can be dialled."""
+
+    MACHINE = "this machine"
+    NETWORK = "the same network"
+    PUBLIC = "anywhere"
+
+
+def scope_of(maddr: str) -> Scope:
+    """From where a multiaddr can be dialled."""
+    _, family, host, *rest = [*maddr.split("/"), "", ""]
+    if family not in ("ip4", "ip6") or "p2p-circuit" in rest:
+        return Scope.PUBLIC
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return Scope.PUBLIC
+    if address.is_loopback:
+        return Scope.MACHINE
+    return Scope.PUBLIC if address.is_global else Scope.NETWORK
+
+
+def is_public(maddrs: Iterable[str]) -> bool:
+    """Whether a peer with these addresses can be dialled from anywhere."""
+    return any(scope_of(maddr) is Scope.PUBLIC for maddr in maddrs)
+
+
+def worth_dialling(own: Iterable[str], theirs: Iterable[str]) -> bool:
+    """Whether a peer with addresses `own` may reach one with addresses `theirs`.
+
+    Two private peers may be in one network, so that is tried; a machine with nothing but public addresses is in no
+    private network. Without any address libp2p's own directory may know one.
+    """
+    ours, scopes = {scope_of(maddr) for maddr in own}, {scope_of(maddr) for maddr in theirs}
+    if scopes != {Scope.MACHINE}:
+        # Whoever is on our machine is in all of its networks too.
+        scopes -= {Scope.MACHINE}
+    return not scopes or Scope.PUBLIC in scopes or not ours or bool(scopes & ours)

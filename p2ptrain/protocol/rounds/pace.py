@@ -1,0 +1,58 @@
+"""How long the steps of a round take with these peers over these links, and so how long to wait for them.
+
+Nobody has to guess a number: a limit is several times what was seen, also where that is that the last limit was too
+short. The user's settings bound it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from p2ptrain.protocol.transport import PeerId
+
+# A sender without a chunk for this long is left out, or for four round trips where that is more (DESIGN.md).
+STALL_S = 2.0
+# Before its first chunk a sender may still be encoding behind a busy training thread (guess).
+FIRST_CHUNK_S = 5.0
+# What came in one second last time may take three this time: others' links share the path (guess).
+MARGIN = 3.0
+# A sender's longest wait of long ago counts half as much after each round.
+FADE = 0.5
+# An attempt has at least this long, so that one slow moment of a machine does not end it (guess).
+MIN_ATTEMPT_S = 60.0
+# Rounds remembered.
+ROUNDS = 8
+
+
+class Pace:
+    """What one peer has seen of the pace of others. `peer_timeout_s` and `round_timeout_s` are the user's bounds."""
+
+    def __init__(self, *, peer_timeout_s: float, round_timeout_s: float) -> None:
+        self._peer_timeout_s = peer_timeout_s
+        self._round_timeout_s = round_timeout_s
+        self._longest_s: dict[PeerId, float] = {}
+        self._rounds_s: deque[float] = deque(maxlen=ROUNDS)
+
+    # --- chunks -------------------------------------------------------------------------------------------------
+
+    def note_wait(self, sender: PeerId, waited_s: float) -> None:
+        """A chunk came so long after the one before, or the roster; or none, and its sender was left out then."""
+        self._longest_s[sender] = max(waited_s, self._longest_s.get(sender, 0.0))
+
+    def stall_s(self, sender: PeerId, rtt_s: float, *, first: bool) -> float:
+        """How long a sender may take for its next chunk."""
+        usual_s = max(STALL_S, 4 * rtt_s, MARGIN * self._longest_s.get(sender, 0.0))
+        return min(max(usual_s, FIRST_CHUNK_S) if first else usual_s, self._peer_timeout_s)
+
+    # --- rounds -------------------------------------------------------------------------------------------------
+
+    def note_round(self, took_s: float) -> None:
+        """A round was committed after so long; or an attempt at one was given up then."""
+        self._rounds_s.append(took_s)
+        self._longest_s = {sender: FADE * longest for sender, longest in self._longest_s.items() if longest > 0.1}
+
+    def attempt_s(self) -> float:
+        """How long an attempt may take from its roster to its commit."""
+        if not self._rounds_s:
+            return self._round_timeout_s
+        return min(self._round_timeout_s, max(MIN_ATTEMPT_S, MARGIN * max(self._rounds_s)))

@@ -1,0 +1,96 @@
+"""Source NAT in a network namespace, asked of the kernel over netlink: nftables' program is not on every machine.
+
+Run as `nsenter --net … python -S masquerade.py` in the namespace of the router; needs no package. It makes what
+`nft add rule ip nat postrouting oifname OUTSIDE masquerade` would, and drops what comes from outside unasked.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+
+NETLINK_NETFILTER = 12
+NFNL_SUBSYS_NFTABLES = 10
+NFNL_MSG_BATCH_BEGIN, NFNL_MSG_BATCH_END = 0x10, 0x11
+NFT_MSG_NEWTABLE, NFT_MSG_NEWCHAIN, NFT_MSG_NEWRULE = 0, 3, 6
+NLM_F_REQUEST, NLM_F_ACK, NLM_F_CREATE, NLM_F_APPEND = 1, 4, 0x400, 0x800
+NLMSG_ERROR = 2
+NESTED = 0x8000
+NF_INET_POST_ROUTING = 4
+NF_IP_PRI_NAT_SRC = 100
+NFT_REG_1 = 1
+NFT_META_OIFNAME = 7
+INTERFACE_NAME_BYTES = 16
+
+
+def attribute(kind: int, value: bytes) -> bytes:
+    header = struct.pack("=HH", 4 + len(value), kind)
+    return header + value + b"\0" * (-len(value) % 4)
+
+
+def nested(kind: int, *values: bytes) -> bytes:
+    return attribute(kind | NESTED, b"".join(values))
+
+
+def number(kind: int, value: int) -> bytes:
+    return attribute(kind, struct.pack(">I", value))
+
+
+def text(kind: int, value: str) -> bytes:
+    return attribute(kind, value.encode() + b"\0")
+
+
+def expression(name: str, *attributes: bytes) -> bytes:
+    """An element of NFTA_RULE_EXPRESSIONS: NFTA_EXPR_NAME and NFTA_EXPR_DATA."""
+    return nested(1, text(1, name), nested(2, *attributes))
+
+
+def message(kind: int, flags: int, family: int, resource: int, *attributes: bytes) -> bytes:
+    body = struct.pack(">BBH", family, 0, resource) + b"".join(attributes)
+    return struct.pack("=IHHII", 16 + len(body), kind, NLM_F_REQUEST | flags, 1, 0) + body
+
+
+def masquerade(outside: str) -> None:
+    """Give whatever leaves by the interface `outside` that interface's address. Raises OSError."""
+    nftables = NFNL_SUBSYS_NFTABLES << 8
+    create = NLM_F_CREATE | NLM_F_ACK
+    hook = nested(4, number(1, NF_INET_POST_ROUTING), number(2, NF_IP_PRI_NAT_SRC))
+    name = outside.encode().ljust(INTERFACE_NAME_BYTES, b"\0")
+    leaves_by = [
+        expression("meta", number(2, NFT_META_OIFNAME), number(1, NFT_REG_1)),
+        expression("cmp", number(1, NFT_REG_1), number(2, 0), nested(3, attribute(1, name))),
+    ]
+    rule = nested(4, *leaves_by, expression("masq"))
+    batch = [
+        message(NFNL_MSG_BATCH_BEGIN, 0, 0, NFNL_SUBSYS_NFTABLES),
+        message(nftables | NFT_MSG_NEWTABLE, create, socket.AF_INET, 0, text(1, "nat")),
+        message(
+            nftables | NFT_MSG_NEWCHAIN, create, socket.AF_INET, 0,
+            text(1, "nat"), text(3, "postrouting"), hook, text(7, "nat"),
+        ),
+        message(
+            nftables | NFT_MSG_NEWRULE, create | NLM_F_APPEND, socket.AF_INET, 0,
+            text(1, "nat"), text(2, "postrouting"), rule,
+        ),
+        message(NFNL_MSG_BATCH_END, 0, 0, NFNL_SUBSYS_NFTABLES),
+    ]  # fmt: skip
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
+        netlink.bind((0, 0))
+        netlink.settimeout(5)
+        netlink.send(b"".join(batch))
+        answers = 0
+        while answers < 3:
+            data = netlink.recv(65536)
+            while data:
+                size, kind = struct.unpack_from("=IH", data)
+                (error,) = struct.unpack_from("=i", data, 16)
+                if kind == NLMSG_ERROR and error:
+                    raise OSError(-error, f"nftables: {os.strerror(-error)}")
+                answers += 1
+                data = data[(size + 3) & ~3 :]
+
+
+if __name__ == "__main__":
+    masquerade(sys.argv[1])

@@ -1,0 +1,166 @@
+"""Machines of a test: network namespaces joined by veth pairs to a switch, each with a link of its own rate.
+
+A namespace lives exactly as long as the process that holds it, which ends when we do, however we end: nothing has a
+name outside, and nothing can be left behind. Needs root and Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.links import masquerade
+
+# What a home router buffers before it drops (bufferbloat: tenths of a second are usual).
+BUFFER_S = 0.3
+# A bucket must hold one tick of the kernel's clock at the link's rate, and one packet.
+BURST_S, MIN_BURST_BYTES = 0.004, 16 * 1024
+# Addresses that are routable as far as libp2p can tell: it ignores those reserved for documentation and benchmarks.
+SUBNET = "5.188.7"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One namespace with one interface.
+
+    Attributes:
+        enter: what to put before a command so that it runs there.
+        address: its own IPv4 address.
+        port: the name of its interface's other end, at the switch; "" behind a router.
+    """
+
+    enter: tuple[str, ...]
+    address: str
+    port: str
+    pid: int
+
+    def received_bytes(self) -> int:
+        """What has come in by its interface so far."""
+        return self._count("rx_bytes")
+
+    def sent_bytes(self) -> int:
+        return self._count("tx_bytes")
+
+    def _count(self, what: str) -> int:
+        for line in Path(f"/proc/{self.pid}/net/dev").read_text().splitlines():
+            name, _, counts = line.partition(":")
+            if name.strip() == "eth0":
+                return int(counts.split()[0 if what == "rx_bytes" else 8])
+        raise OSError("the machine has no interface")
+
+
+class Wires:
+    """The switch and all machines. Made by `wires`."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._numbers = itertools.count(1)
+        self._switch = self._namespace()
+        for bridge in ("whole", "apart"):
+            self._run(self._switch, "ip", "link", "add", bridge, "type", "bridge")
+            self._run(self._switch, "ip", "link", "set", bridge, "up")
+
+    def machine(self, *, mbit: float | None = None) -> Machine:
+        """A new machine on the switch; `mbit` bounds its link each way, in Mbit/s."""
+        number = next(self._numbers)
+        address = f"{SUBNET}.{number}"
+        machine = Machine(self._enter(pid := self._namespace()), address, f"port{number}", pid)
+        self._join(machine, self._switch, f"{address}/24", mbit)
+        self._run(self._switch, "ip", "link", "set", machine.port, "master", "whole")
+        # A dial to an address that is nowhere takes its time, as on the internet.
+        self._run(pid, "ip", "route", "add", "default", "dev", "eth0")
+        return machine
+
+    def behind_nat(self, *, mbit: float | None = None) -> Machine:
+        """A new machine behind a router of its own, which has an address on the switch and masquerades."""
+        router = self.machine(mbit=mbit)
+        inside = f"192.168.{next(self._numbers)}"
+        machine = Machine(self._enter(pid := self._namespace()), f"{inside}.2", "inside", pid)
+        self._join(machine, router.pid, f"{inside}.2/24", None)
+        self._run(router.pid, "ip", "address", "add", f"{inside}.1/24", "dev", "inside")
+        self._run(pid, "ip", "route", "add", "default", "via", f"{inside}.1")
+        self._run(router.pid, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
+        self._run(router.pid, sys.executable, "-S", masquerade.__file__, "eth0")
+        return machine
+
+    def cut(self, *machines: Machine) -> None:
+        """Part these from all others, without a word to anybody; they still reach each other."""
+        self._plug(machines, "apart")
+
+    def heal(self, *machines: Machine) -> None:
+        self._plug(machines, "whole")
+
+    def _plug(self, machines: tuple[Machine, ...], bridge: str) -> None:
+        for machine in machines:
+            self._run(self._switch, "ip", "link", "set", machine.port, "master", bridge)
+
+    def _join(self, machine: Machine, other: int, address: str, mbit: float | None) -> None:
+        """A wire from a machine to another namespace."""
+        self._run(
+            machine.pid, "ip", "link", "add", "eth0", "type", "veth",
+            "peer", "name", machine.port, "netns", str(other),
+        )  # fmt: skip
+        self._run(machine.pid, "ip", "address", "add", address, "dev", "eth0")
+        for pid, interface in ((machine.pid, "eth0"), (other, machine.port)):
+            self._run(pid, "ip", "link", "set", interface, "up")
+            if mbit is not None:
+                burst = max(MIN_BURST_BYTES, int(mbit * 1e6 / 8 * BURST_S))
+                self._run(
+                    pid, "tc", "qdisc", "add", "dev", interface, "root", "tbf",
+                    "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{BUFFER_S * 1000:.0f}ms",
+                )  # fmt: skip
+
+    def _namespace(self) -> int:
+        """The pid of a process that holds a new namespace until we close its input, or end."""
+        holder = subprocess.Popen(
+            ["unshare", "--net", sys.executable, "-S", "-c", "print(flush=True); input()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._stack.callback(_end, holder)
+        assert holder.stdout is not None
+        if not holder.stdout.readline():
+            assert holder.stderr is not None
+            raise OSError(holder.stderr.read().decode().strip())
+        self._run(holder.pid, "ip", "link", "set", "lo", "up")
+        return holder.pid
+
+    @staticmethod
+    def _enter(pid: int) -> tuple[str, ...]:
+        return ("nsenter", "--target", str(pid), "--net", "--")
+
+    def _run(self, pid: int, *command: str) -> None:
+        done = subprocess.run([*self._enter(pid), *command], capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def wires() -> Iterator[Wires]:
+    """A switch without machines; all is gone at the end. Raises OSError where the machine forbids namespaces."""
+    with contextlib.ExitStack() as stack:
+        yield Wires(stack)
+
+
+def why_not() -> str:
+    """Why there can be no namespaces with shaped links and NAT on this machine; empty when there can."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with wires() as trial:
+            trial.machine(mbit=10)
+            trial.behind_nat()
+    except OSError as error:
+        return f"no network namespaces here: {error}"
+    return ""
+
+
+def _end(holder: subprocess.Popen[bytes]) -> None:
+    holder.communicate()

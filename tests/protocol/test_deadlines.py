@@ -1,0 +1,266 @@
+"""Limits that follow what was measured, within the bounds that a user sets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import trio
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import PeerLostError
+from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.protocol.link import MIN_PATIENCE_S, Link, Traffic
+from p2ptrain.protocol.messages import (
+    Abort,
+    Answer,
+    Arrived,
+    Attempt,
+    Head,
+    Join,
+    Message,
+    Reduce,
+    Request,
+)
+from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.leader import SENDING_SHARE, Leader, RoundTimeoutError
+from p2ptrain.protocol.rounds.pace import FIRST_CHUNK_S, MARGIN, MIN_ATTEMPT_S, STALL_S, Pace
+from p2ptrain.protocol.rounds.reduction import Reduction
+from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.wiring import Endpoint, hello_of, linked_pair, start_endpoint, until
+
+# --- a silent peer --------------------------------------------------------------------------------------------------
+
+
+async def pair(network: MemoryNetwork, nursery: trio.Nursery, peer_timeout_s: float) -> tuple[Endpoint, Endpoint]:
+    a, b = [await start_endpoint(network, nursery, hello_of(name)) for name in "ab"]
+    a.links.peer_timeout_s = peer_timeout_s
+    await a.links.connect("b", [])
+    return a, b
+
+
+async def silence_until_lost(network: MemoryNetwork, a: Endpoint) -> float:
+    network.partition(["a"], ["b"])
+    began_s = trio.current_time()
+    await until(lambda: bool(a.lost))
+    return trio.current_time() - began_s
+
+
+@pytest.mark.parametrize(
+    ("known_s", "peer_timeout_s", "least_s"), [(30, 30.0, MIN_PATIENCE_S), (1, 30.0, MIN_PATIENCE_S), (30, 3.0, 3.0)]
+)
+def test_a_frozen_peer_is_noticed_within_seconds(known_s: float, peer_timeout_s: float, least_s: float) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            a, _ = await pair(network, nursery, peer_timeout_s)
+            await trio.sleep(known_s)
+            assert least_s - 1.5 <= await silence_until_lost(network, a) <= least_s + 2.5
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("peer_timeout_s", "at_least_s"), [(60.0, 13.5), (12.0, 10.5)])
+def test_who_was_often_silent_is_given_longer_up_to_the_users_bound(peer_timeout_s: float, at_least_s: float) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            a, _ = await pair(network, nursery, peer_timeout_s)
+            for _ in range(5):
+                await trio.sleep(5)
+                network.fault = lambda source, target, packet: Fault.DROP
+                await trio.sleep(3)
+                network.fault = lambda source, target, packet: Fault.NONE
+            await trio.sleep(3)
+            assert not a.lost
+            assert at_least_s <= await silence_until_lost(network, a) <= peer_timeout_s + 2.5
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_who_was_held_up_himself_does_not_take_the_others_for_lost() -> None:
+    """A laptop that was closed has not heard anybody for an hour, and no beat of that hour has been read yet."""
+
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (a, b, link, other):
+            await trio.sleep(20)
+            for one in (link, other):
+                one.last_heard -= 3600
+            clock = trio.lowlevel.current_clock()
+            clock.jump(5)  # type: ignore[attr-defined]
+            await trio.sleep(5)
+            assert not a.lost
+            assert not b.lost
+
+    run_virtual(main)
+
+
+# --- an answer on a slow link -----------------------------------------------------------------------------------------
+
+
+async def serve_slowly(link: Link, request: Request) -> None:
+    """Every answer goes to the end of the queue."""
+    await link.send_bulk(Answer(request.request, True, "chunk"), bytes(256 * 1024), Traffic.STATE)
+
+
+def test_an_answer_behind_many_others_is_waited_for() -> None:
+    async def main() -> None:
+        # A quarter of a megabyte a second: 16 answers take 16 s, three times what a silent partner is given.
+        async with linked_pair(MemoryNetwork(bandwidth_bytes_s=256 * 1024)) as (a, b, link, _):
+            b.on_request = serve_slowly
+            answers = []
+
+            async def ask() -> None:
+                answers.append(await a.links.request(link, "chunk", timeout_s=5.0))
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(16):
+                    nursery.start_soon(ask)
+            assert len(answers) == 16
+            assert trio.current_time() > 15
+
+    run_virtual(main)
+
+
+def test_a_partner_that_sends_nothing_is_not() -> None:
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (a, _, link, _):
+            began_s = trio.current_time()
+            with pytest.raises(PeerLostError, match="no answer within 5 s"):
+                await a.links.request(link, "chunk", timeout_s=5.0)
+            assert trio.current_time() - began_s == pytest.approx(5.0)
+
+    run_virtual(main)
+
+
+# --- a slow sender ----------------------------------------------------------------------------------------------------
+
+
+def pace(peer_timeout_s: float = 30.0, round_timeout_s: float = 1800.0) -> Pace:
+    return Pace(peer_timeout_s=peer_timeout_s, round_timeout_s=round_timeout_s)
+
+
+def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
+    measured = pace()
+    assert measured.stall_s("a", 0.0, first=False) == STALL_S
+    assert measured.stall_s("a", 0.0, first=True) == FIRST_CHUNK_S
+    assert measured.stall_s("a", 1.5, first=False) == 6.0  # four round trips
+    measured.note_wait("a", 3.0)
+    measured.note_wait("a", 1.0)
+    assert measured.stall_s("a", 0.0, first=False) == 3.0 * MARGIN
+    assert measured.stall_s("b", 0.0, first=False) == STALL_S
+    measured.note_wait("a", 100.0)
+    assert measured.stall_s("a", 0.0, first=True) == 30.0
+    for _ in range(20):
+        measured.note_round(1.0)
+    assert measured.stall_s("a", 0.0, first=False) == STALL_S
+
+
+def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> None:
+    codec = gradient_codec(RunConfig())
+    measured = pace()
+    chunk = bytes(codec.size_bytes(1024))
+
+    def attempt() -> Reduction:
+        """Two chunks, the second of which takes three seconds."""
+        reduction = Reduction(0, 0, 2048, ["a"], codec, measured, 0.0)
+        reduction.add("a", 0, 1024, chunk, 0.5)
+        for now in (1.0, 2.0, 3.0):
+            reduction.give_up_stalled(now, {})
+        reduction.add("a", 1024, 2048, chunk, 3.5)
+        return reduction
+
+    assert attempt().failed == {"a"}
+    assert attempt().complete == {"a"}
+
+
+def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_longer_not_failing() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=600)) as s:
+            for i, name in enumerate("abc"):
+                s.start(name, founder=i == 0)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            size = s.peers["a"].node.engine.codec.size_bytes(s.peers["a"].node.engine.num_blocks)
+            # Two of the three parts of an outer gradient go out at once: the second is there after seven seconds.
+            s.network.bandwidth_bytes_s = 2 / 3 * size / 7
+            await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()), within_s=600)
+            assert any(r["group_size"] == 3 for p in s.peers.values() for r in p.rounds("committed"))
+            assert not any(p.rounds("skipped") for p in s.peers.values())
+
+    run_virtual(main)
+
+
+# --- a round --------------------------------------------------------------------------------------------------------
+
+
+def test_an_attempt_gets_several_times_what_rounds_took_up_to_the_users_bound() -> None:
+    measured = pace(round_timeout_s=600.0)
+    assert measured.attempt_s() == 600.0
+    measured.note_round(2.0)
+    assert measured.attempt_s() == MIN_ATTEMPT_S
+    measured.note_round(40.0)
+    assert measured.attempt_s() == 40.0 * MARGIN
+    measured.note_round(measured.attempt_s())
+    assert measured.attempt_s() == 40.0 * MARGIN**2
+    measured.note_round(measured.attempt_s())
+    assert measured.attempt_s() == 600.0
+    assert pace(round_timeout_s=20.0).attempt_s() == 20.0
+
+
+class Host:
+    """A leader's peer "a", with members who join at once; `told` is what they are sent, and when."""
+
+    def __init__(self) -> None:
+        voters = tuple((name, f"{name}.1") for name in "abc")
+        self.head = Head("0-g", "0-g", 0, "state", "anchor", voters, 0, 0, None)
+        self.peer_id = "a"
+        self.run = RunConfig()
+        self.num_blocks = 64
+        self.told: list[tuple[float, str, Message]] = []
+
+    def tell(self, peer_id: str, message: Message) -> None:
+        self.told.append((trio.current_time(), peer_id, message))
+
+    def live(self) -> list[str]:
+        return ["b", "c"]
+
+    def note_spread(self, spread_s: float) -> None: ...
+
+    def of(self, kind: type[Message]) -> list[tuple[float, str, Message]]:
+        return [told for told in self.told if isinstance(told[2], kind)]
+
+
+def join_of(peer_id: str, attempt: Attempt) -> Join:
+    return Join(
+        "0-g", 1, attempt, f"{peer_id}.1", "state", True, 100, 0, 10, 1.0, 1e6,
+        tuple(other for other in "abc" if other != peer_id), False, None, None,
+    )  # fmt: skip
+
+
+def test_after_half_of_its_time_a_round_goes_on_without_those_who_trickle_and_ends_with_its_time() -> None:
+    async def main() -> None:
+        host, attempt = Host(), Attempt(1, "a")
+        leader = Leader(host, attempt, window_s=1.0, attempt_s=100.0, round_trip_s=0.0)
+
+        async def members() -> None:
+            await trio.sleep(0.1)
+            for name in "abc":
+                leader.deliver(name, join_of(name, attempt))
+            await trio.sleep(5)
+            for part, reducer in enumerate("abc"):
+                # "c" goes on sending, chunk after chunk, and is never done.
+                leader.deliver(reducer, Arrived("0-g", 1, attempt, part, ("a", "b"), ()))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(members)
+            with pytest.raises(RoundTimeoutError, match="within 100 s"):
+                await leader.run()
+        (told_s, _, order), *_ = host.of(Reduce)
+        assert told_s == pytest.approx(0.1 + SENDING_SHARE * 100.0)
+        assert [c.peer_id for c in order.contributors] == ["a", "b"]  # type: ignore[union-attr]
+        # No reducer ever answered.
+        assert [at_s for at_s, _, _ in host.of(Abort)] == pytest.approx([100.1] * 3)
+
+    run_virtual(main)

@@ -108,6 +108,21 @@ class Process:
         self.killed = True
         self._process.kill()
 
+    def pause(self, *, with_daemon: bool) -> None:
+        """SIGSTOP: nothing of it runs until `wake`; its p2pd goes on unless that is stopped too."""
+        for process in [psutil.Process(self._process.pid), *(self.daemons if with_daemon else [])]:
+            process.suspend()
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        for process in [*self.daemons, psutil.Process(self._process.pid)]:
+            process.resume()
+
+    def kill_daemon(self) -> None:
+        """kill -9 of its p2pd."""
+        (daemon,) = self.daemons
+        daemon.kill()
+
     def wait(self) -> int:
         """The exit status, once all that it printed is here. Raises TimeoutExpired when it does not end."""
         status = self._process.wait(DEADLINE_S)

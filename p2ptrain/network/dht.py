@@ -33,6 +33,7 @@ from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial
 from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, peer_id_of
 
 logger = logging.getLogger(__name__)
@@ -167,12 +168,12 @@ def owner_of(subkey: Any) -> str | None:
 
 @contextlib.asynccontextmanager
 async def join_dht(
-    control_path: str, identity: Identity, initial_peers: tuple[str, ...], connected: Collection[str]
+    daemon: Daemon, identity: Identity, initial_peers: tuple[str, ...], connected: Collection[str]
 ) -> AsyncIterator[DHTNode]:
     """Take part in the DHT through a running daemon until the block is left. The daemon ends with it.
 
     Args:
-        control_path: the daemon's control socket.
+        daemon: ended by our leaving.
         identity: whose key the daemon was started with.
         initial_peers: multiaddrs to come back to when they are lost.
         connected: ids of those initial peers that the daemon is connected with; empty to be the first, or to come
@@ -182,6 +183,7 @@ async def join_dht(
         ConfigError: no initial peer takes part in the DHT, or our clock differs too much from theirs.
         PeerLostError: the daemon does not answer.
     """
+    control_path = daemon.control_path
     p2p: P2P | None = None
     node: DHTNode | None = None
     try:
@@ -197,9 +199,13 @@ async def join_dht(
             background.start_soon(_stay_joined, node, control_path)
             yield node
     finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(LEAVE_TIMEOUT_S), _unless_it_ends():
+        with trio.CancelScope(shield=True):
+            # A dead one would be waited for in vain.
+            if node is not None and not daemon.exited.is_set():
+                with trio.move_on_after(LEAVE_TIMEOUT_S), _unless_it_ends():
+                    await from_asyncio(node.shutdown())
             if node is not None:
-                await from_asyncio(node.shutdown())
+                node.is_alive = False
             if p2p is not None:
                 await from_asyncio(p2p.shutdown())
 

@@ -125,7 +125,7 @@ class Supervisor:
             try:
                 connected = await dial_initial_peers(daemon.control_path, config.initial_peers) if first else []
                 # p2pd ends with the DHT's connection to it, so that one is closed last.
-                joining = join_dht(daemon.control_path, self._identity, config.initial_peers, connected)
+                joining = join_dht(daemon, self._identity, config.initial_peers, connected)
                 async with joining as node, self._transport.through(daemon):
                     with self._directory.through(node):
                         yield daemon

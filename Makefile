@@ -4,13 +4,16 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench reproduce reproduce-full clean
+.PHONY: demo test test-long lint bench reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check p2ptrain tests examples benchmarks

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
     "reference": "a training beside SPARTA's authors' simulator: loss, bytes, time held (rival: exo gym's algorithm)",
     "start": "start to first step, join to first step, with the demo model",
+    "churn": "one of three peers is killed: the others' next round, and its way back",
 }
 
 

@@ -116,7 +116,8 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
 
         reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=progressed)
         hint = f"try: p2ptrain generate {out}" if reason == "finished" else "the same command again continues"
-        say(f"{reason} at step {peer.run_step}, saved in {out}; {hint}")
+        is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
+        say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
 
 
 def _remembered(out: Path) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -51,8 +51,9 @@ class Process:
     """
 
     def __init__(
-        self, command: str, *, directory: Path, files: Path, sockets: Path, terminal: bool, settings: Mapping[str, Any]
-    ) -> None:
+        self, command: str, *, directory: Path, files: Path, sockets: Path, terminal: bool, settings: Mapping[str, Any],
+        inside: Sequence[str],
+    ) -> None:  # fmt: skip
         """Start it.
 
         Args:
@@ -62,6 +63,7 @@ class Process:
             sockets: its TMPDIR; the path of a socket must be short.
             terminal: whether it is in the foreground of a terminal of its own, into which `press` types.
             settings: given as P2PTRAIN_… in its environment.
+            inside: a command that becomes this one, such as `env -i`.
         """
         self.command, self.directory = command, directory
         self.addresses = files.with_suffix(".addresses")
@@ -88,7 +90,7 @@ class Process:
                 self._keyboard, screen = pty.openpty()
                 streams = {"stdin": screen, "stdout": screen, "stderr": screen, "start_new_session": True}
                 streams["preexec_fn"] = _as_from_a_shell
-            self._process = subprocess.Popen(words, cwd=directory, env=environ, **streams)
+            self._process = subprocess.Popen([*inside, *words], cwd=directory, env=environ, **streams)
             if terminal:
                 os.close(screen)
                 self._reader = threading.Thread(target=self._read_screen, daemon=True)
@@ -174,6 +176,11 @@ class Process:
         return str(self.events("start")[0]["peer_id"])
 
     @property
+    def remembered(self) -> bool:
+        """Whether it has noted whom it trains with, for after a restart."""
+        return bool([*self.directory.glob("p2ptrain-*/peers.txt")])
+
+    @property
     def daemons(self) -> list[psutil.Process]:
         """Its p2pd."""
         return [child for child in psutil.Process(self._process.pid).children() if child.name() == "p2pd"]
@@ -215,12 +222,13 @@ class Swarm:
         directory: Path | None = None,
         terminal: bool = False,
         settings: Mapping[str, Any] = MappingProxyType({}),
+        inside: Sequence[str] = (),
     ) -> Process:
         """Start a command, as `Process` says; in a directory of its own unless one is given."""
         number = len(self.processes)
         process = Process(
             command, directory=directory or self._directory / f"at-{number}", files=self._directory / f"{number}",
-            sockets=self._sockets / f"{number}", terminal=terminal, settings=settings,
+            sockets=self._sockets / f"{number}", terminal=terminal, settings=settings, inside=inside,
         )  # fmt: skip
         self.processes.append(process)
         return process

@@ -7,13 +7,16 @@ STAMP := $(VENV)/.installed
 MINUTES := 20
 SEEDS := 500
 
-.PHONY: demo test lint bench soak storms links reproduce reproduce-full clean
+.PHONY: demo test test-long lint bench soak storms links reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check p2ptrain tests examples benchmarks

@@ -28,6 +28,7 @@ BENCHMARKS = {
     "simulate": "the simulator beside the bare steps of its peers; 64 peers",
     "download": "the state of a joiner on a link of 100 Mbit/s, whole and resumed (network namespaces, root)",
     "start": "start to first step, join to first step, with the demo model",
+    "churn": "one of three peers is killed: the others' next round, and its way back",
 }
 
 

@@ -60,7 +60,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
     Raises:
         CheckpointError: it could not be written, such as on a full disk. Nothing else was touched.
     """
-    target = out / f"checkpoint-{checkpoint.step}"
+    target = out / name_of(checkpoint.step)
     building = out / f".checkpoint-{checkpoint.step}.tmp"
     try:
         for unfinished in out.glob(".checkpoint-*.tmp"):
@@ -78,6 +78,11 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
     for old in checkpoints(out)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def name_of(step: int) -> str:
+    """The name of the directory of the checkpoint of a step."""
+    return f"checkpoint-{step}"
 
 
 def checkpoints(out: Path) -> list[Path]:

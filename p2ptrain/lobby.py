@@ -70,9 +70,9 @@ class Lobby:
         return bool(self._config.initial_peers)
 
     @property
-    def failed(self) -> bool:
-        """Whether the libp2p daemon has died under us."""
-        return self.network.failed.is_set()
+    def failure(self) -> ConfigError | None:
+        """Why we are cut off for good; None while we are not."""
+        return self.network.failure
 
     @property
     def peer_id(self) -> str:

@@ -97,6 +97,7 @@ class Peer:
             incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
             events=self._on_event, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
         )  # fmt: skip
+        network.tell(self._on_event)
         thread.start_soon(self._run_node)
         try:
             self._await_ready(on_status)
@@ -201,9 +202,7 @@ class Peer:
     @property
     def failure(self) -> Exception | None:
         """Why this peer's network side has ended by itself; None while it works. Training may go on alone."""
-        if self._failed is None and self._network.failed.is_set():
-            return ConfigError("the libp2p daemon (p2pd) has died; start the same command again")
-        return self._failed
+        return self._failed or self._network.failure
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -296,10 +295,8 @@ class Peer:
     def _await_ready(self, on_status: Callable[[str], None]) -> None:
         last = ""
         while not self._node.ready.is_set():
-            if self._failed is not None:
-                raise self._failed
-            if self._network.failed.is_set():
-                raise ConfigError("the libp2p daemon (p2pd) died while joining; start the same command again")
+            if self.failure is not None:
+                raise self.failure
             if (mismatch := self._node.links.mismatch) is not None and not self._node.alive:
                 raise RunMismatchError(mismatch)
             if self._node.status != last:

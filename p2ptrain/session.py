@@ -112,13 +112,13 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
         saved = None  # a large model's is gigabytes
 
         def progressed(progress: Progress) -> None:
-            if peer.alive_maddrs:
-                write_addresses(out / REMEMBERED_FILE, peer.alive_maddrs)
+            _remember(out, peer.alive_maddrs)
             on_progress(progress)
 
         reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=progressed)
         hint = f"try: p2ptrain generate {out}" if reason == "finished" else "the same command again continues"
-        say(f"{reason} at step {peer.run_step}, saved in {out}; {hint}")
+        is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
+        say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
 
 
 def _remembered(out: Path) -> tuple[str, ...]:
@@ -127,6 +127,15 @@ def _remembered(out: Path) -> tuple[str, ...]:
         return read_initial_peers([str(out / REMEMBERED_FILE)])
     except ConfigError:
         return ()
+
+
+def _remember(out: Path, maddrs: list[str]) -> None:
+    """Note whom we train with; where that cannot be written, what was noted before has to do."""
+    if maddrs:
+        try:
+            write_addresses(out / REMEMBERED_FILE, maddrs)
+        except ConfigError as error:
+            logger.warning("the addresses of the other peers could not be noted: %s", error)
 
 
 def _open_lobby(network: NetworkConfig, remembered: tuple[str, ...], say: Callable[[str], None]) -> Lobby:

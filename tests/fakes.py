@@ -96,7 +96,7 @@ class FakeLobby:
     opened: NetworkConfig | None = None
     peer: FakePeer | None = None
     entered: Mapping[str, torch.Tensor] | None = None  # the weights that a peer came with
-    failed = False
+    failure: ConfigError | None = None
 
     peer_id = "QmFake"
     maddrs = (MADDR, LOOPBACK)

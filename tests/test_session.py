@@ -50,6 +50,14 @@ def _join(*, environ: dict[str, str] | None = None, **given: str) -> list[str]:
     return lines
 
 
+def test_addresses_that_cannot_be_noted_do_not_stop_training(
+    lobby: type[FakeLobby], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "p2ptrain-r" / ".peers.txt.tmp").mkdir(parents=True)  # where they are written first
+    assert _join(steps="2")[-1].startswith("finished at step 2")
+    assert "the addresses of the other peers could not be noted" in caplog.text
+
+
 def test_a_founder_trains_and_prints_the_line_for_others(lobby: type[FakeLobby]) -> None:
     lines = _join(steps="2")
     assert f"p2ptrain join --initial-peers {MADDR} --run-id r" in lines

@@ -10,7 +10,6 @@ from pathlib import Path
 import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
-from p2ptrain.errors import ConfigError
 from p2ptrain.settings import NETWORK_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {"The network": NETWORK_SETTINGS, "The run": (SETTINGS["run_id"],)}
@@ -54,7 +53,7 @@ def bootstrap(settings: Settings) -> None:
         click.echo("peers join with:")
         click.echo(join_line(lobby.maddrs, str(settings.values["run_id"])))
         while not stop():
-            if lobby.failed:
-                raise ConfigError("the libp2p daemon (p2pd) has died; start the same command again")
+            if lobby.failure is not None:
+                raise lobby.failure
             time.sleep(POLL_S)
     click.echo("stopped")

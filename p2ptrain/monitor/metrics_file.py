@@ -5,6 +5,7 @@ The event names and fields are a public contract (docs/metrics.md): add, never r
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -35,11 +36,12 @@ class MetricsFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished_line(path)
-            self._file = path.open("a", encoding="utf-8")
+            # Unbuffered: what a full disk did not take must not come out later, without its first half.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"--metrics {path}: cannot be written ({error.strerror}); choose another file") from None
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
-        self._broken = False
+        self._lost = 0
         self._thread = threading.Thread(target=self._run, name="p2ptrain-metrics", daemon=True)
         self._thread.start()
 
@@ -48,7 +50,7 @@ class MetricsFile:
         try:
             self._queue.put_nowait({"event": event, "t": round(time.time(), 3), **fields})
         except queue.Full:
-            self._complain("the disk does not keep up")
+            self._lose("the disk does not keep up")
 
     def close(self) -> None:
         """Write what is queued and close the file. May be called twice."""
@@ -60,15 +62,28 @@ class MetricsFile:
         with self._file:
             while (event := self._queue.get()) is not None:
                 try:
-                    self._file.write(json.dumps({key: _plain(value) for key, value in event.items()}) + "\n")
-                    self._file.flush()
+                    self._append(json.dumps({key: _plain(value) for key, value in event.items()}).encode() + b"\n")
                 except OSError as error:
-                    self._complain(error.strerror or str(error))
+                    self._lose(error.strerror or str(error))
+                else:
+                    self._note_written()
 
-    def _complain(self, reason: str) -> None:
-        if not self._broken:
-            self._broken = True
-            logger.error("metrics are being lost: %s", reason)
+    def _append(self, line: bytes) -> None:
+        """Write a line, all of it or nothing. Raises OSError."""
+        written = self._file.write(line)
+        if written < len(line):  # the last bytes of the disk
+            self._file.truncate(self._file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _lose(self, reason: str) -> None:
+        if self._lost == 0:
+            logger.error("metrics are being lost: %s; training goes on", reason)
+        self._lost += 1
+
+    def _note_written(self) -> None:
+        if self._lost:
+            logger.warning("metrics are written again; %d lines were lost", self._lost)
+            self._lost = 0
 
 
 def _cut_unfinished_line(path: Path) -> None:

@@ -16,6 +16,8 @@ MAX_HINTS = 16
 HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
 EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
 
+# Where one is found that listens everywhere; other addresses may be a router's, with another port.
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LISTEN_REMEDIES = {
     errno.EADDRINUSE: "another program uses that port: choose another one, or 0 for any that is free",
     errno.EADDRNOTAVAIL: "this machine does not have it; /ip4/0.0.0.0/tcp/0 listens on all addresses that it has",
@@ -76,6 +78,26 @@ def dialable(maddrs: Iterable[Multiaddr], peer_id: str) -> list[str]:
     """The addresses with our peer id behind them, each once, loopback last."""
     texts = dict.fromkeys(f"{maddr}/p2p/{peer_id}" for maddr in maddrs)
     return sorted(texts, key=_is_loopback)
+
+
+def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
+    """Host addresses with the port that was chosen where they leave it open, as far as the addresses in use show it.
+
+    Args:
+        host_maddrs: addresses that are listened on, such as /ip4/0.0.0.0/tcp/0.
+        found: what came of it, such as /ip4/192.168.1.5/tcp/40123/p2p/Qm… and /ip4/127.0.0.1/tcp/40123/p2p/Qm….
+    """
+    parts_of_found = [maddr.split("/") for maddr in found]
+
+    def fixed(host_maddr: str) -> str:
+        _, family, host, transport, port, *rest = host_maddr.split("/")
+        seen_at = _LOOPBACK_OF.get(host, host)
+        for _, *others in parts_of_found:
+            if port == "0" and others[:3] == [family, seen_at, transport] and others[4 : 4 + len(rest)] == rest:
+                return "/".join(["", family, host, transport, others[3], *rest])
+        return host_maddr
+
+    return tuple(map(fixed, host_maddrs))
 
 
 def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:

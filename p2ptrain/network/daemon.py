@@ -112,12 +112,13 @@ async def run_daemon(flags: dict[str, str], control_path: Path, timeout_s: float
 
     Args:
         flags: `peer_flags` or `probe_flags`.
-        control_path: where its control socket is made.
+        control_path: where its control socket is made; that of one that was killed is replaced.
         timeout_s: how long the start may take.
 
     Raises:
         ConfigError: it did not start; the message says why and what to do.
     """
+    control_path.unlink(missing_ok=True)  # one that was killed leaves its socket behind
     process = _spawn({**flags, **COMMON_FLAGS, "listen": f"/unix{control_path}"})
     daemon = Daemon(process, str(control_path))
     try:

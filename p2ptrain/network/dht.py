@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from typing import Any
 
 import trio
@@ -33,6 +33,7 @@ from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial
 from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, peer_id_of
 
 logger = logging.getLogger(__name__)
@@ -54,15 +55,26 @@ MAX_CLOCK_SKEW_S = 3.0
 VERIFIED_RECORDS = 4096
 # How soon a split network finds together again, against a dial to a dead address each time.
 REJOIN_INTERVAL_S = 15.0
+# Whoever has nobody in its DHT asks its own daemon this often whom it is connected with: half a millisecond's work.
+ALONE_INTERVAL_S = 1.0
 
 
 class HivemindDirectory:
-    """Announces our record and looks up others'. Made by `join_dht`."""
+    """Announces our record and looks up others', while it works `through` a node of the DHT."""
 
-    def __init__(self, node: DHTNode, identity: Identity) -> None:
-        self._node = node
+    def __init__(self, identity: Identity) -> None:
+        self._node: DHTNode | None = None
         self._subkey = owner_subkey(identity.key.get_public_key())
         self._last_expiration: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def through(self, node: DHTNode) -> Iterator[None]:
+        """Work through a node until the block is left; without one nothing is accepted and nothing found."""
+        self._node = node
+        try:
+            yield
+        finally:
+            self._node = None
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
         """Store our record under `key`, replacing our earlier one.
@@ -75,22 +87,35 @@ class HivemindDirectory:
         Returns:
             False when no node accepted it within 8 s.
         """
+        if self._node is None:
+            return False
         assert len(value) <= MAX_VALUE_BYTES
         assert 0 < expires_in_s <= MAX_EXPIRES_IN_S
         # Of two records of one owner, nodes keep the one that expires later.
         expiration = max(get_dht_time() + expires_in_s, self._last_expiration.get(key, 0.0) + 1e-3)
         self._last_expiration[key] = expiration
-        with trio.move_on_after(OPERATION_TIMEOUT_S):
+        with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
             return bool(await from_asyncio(self._node.store(key, value, expiration, subkey=self._subkey)))
         return False
 
     async def lookup(self, key: str) -> Mapping[str, bytes]:
         """All unexpired records under `key` by the peer that signed them; empty when none is found within 8 s."""
-        with trio.move_on_after(OPERATION_TIMEOUT_S):
+        if self._node is None:
+            return {}
+        with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
             found = await from_asyncio(self._node.get(key, latest=True))
             if found is not None and isinstance(found.value, dict):
                 return _read_records(found.value)
         return {}
+
+
+@contextlib.contextmanager
+def _unless_it_ends() -> Iterator[None]:
+    """What hivemind raises when the daemon under it ends is any of half a dozen types; it means: not done."""
+    try:
+        yield
+    except Exception as error:
+        logger.debug("an operation of the DHT failed: %r", error)
 
 
 class OwnedRecords:
@@ -143,20 +168,22 @@ def owner_of(subkey: Any) -> str | None:
 
 @contextlib.asynccontextmanager
 async def join_dht(
-    control_path: str, identity: Identity, initial_peers: tuple[str, ...], connected: Collection[str]
-) -> AsyncIterator[HivemindDirectory]:
+    daemon: Daemon, identity: Identity, initial_peers: tuple[str, ...], connected: Collection[str]
+) -> AsyncIterator[DHTNode]:
     """Take part in the DHT through a running daemon until the block is left. The daemon ends with it.
 
     Args:
-        control_path: the daemon's control socket.
+        daemon: ended by our leaving.
         identity: whose key the daemon was started with.
         initial_peers: multiaddrs to come back to when they are lost.
-        connected: ids of those initial peers that the daemon is connected with; empty to be the first.
+        connected: ids of those initial peers that the daemon is connected with; empty to be the first, or to come
+            back through whoever connects with us.
 
     Raises:
         ConfigError: no initial peer takes part in the DHT, or our clock differs too much from theirs.
         PeerLostError: the daemon does not answer.
     """
+    control_path = daemon.control_path
     p2p: P2P | None = None
     node: DHTNode | None = None
     try:
@@ -168,12 +195,17 @@ async def join_dht(
         except (trio.TooSlowError, OSError, EOFError) as error:
             raise PeerLostError(f"the libp2p daemon does not answer: {error!r}") from None
         async with open_background() as background:
-            background.start_soon(_stay_joined, node, control_path, by_peer_id(initial_peers))
-            yield HivemindDirectory(node, identity)
+            background.start_soon(_keep_initial_peers, node, control_path, by_peer_id(initial_peers))
+            background.start_soon(_stay_joined, node, control_path)
+            yield node
     finally:
-        with trio.CancelScope(shield=True), trio.move_on_after(LEAVE_TIMEOUT_S):
+        with trio.CancelScope(shield=True):
+            # A dead one would be waited for in vain.
+            if node is not None and not daemon.exited.is_set():
+                with trio.move_on_after(LEAVE_TIMEOUT_S), _unless_it_ends():
+                    await from_asyncio(node.shutdown())
             if node is not None:
-                await from_asyncio(node.shutdown())
+                node.is_alive = False
             if p2p is not None:
                 await from_asyncio(p2p.shutdown())
 
@@ -222,25 +254,31 @@ async def _check_clock(node: DHTNode, connected: Collection[str]) -> None:
             )
 
 
-async def _stay_joined(node: DHTNode, control_path: str, initial_peers: Mapping[str, list[str]]) -> None:
-    """Bring lost initial peers back, and anyone at all when all are lost.
+async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: Mapping[str, list[str]]) -> None:
+    """Bring lost initial peers back.
 
     hivemind's node forgets whoever does not answer, and has no way back: after an outage it would stay alone, and the
     halves of a split network would never meet again.
     """
-    routing_table = node.protocol.routing_table
     while True:
-        await trio.sleep(REJOIN_INTERVAL_S)
         for peer_id, maddrs in initial_peers.items():
             peer = PeerID.from_base58(peer_id)
-            if routing_table.get(peer_id=peer) is None:
+            if node.protocol.routing_table.get(peer_id=peer) is None:
                 with contextlib.suppress(PeerLostError):
                     await dial(control_path, peer_id, maddrs, DIAL_TIMEOUT_S)
                     await from_asyncio(node.protocol.call_ping(peer))
-        if not routing_table.uid_to_peer_id:
+        await trio.sleep(REJOIN_INTERVAL_S)
+
+
+async def _stay_joined(node: DHTNode, control_path: str) -> None:
+    """Come back through anyone at all when all are lost: whoever trains with us has linked to us, or we to it."""
+    while True:
+        alone = not node.protocol.routing_table.uid_to_peer_id
+        if alone:
             with contextlib.suppress(PeerLostError):
                 for peer_id in await connected_peers(control_path):
                     await from_asyncio(node.protocol.call_ping(PeerID.from_base58(peer_id)))
+        await trio.sleep(ALONE_INTERVAL_S if alone else REJOIN_INTERVAL_S)
 
 
 def _is_value(value: Any) -> bool:

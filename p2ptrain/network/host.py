@@ -7,25 +7,28 @@ import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import trio
-
 from p2ptrain.config import NetworkConfig
-from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.errors import ConfigError
 from p2ptrain.network.addresses import check_announce_maddrs, check_host_maddrs, check_initial_peers
-from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity
-from p2ptrain.network.daemon import peer_flags, run_daemon
-from p2ptrain.network.dht import HivemindDirectory, join_dht
+from p2ptrain.network.background import open_background
+from p2ptrain.network.bootstrap import refuse_taken_identity
+from p2ptrain.network.dht import HivemindDirectory
 from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.p2p import LibP2P, serve_libp2p
+from p2ptrain.network.p2p import LibP2P, open_libp2p
 from p2ptrain.network.scratch import scratch_directory
+from p2ptrain.network.supervisor import Events, Supervisor
 
 
 @dataclass(frozen=True)
 class Network:
-    """What `open_network` gives: who we are, our streams, and the shared directory."""
+    """What `open_network` gives: who we are, our streams, and the shared directory.
+
+    All stay what they are when the libp2p daemon dies and another takes its place.
+    """
 
     transport: LibP2P
     directory: HivemindDirectory
+    supervisor: Supervisor
 
     @property
     def peer_id(self) -> str:
@@ -36,9 +39,13 @@ class Network:
         return self.transport.maddrs
 
     @property
-    def failed(self) -> trio.Event:
-        """Set when the libp2p daemon has died under us."""
-        return self.transport.failed
+    def failure(self) -> ConfigError | None:
+        """Why we are cut off for good; None while there is a libp2p daemon, or may be one again."""
+        return self.supervisor.failure
+
+    def tell(self, events: Events) -> None:
+        """From now on have `events` called, on the network thread, with each death and restart of the daemon."""
+        self.supervisor.on_event = events
 
 
 @contextlib.asynccontextmanager
@@ -62,14 +69,10 @@ async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
         config = dataclasses.replace(config, initial_peers=others)
         if config.initial_peers and not identity.is_new:
             await refuse_taken_identity(config, identity.peer_id, scratch)
-        starting = run_daemon(peer_flags(config, identity.path), scratch / "p2pd.sock", config.startup_timeout_s)
-        daemon = await stack.enter_async_context(starting)
-        try:
-            connected = await dial_initial_peers(daemon.control_path, config.initial_peers)
-            # p2pd ends with the DHT's connection to it, so that one is closed last.
-            joining = join_dht(daemon.control_path, identity, config.initial_peers, connected)
-            directory = await stack.enter_async_context(joining)
-            transport = await stack.enter_async_context(serve_libp2p(daemon, identity.peer_id, scratch))
-        except PeerLostError as error:
-            raise ConfigError(f"the libp2p daemon ended right after its start ({error}); try again") from None
-        yield Network(transport, directory)
+        control_path = scratch / "p2pd.sock"
+        directory = HivemindDirectory(identity)
+        transport = await stack.enter_async_context(open_libp2p(identity.peer_id, str(control_path), scratch))
+        supervisor = Supervisor(config, identity, control_path, transport, directory)
+        background = await stack.enter_async_context(open_background())
+        await background.start(supervisor.run)
+        yield Network(transport, directory, supervisor)

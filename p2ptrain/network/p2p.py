@@ -36,17 +36,20 @@ REFRESH_MADDRS_S = 15.0
 
 
 class LibP2P:
-    """Opens and accepts streams of this peer. Made by `serve_libp2p`.
+    """Opens and accepts streams of this peer. Made by `open_libp2p`.
+
+    It outlives the daemon that it works `through`: when that one has died every stream is broken, and streams are
+    opened and accepted again once there is another.
 
     Attributes:
         peer_id: our identity, base58.
-        failed: set when the daemon has died under us; every stream is broken then and no new one can be opened.
     """
 
-    def __init__(self, peer_id: str, control_path: str) -> None:
+    def __init__(self, peer_id: str, control_path: str, streams_path: str) -> None:
         self.peer_id = peer_id
-        self.failed = trio.Event()
         self._control_path = control_path
+        self._streams_path = streams_path
+        self._online = trio.Event()
         self._maddrs: list[str] = []
         self._streams: set[DaemonSocket] = set()
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)
@@ -71,6 +74,8 @@ class LibP2P:
         except ValueError:
             raise PeerLostError(f"{peer_id!r} is no peer id") from None
         deadline = trio.current_time() + OPEN_TIMEOUT_S
+        with trio.move_on_at(deadline):
+            await self._online.wait()
         if maddrs:
             await dial(self._control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
         opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[PROTOCOL_NAME], timeout=math.ceil(OPEN_TIMEOUT_S))
@@ -80,11 +85,31 @@ class LibP2P:
         return stream
 
     async def accept(self) -> DaemonSocket:
-        """Wait for the next stream that another peer opened. Raises PeerLostError once the daemon is gone."""
+        """Wait for the next stream that another peer opened."""
+        return await self._incoming.receive()
+
+    @contextlib.asynccontextmanager
+    async def through(self, daemon: Daemon) -> AsyncIterator[None]:
+        """Work through a running daemon until the block is left; all streams are closed then.
+
+        Raises:
+            PeerLostError: the daemon does not answer.
+        """
+        handler = p2pd_pb2.StreamHandlerRequest(
+            addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=[PROTOCOL_NAME], balanced=False
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         try:
-            return await self._incoming.receive()
-        except trio.EndOfChannel:
-            raise PeerLostError("the libp2p daemon has ended") from None
+            await ask(self._control_path, request, CONTROL_TIMEOUT_S)
+            await self._refresh_maddrs()
+            async with open_background() as background:
+                background.start_soon(self._keep_maddrs)
+                background.start_soon(self._watch, daemon)
+                self._online.set()
+                yield
+        finally:
+            self._go_offline()
+            await self._close_streams()
 
     def _own(self, stream: DaemonSocket, peer_id: str) -> None:
         stream.remote = peer_id
@@ -97,12 +122,15 @@ class LibP2P:
         self._own(stream, PeerID(info.peer).to_base58())
         try:
             self._waiting.send_nowait(stream)
-        except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
+        except trio.WouldBlock:
             logger.warning("refused a stream of %s: %d are waiting to be accepted", stream.remote, ACCEPT_QUEUE)
             stream.fail("too many streams")
 
-    def _fail(self, reason: str) -> None:
-        self._waiting.close()
+    def _go_offline(self) -> None:
+        if self._online.is_set():
+            self._online = trio.Event()
+
+    def _break_streams(self, reason: str) -> None:
         for stream in list(self._streams):
             stream.fail(reason)
 
@@ -114,7 +142,7 @@ class LibP2P:
             with trio.move_on_after(CLOSE_TIMEOUT_S):
                 while self._streams:
                     await trio.sleep(0.005)
-        self._fail("the network was closed")
+        self._break_streams("the network was closed")
 
     async def _refresh_maddrs(self) -> None:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
@@ -133,38 +161,24 @@ class LibP2P:
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()
-        logger.error("the libp2p daemon has died (exit status %s)", daemon.process.returncode)
-        self.failed.set()
-        self._fail("the libp2p daemon has died")
+        self._go_offline()
+        self._break_streams("the libp2p daemon has died")
 
 
 @contextlib.asynccontextmanager
-async def serve_libp2p(daemon: Daemon, peer_id: str, directory: Path) -> AsyncIterator[LibP2P]:
-    """Listen for streams through a running daemon until the block is left; all streams are closed then.
+async def open_libp2p(peer_id: str, control_path: str, directory: Path) -> AsyncIterator[LibP2P]:
+    """The streams of a peer, which any daemon of its identity can carry, until the block is left.
 
     Args:
-        daemon: the running p2pd.
-        peer_id: the identity that it was started with.
-        directory: where our own socket is made.
-
-    Raises:
-        PeerLostError: the daemon does not answer.
+        peer_id: our identity.
+        control_path: the control socket of each daemon.
+        directory: where our own socket is made, which a daemon hands streams to.
     """
-    libp2p = LibP2P(peer_id, daemon.control_path)
-    path = str(directory / "streams.sock")
+    libp2p = LibP2P(peer_id, control_path, str(directory / "streams.sock"))
     loop = asyncio.get_running_loop()
-    server = await from_asyncio(loop.create_unix_server(lambda: DaemonSocket(libp2p._take), path))  # type: ignore
+    serving = loop.create_unix_server(lambda: DaemonSocket(libp2p._take), libp2p._streams_path)  # type: ignore
+    server = await from_asyncio(serving)
     try:
-        handler = p2pd_pb2.StreamHandlerRequest(
-            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[PROTOCOL_NAME], balanced=False
-        )
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
-        await ask(daemon.control_path, request, CONTROL_TIMEOUT_S)
-        await libp2p._refresh_maddrs()
-        async with open_background() as background:
-            background.start_soon(libp2p._keep_maddrs)
-            background.start_soon(libp2p._watch, daemon)
-            yield libp2p
+        yield libp2p
     finally:
         server.close()
-        await libp2p._close_streams()

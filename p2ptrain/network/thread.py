@@ -209,8 +209,9 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _log_asyncio_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # Calls that a lost daemon left behind; asyncio's own handler would write them to the user's terminal.
-    logger.debug("asyncio: %s", context.get("message"), exc_info=context.get("exception"))
+    # Calls that a lost daemon left behind; asyncio's own handler would write them to the user's terminal. No traceback:
+    # this runs within garbage collection, and Python 3.11 parses code to print one, which it may be doing already.
+    logger.debug("asyncio: %s: %r", context.get("message"), context.get("exception"))
 
 
 async def _end_asyncio_tasks() -> None:

@@ -166,7 +166,7 @@ def test_bootstrap_prints_and_writes_its_addresses(lobby: type[FakeLobby], monke
 
 
 def test_a_bootstrap_node_without_its_daemon_does_not_stay(lobby: type[FakeLobby]) -> None:
-    lobby.failed = True
+    lobby.failure = ConfigError("the libp2p daemon (p2pd) died")
     result = CliRunner().invoke(cli, ["bootstrap"])
     assert isinstance(result.exception, ConfigError)
     assert "p2pd" in str(result.exception)

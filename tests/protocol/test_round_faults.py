@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import trio
+import trio.testing
 
 from p2ptrain.memory_network import Fault
 from p2ptrain.protocol import messages
@@ -188,3 +189,39 @@ def test_a_message_that_comes_twice_ends_nobody(kind: type[messages.Message]) ->
             )
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
+def test_after_a_sleep_of_the_whole_machine_the_run_goes_on_where_it_was(kind: type[messages.Message]) -> None:
+    """All timeouts are over at once, and nobody was gone: no lineage is begun, no member forgotten."""
+
+    async def main() -> None:
+        rng = random.Random(kind.__name__)
+        async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 2, 3))
+            lineage = s.peers["a"].node.engine.head.lineage
+            known = [set(p.node.membership.known) for p in s.peers.values()]
+            s.network.latency_s = 0.3  # it takes a while to link again
+            clock = trio.lowlevel.current_clock()
+            assert isinstance(clock, trio.testing.MockClock)
+
+            def sleep(source: str, target: str) -> Fault:
+                clock.jump(200)
+                return Fault.NONE
+
+            await s.until(when(s, kind, rng.randint(1, 6), sleep), within_s=300)
+            woke = trio.current_time()
+            await s.until(lambda: all(set(p.node.links.live) for p in s.peers.values()))
+            assert [set(p.node.membership.known) for p in s.peers.values()] == known
+            await s.until(lambda: after(s, woke, 3))
+            assert {r["lineage"] for p in s.peers.values() for r in p.rounds()} == {lineage}
+
+    run_virtual(main)
+
+
+def after(s: Swarm, time_s: float, size: int) -> bool:
+    """Whether everybody has landed a round of `size` since then."""
+    return all(
+        any(r["t"] > time_s and r["group_size"] == size for r in p.rounds("committed")) for p in s.peers.values()
+    )

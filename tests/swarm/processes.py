@@ -110,6 +110,21 @@ class Process:
         self.killed = True
         self._process.kill()
 
+    def pause(self, *, with_daemon: bool) -> None:
+        """SIGSTOP: nothing of it runs until `wake`; its p2pd goes on unless that is stopped too."""
+        for process in [psutil.Process(self._process.pid), *(self.daemons if with_daemon else [])]:
+            process.suspend()
+
+    def wake(self) -> None:
+        """SIGCONT."""
+        for process in [*self.daemons, psutil.Process(self._process.pid)]:
+            process.resume()
+
+    def kill_daemon(self) -> None:
+        """kill -9 of its p2pd."""
+        (daemon,) = self.daemons
+        daemon.kill()
+
     def wait(self) -> int:
         """The exit status, once all that it printed is here. Raises TimeoutExpired when it does not end."""
         status = self._process.wait(DEADLINE_S)
@@ -163,6 +178,11 @@ class Process:
     @property
     def peer_id(self) -> str:
         return str(self.events("start")[0]["peer_id"])
+
+    @property
+    def remembered(self) -> bool:
+        """Whether it has noted whom it trains with, for after a restart."""
+        return bool([*self.directory.glob("p2ptrain-*/peers.txt")])
 
     @property
     def daemons(self) -> list[psutil.Process]:

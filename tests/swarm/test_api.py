@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import p2ptrain
+from p2ptrain.network import supervisor
 from tests.swarm.processes import DEADLINE_S
 
 RUN: dict[str, Any] = {"run_id": "cnn", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
@@ -120,6 +121,20 @@ def test_an_exception_of_the_loop_leaves_the_run_and_comes_out_unchanged() -> No
         assert caught.value is error
         assert caught.value.__cause__ is None
         train_until(lambda: a.alive == [], Loop(cnn_a, a))
+
+
+def test_one_that_is_cut_off_for_good_says_so_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", ())
+    with p2ptrain.join(model := cnn(0), diloco=DILOCO, **RUN) as peer:
+        loop = Loop(model, peer)
+        train_until(lambda: loop.rounds, loop)
+        assert peer.failure is None
+        (daemon,) = (child for child in psutil.Process().children() if child.name() == "p2pd")
+        daemon.kill()
+        train_until(lambda: peer.failure, loop)
+        assert "p2pd" in str(peer.failure)
+        round_ = peer.round
+        train_until(lambda: peer.round > round_, loop)  # alone
 
 
 def test_a_state_is_taken_up_again_after_a_restart() -> None:

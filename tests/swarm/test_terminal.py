@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 
+from p2ptrain import checkpoint
 from tests.swarm.processes import CTRL_C, Process, Swarm, assert_anchors_agree
 
+STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 # In the environment, so that the commands are typed bare, and pasted as they were printed.
 SETTINGS = {"steps": 0, "sync_every": 50, "fragment_fraction": 0.02}
 
@@ -36,6 +40,60 @@ def test_paste_the_line_leave_by_ctrl_c_and_continue(swarm: Swarm, tmp_path: Pat
     assert alone.peer_id == first.peer_id
     assert alone.events("step")[0]["step"] == step + 1
     assert alone.events("adopt")[0]["anchor_sha256"] == first.rounds()[-1]["anchor_sha256"]
+
+
+def test_ctrl_c_while_it_looks_for_its_initial_peer(swarm: Swarm) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and never says a word
+        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{STRANGER}"
+        peer = swarm.start(f"p2ptrain join --initial-peers {address}", terminal=True)
+        swarm.until(lambda: peer.daemons)
+        give_up_by_ctrl_c(peer)
+
+
+def test_ctrl_c_while_state_comes_and_twice_in_the_middle_of_a_step(swarm: Swarm) -> None:
+    # A state of some 80 MB, and steps of a second and more.
+    founder = swarm.start("p2ptrain join --model gpt-small --batch-size 16 --steps 0", terminal=True)
+    swarm.until_ready(founder)
+    joiner = swarm.start(f"p2ptrain join --initial-peers {founder.addresses}", terminal=True)
+    swarm.until(lambda: "downloading state" in joiner.output)
+    founder.pause(with_daemon=False)
+    give_up_by_ctrl_c(joiner)
+    founder.wake()
+
+    founder.killed = True  # it has no time to clean up; what it leaves, the next peer of this machine removes
+    swarm.until(lambda: founder.events("step"))
+    while founder.running:
+        founder.press(CTRL_C)
+        time.sleep(0.1)
+    assert founder.wait() == 130
+    swarm.until(lambda: founder.leftovers() == [])
+
+
+def test_ctrl_c_in_the_middle_of_rounds_and_checkpoints(swarm: Swarm) -> None:
+    # A round every five steps and a checkpoint after each step: there is hardly a moment without.
+    settings = {"steps": 0, "sync_every": 5, "fragment_fraction": 0.02}
+    founder = swarm.start("p2ptrain join", terminal=True, settings=settings | {"checkpoint_minutes": 0.00001})
+    swarm.until_ready(founder)
+    joiner = swarm.start(f"p2ptrain join --initial-peers {founder.addresses}", terminal=True)
+    swarm.until(lambda: founder.rounds(by=2) and joiner.rounds(by=2))
+    for peer in (joiner, founder):
+        out = peer.directory / "p2ptrain-p2ptrain"
+        step = leave_by_ctrl_c(peer, out)
+        saved = checkpoint.load_newest(out)
+        assert saved is not None
+        assert saved.step == step
+        assert list(out.glob(".*.tmp")) == []
+    assert_anchors_agree(founder, joiner)
+
+
+def give_up_by_ctrl_c(peer: Process) -> None:
+    """Ctrl-C before it takes part, and all that must follow."""
+    peer.refused = True
+    peer.press(CTRL_C)
+    assert peer.wait() == 130
+    assert peer.leftovers() == []
+    assert "p2ptrain: interrupted" in peer.output
+    assert "Traceback" not in peer.output
 
 
 def leave_by_ctrl_c(peer: Process, out: Path) -> int:

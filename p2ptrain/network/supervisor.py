@@ -1,0 +1,133 @@
+"""Keeps a libp2p daemon under a peer: the first one, and another of the same identity whenever one has died.
+
+p2pd is a program of its own: it can be killed for its memory, by a person, or by a bug in it. The peer's transport and
+directory stay the same objects then; only what they work through is replaced. To the protocol it is an outage of
+some seconds: its links break, and are dialled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from p2ptrain.config import NetworkConfig
+from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.network.addresses import check_host_maddrs, with_ports_of
+from p2ptrain.network.bootstrap import dial_initial_peers
+from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
+from p2ptrain.network.dht import HivemindDirectory, join_dht
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.p2p import LibP2P
+
+logger = logging.getLogger(__name__)
+
+# Before the first restart, the second, and so on. Few: what fails as often fails for a reason that stays.
+RESTART_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+# A daemon that lived as long was a good one: after it, counting begins anew (guess).
+STABLE_S = 60.0
+
+
+class Events(Protocol):
+    """Where records for the metrics stream go."""
+
+    def __call__(self, event: str, /, **fields: object) -> None: ...
+
+
+def _ignore(event: str, /, **fields: object) -> None:
+    """For a network that serves no peer that keeps records."""
+
+
+class Supervisor:
+    """Owns the daemon of a peer.
+
+    Args:
+        config: how to listen, and through whom to join.
+        identity: which every daemon gets.
+        control_path: of every daemon's control socket.
+        transport, directory: what works through the daemon.
+
+    Attributes:
+        on_event: told of each death and restart.
+        failure: why there will be no daemon any more; None until it comes to that.
+    """
+
+    def __init__(
+        self,
+        config: NetworkConfig,
+        identity: Identity,
+        control_path: Path,
+        transport: LibP2P,
+        directory: HivemindDirectory,
+    ) -> None:
+        self.on_event: Events = _ignore
+        self.failure: ConfigError | None = None
+        self._config = config
+        self._identity = identity
+        self._control_path = control_path
+        self._transport = transport
+        self._directory = directory
+
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Start a daemon, and others after it; until cancelled, or until the last of many restarts has failed.
+
+        Raises:
+            ConfigError: the first one did not start, or no initial peer can be reached.
+        """
+        lived_s, reason = await self._live(self._config, task_status.started, first=True)
+        # Under the addresses that others know, if they are still free.
+        same_ports = with_ports_of(self._config.host_maddrs, self._transport.maddrs)
+        restarts = 0
+        while True:
+            restarts = 0 if lived_s > STABLE_S else restarts
+            if restarts == len(RESTART_AFTER_S):
+                break
+            self.on_event("daemon", status="died", reason=reason)
+            logger.warning("the libp2p daemon (p2pd) has died (%s): starting another", reason)
+            await trio.sleep(RESTART_AFTER_S[restarts])
+            host_maddrs = self._config.host_maddrs if restarts else same_ports
+            restarts += 1
+            try:
+                check_host_maddrs(host_maddrs)
+                config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
+                lived_s, reason = await self._live(config, self._tell_restarted, first=False)
+            except ConfigError as error:
+                lived_s, reason = 0.0, str(error)
+        self.failure = ConfigError(
+            f"the libp2p daemon (p2pd) died, and {restarts} restarts did not help ({reason}); "
+            "see to what ends it, then start the same command again"
+        )
+        self.on_event("daemon", status="failed", reason=reason)
+        logger.error("%s", self.failure)
+
+    async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, first: bool) -> tuple[float, str]:
+        """One daemon's life. Returns its seconds and what it ended with. Raises ConfigError when it did not begin."""
+        async with self._online(config, first=first) as daemon:
+            opened()
+            began_s = trio.current_time()
+            await daemon.exited.wait()
+            return trio.current_time() - began_s, f"exit status {daemon.process.returncode}"
+
+    def _tell_restarted(self) -> None:
+        self.on_event("daemon", status="restarted", reason="")
+        logger.warning("the libp2p daemon (p2pd) runs again, with the same identity")
+
+    @contextlib.asynccontextmanager
+    async def _online(self, config: NetworkConfig, *, first: bool) -> AsyncIterator[Daemon]:
+        """A daemon with transport and directory on it. Only the first has to reach an initial peer."""
+        flags = peer_flags(config, self._identity.path)
+        async with run_daemon(flags, self._control_path, config.startup_timeout_s) as daemon:
+            try:
+                connected = await dial_initial_peers(daemon.control_path, config.initial_peers) if first else []
+                # p2pd ends with the DHT's connection to it, so that one is closed last.
+                joining = join_dht(daemon, self._identity, config.initial_peers, connected)
+                async with joining as node, self._transport.through(daemon):
+                    with self._directory.through(node):
+                        yield daemon
+            except PeerLostError as error:
+                raise ConfigError(f"the libp2p daemon ended right after its start ({error}); try again") from None

@@ -1,0 +1,193 @@
+"""A libp2p daemon that dies is replaced by another of the same identity; one that keeps dying is given up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.network import daemon, supervisor
+from p2ptrain.network.addresses import with_ports_of
+from p2ptrain.network.host import Network, open_network
+from p2ptrain.protocol.transport import Stream
+from tests.network.local import config, daemons_of, read
+
+Run = Callable[..., Any]
+
+
+class Seen:
+    """What a network told of its daemon."""
+
+    def __init__(self, network: Network) -> None:
+        self.events: list[str] = []
+        self._more = trio.Event()
+        network.tell(self._on_event)
+
+    def _on_event(self, event: str, /, **fields: object) -> None:
+        assert event == "daemon"
+        self.events.append(str(fields["status"]))
+        self._more.set()
+
+    async def until(self, *events: str) -> None:
+        while self.events != list(events):
+            self._more = trio.Event()
+            await self._more.wait()
+
+
+@contextlib.asynccontextmanager
+async def network_and_pid(*initial: Network, **settings: Any) -> Any:
+    """A network and the pid of its first daemon."""
+    before = set(daemons_of(os.getpid()))
+    async with open_network(config(*initial, **settings)) as network:
+        (pid,) = set(daemons_of(os.getpid())) - before
+        yield network, pid
+
+
+async def opened(network: Network, other: Network) -> tuple[Stream, Stream]:
+    """Both ends of a stream; dialled again until it opens, as membership does."""
+    while True:
+        with contextlib.suppress(PeerLostError):
+            stream = await network.transport.open_stream(other.peer_id, other.maddrs)
+            await stream.send_all(b"hello")
+            theirs = await other.transport.accept()
+            assert await read(theirs, 5) == b"hello"
+            return stream, theirs
+
+
+async def found(network: Network, key: str, expected: dict[str, bytes]) -> None:
+    while await network.directory.lookup(key) != expected:
+        await trio.sleep(0.05)
+
+
+def test_everything_works_again_with_another_daemon(run: Run) -> None:
+    async def main() -> None:
+        async with open_network(config()) as other, network_and_pid(other) as (network, pid):
+            seen = Seen(network)
+            peer_id, maddrs = network.peer_id, network.maddrs
+            ours, theirs = await opened(network, other)
+            os.kill(pid, signal.SIGKILL)
+            # The daemon's end and the other peer's look the same to a stream that has already ended.
+            with contextlib.suppress(PeerLostError):
+                assert await ours.receive_some() == b""
+            with pytest.raises(PeerLostError):
+                await ours.send_all(b"x")
+            assert await theirs.receive_some() == b""
+            await seen.until("died", "restarted")
+            assert (network.peer_id, network.maddrs, network.failure) == (peer_id, maddrs, None)
+            await opened(network, other)
+            await opened(other, network)
+            assert await network.directory.announce("run", b"here", 10.0)
+            await found(other, "run", {network.peer_id: b"here"})
+
+    run(main)
+
+
+def test_one_without_initial_peers_comes_back_through_those_who_dial_it(run: Run) -> None:
+    async def main() -> None:
+        async with network_and_pid() as (first, pid), open_network(config(first)) as second:
+            seen = Seen(first)
+            os.kill(pid, signal.SIGKILL)
+            await seen.until("died", "restarted")
+            await opened(second, first)
+            assert await second.directory.announce("run", b"second", 10.0)
+            await found(first, "run", {second.peer_id: b"second"})
+
+    run(main)
+
+
+def test_a_stream_asked_for_during_the_restart_waits_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.3, 0.3))
+
+    async def main() -> None:
+        async with open_network(config()) as other, network_and_pid(other) as (network, pid):
+            seen = Seen(network)
+            os.kill(pid, signal.SIGKILL)
+            await seen.until("died")
+            stream = await network.transport.open_stream(other.peer_id, other.maddrs)
+            assert stream.remote == other.peer_id
+            assert seen.events == ["died", "restarted"]
+
+    run(main)
+
+
+def test_its_port_taken_meanwhile_costs_one_restart(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0))
+    asked: list[tuple[str, ...]] = []
+
+    def taken(host_maddrs: tuple[str, ...]) -> None:
+        asked.append(host_maddrs)
+        if len(asked) == 1:
+            raise ConfigError("another program uses that port")
+
+    monkeypatch.setattr(supervisor, "check_host_maddrs", taken)
+
+    async def main() -> None:
+        async with network_and_pid() as (network, pid):
+            seen = Seen(network)
+            had = network.maddrs[0].rpartition("/p2p/")[0]
+            os.kill(pid, signal.SIGKILL)
+            await seen.until("died", "died", "restarted")
+            assert asked == [(had,), ("/ip4/127.0.0.1/tcp/0",)]
+
+    run(main)
+
+
+def test_one_that_keeps_dying_is_given_up(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0))
+    script = tmp_path / "p2pd"
+    script.write_text("#!/bin/sh\necho out of luck; exit 1\n")
+    script.chmod(0o755)
+
+    async def main() -> None:
+        async with network_and_pid() as (network, pid):
+            seen = Seen(network)
+            with monkeypatch.context() as patch:
+                patch.setattr(daemon, "cli_path", [str(tmp_path)])
+                os.kill(pid, signal.SIGKILL)
+                await seen.until("died", "died", "failed")
+            assert "2 restarts did not help" in str(network.failure)
+            assert "out of luck" in str(network.failure)
+            assert await network.directory.lookup("key") == {}
+            assert not await network.directory.announce("key", b"x", 10.0)
+
+    run(main)
+
+
+def test_one_that_lived_long_has_all_its_restarts_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0,))
+    monkeypatch.setattr(supervisor, "STABLE_S", 0.0)
+
+    async def main() -> None:
+        async with network_and_pid() as (network, pid):
+            seen = Seen(network)
+            for deaths in (1, 2, 3):
+                others = set(daemons_of(os.getpid())) - {pid}
+                os.kill(pid, signal.SIGKILL)
+                await seen.until(*["died", "restarted"] * deaths)
+                (pid,) = set(daemons_of(os.getpid())) - others
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("host", "found", "fixed"),
+    [
+        ("/ip4/0.0.0.0/tcp/0", ["/ip4/8.8.8.8/tcp/9/p2p/Q", "/ip4/127.0.0.1/tcp/7/p2p/Q"], "/ip4/0.0.0.0/tcp/7"),
+        ("/ip4/127.0.0.1/tcp/0", ["/ip4/127.0.0.1/tcp/7/p2p/Q"], "/ip4/127.0.0.1/tcp/7"),
+        ("/ip6/::/tcp/0", ["/ip4/127.0.0.1/tcp/6/p2p/Q", "/ip6/::1/tcp/7/p2p/Q"], "/ip6/::/tcp/7"),
+        ("/ip4/127.0.0.1/udp/0/quic", ["/ip4/127.0.0.1/udp/7/quic/p2p/Q"], "/ip4/127.0.0.1/udp/7/quic"),
+        ("/ip4/127.0.0.1/tcp/0", ["/ip4/127.0.0.1/udp/7/quic/p2p/Q"], "/ip4/127.0.0.1/tcp/0"),
+        ("/ip4/0.0.0.0/tcp/4001", ["/ip4/127.0.0.1/tcp/7/p2p/Q"], "/ip4/0.0.0.0/tcp/4001"),
+        ("/ip4/0.0.0.0/tcp/0", ["/dns4/example.org/tcp/7/p2p/Q"], "/ip4/0.0.0.0/tcp/0"),
+        ("/ip4/0.0.0.0/tcp/0", [], "/ip4/0.0.0.0/tcp/0"),
+    ],
+)
+def test_an_open_port_is_the_one_that_was_chosen(host: str, found: list[str], fixed: str) -> None:
+    assert with_ports_of([host], found) == (fixed,)

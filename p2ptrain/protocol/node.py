@@ -158,6 +158,11 @@ class Node:
             if link.hello.role == TRAINER and link.beat is not None and link.beat.lineage == lineage != ""
         ]
 
+    def joiners(self) -> Sequence[PeerId]:
+        """Live peers that have no state yet."""
+        beats = ((peer_id, link.beat) for peer_id, link in self.links.live.items() if link.hello.role == TRAINER)
+        return [peer_id for peer_id, beat in beats if beat is not None and not beat.lineage]
+
     def fresh_trainers(self) -> list[PeerId]:
         """Live trainers, whether they hold the run's state or not."""
         return [peer_id for peer_id, link in self.links.live.items() if link.hello.role == TRAINER]

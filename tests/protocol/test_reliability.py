@@ -224,6 +224,45 @@ def test_a_joiner_on_a_slow_link_comes_in_and_holds_nobody_up() -> None:
     run_virtual(main)
 
 
+@pytest.mark.parametrize("joiners", ["b", "bcd"])
+def test_a_founder_alone_lets_rounds_wait_for_those_who_take_over_its_state(joiners: str) -> None:
+    """Over this link even a round's mean takes longer than the interval, so that no download could follow."""
+
+    async def main() -> None:
+        async with swarm(RUN, latency_s=0.02) as s:
+            founder = s.start("a", founder=True)
+            await s.until(lambda: len(founder.rounds()) >= 2)
+            s.network.narrow("a", 40e3)
+            began, steps = trio.current_time(), founder.exchange.steps
+            for name in joiners:
+                s.start(name)
+            await s.until(lambda: all(peer.node.ready.is_set() for peer in s.peers.values()), within_s=240)
+            took = trio.current_time() - began
+            assert took > 20
+            assert founder.exchange.steps - steps > 0.97 * 10 * took - 2
+            s.network.narrow("a", None)
+            await all_commit(s, within_s=60)
+
+    run_virtual(main)
+
+
+def test_one_that_never_gets_the_state_holds_rounds_up_for_an_interval() -> None:
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=50)
+        async with swarm(run) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            s.network.narrow("d", 100.0)
+            s.start("d")
+            began = trio.current_time()
+            await trio.sleep(60)
+            rounds = [r for r in s.peers["a"].rounds("committed") if r["t"] > began]
+            assert 4 <= len(rounds) <= 8
+            assert all(r["group_size"] == 3 for r in rounds)
+
+    run_virtual(main)
+
+
 # --- two faults in one round -------------------------------------------------------------------------------------
 
 # What befalls a member, and at which message from or to it.

@@ -143,3 +143,13 @@ def test_the_table_of_rows_points_at_files_that_are_there() -> None:
     assert [path for path in paths if not (root / path).exists()] == []
     named = {name for row in re.findall(r"^\| [SD]\d.*\| ([\w, ]+) \|$", text, re.M) for name in row.split(", ")}
     assert set(known_reproductions()) <= named
+
+
+def test_the_example_of_faults_strikes_six_times_and_mends_each() -> None:
+    reproduction = read_reproduction(str(Path(__file__).parents[2] / "examples" / "faults.toml"))
+    calm, struck = reproduction.arms
+    assert not calm.schedule
+    actions = [happening.action for happening in struck.schedule]
+    assert len(actions) == 12
+    for fault, end in (("crash", "join"), ("pause", "resume"), ("cut", "mend"), ("narrow", "widen")):
+        assert actions.count(fault) == actions.count(end) > 0

@@ -76,6 +76,9 @@ class StateServer:
             case "manifest":
                 return "".join(self._state.hashes.chunks).encode()
             case "chunk" if 0 <= request.index < self._state.num_chunks:
+                # One of another state would come in vain, and on a slow link hold up what is needed.
+                if request.subject != self._head().state_sha256:
+                    return b""
                 return await self._compute(self._state.chunk(request.index).tobytes)
             case "buffers" if request.index >= 0:
                 start = request.index * BUFFER_PIECE_BYTES
@@ -142,7 +145,7 @@ class Download:
             for donor in donors:
                 fetching = Counter({donor.peer_id: PER_DONOR})
                 for _ in range(PER_DONOR):
-                    nursery.start_soon(self._fetch_chunks, donor, hashes, missing, nursery, fetching)
+                    nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
         if self.done_chunks < len(hashes):
             raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks could not be had")
         self.state.hashes = self.state.combine(hashes)
@@ -200,14 +203,20 @@ class Download:
         raise PeerLostError("no donor has the manifest of this head any more")
 
     async def _fetch_chunks(
-        self, donor: Link, hashes: list[str], missing: deque[int], nursery: trio.Nursery, fetching: Counter[str]
+        self,
+        donor: Link,
+        head: Head,
+        hashes: list[str],
+        missing: deque[int],
+        nursery: trio.Nursery,
+        fetching: Counter[str],
     ) -> None:
         """Take chunks off the common list until it is empty or the donor fails; what it failed goes back."""
         while missing:
             index = missing.popleft()
             asked_s = trio.current_time()
             try:
-                await self._fetch_chunk(donor, index, hashes[index])
+                await self._fetch_chunk(donor, head, index, hashes[index])
             except (PeerLostError, WireError) as error:
                 logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
                 missing.append(index)
@@ -215,12 +224,14 @@ class Download:
             self.done_chunks += 1
             if trio.current_time() - asked_s < QUICK_S and fetching[donor.peer_id] < MOST_PER_DONOR:
                 fetching[donor.peer_id] += 1
-                nursery.start_soon(self._fetch_chunks, donor, hashes, missing, nursery, fetching)
+                nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
 
-    async def _fetch_chunk(self, donor: Link, index: int, sha256: str) -> None:
-        answer, payload = await self._links.request(donor, "chunk", "", index, timeout_s=CHUNK_TIMEOUT_S)
+    async def _fetch_chunk(self, donor: Link, head: Head, index: int, sha256: str) -> None:
+        answer, payload = await self._links.request(
+            donor, "chunk", head.state_sha256, index, timeout_s=CHUNK_TIMEOUT_S
+        )  # fmt: skip
         if not answer.found:
-            raise PeerLostError("the donor's state is changing")
+            raise PeerLostError("the donor has another state by now")
         target = self.state.chunk(index)
         if len(payload) != target.nbytes:
             raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")

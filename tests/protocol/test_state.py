@@ -433,7 +433,7 @@ def test_a_state_that_begins_to_change_while_a_chunk_is_read_is_not_sent() -> No
                 return work(*args)
 
             donor.server._compute = slow
-            answer, payload = await joiner.links.request(links[0], "chunk", timeout_s=3)
+            answer, payload = await joiner.links.request(links[0], "chunk", donor.head.state_sha256, timeout_s=3)
             assert (answer.found, payload) == (False, b"")
 
     run_virtual(main)
@@ -445,8 +445,9 @@ def test_a_state_that_begins_to_change_while_a_chunk_is_read_is_not_sent() -> No
 )
 def test_what_there_is_not_is_not_found(what: str, index: int) -> None:
     async def main() -> None:
-        async with donors_and_joiner("a", buffers=b"x") as (_, _, joiner, links):
-            answer, payload = await joiner.links.request(links[0], what, "", index, timeout_s=1)
+        async with donors_and_joiner("a", buffers=b"x") as (_, donors, joiner, links):
+            subject = donors["a"].head.state_sha256
+            answer, payload = await joiner.links.request(links[0], what, subject, index, timeout_s=1)
             assert (answer.found, payload) == (False, b"")
 
     run_virtual(main)
@@ -657,5 +658,20 @@ def test_a_guest_cannot_download() -> None:
                     answer, payload = await guest.links.request(link, what, timeout_s=2)
                     assert (answer.found, payload) == (False, b"")
                 nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_three_join_at_once_through_one_slow_uplink_while_its_peer_goes_on_from_round_to_round() -> None:
+    """The three downloads take 33 s together, and every 10 s the state is another: what was under way still counts."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=100)) as s:
+            s.start("a", founder=True)
+            await s.until(lambda: bool(s.peers["a"].rounds()))
+            s.network.bandwidth_bytes_s = 100e3
+            for name in "bcd":
+                s.start(name)
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=200)
 
     run_virtual(main)

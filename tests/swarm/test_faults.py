@@ -32,6 +32,12 @@ def next_round(*peers: Process) -> int:
     return 2 + max(event["round"] for peer in peers for event in peer.rounds())
 
 
+def until_all_are_in_one(swarm: Swarm, peers: list[Process]) -> None:
+    """Wait for a round of all of these that none has begun yet."""
+    since = next_round(*peers)
+    swarm.until(lambda: in_a_round_of_all(peers, since))
+
+
 def in_a_round_of_all(peers: list[Process], since: int) -> bool:
     """Whether all of these have landed one and the same round, of all of them, numbered `since` or higher."""
     everybody = {peer.peer_id for peer in peers}
@@ -46,10 +52,9 @@ def test_a_killed_p2pd_is_replaced_and_training_goes_on(swarm: Swarm) -> None:
     three = founder, _, other = three_peers(swarm)
     lineage = founder.rounds()[-1]["lineage"]
     for victims in ([founder], [founder, other]):
-        since = next_round(*three)
         for victim in victims:
             victim.kill_daemon()
-        swarm.until(lambda: in_a_round_of_all(list(three), since))
+        until_all_are_in_one(swarm, three)
 
     for victim, deaths in ((founder, 2), (other, 1)):
         told = victim.events("daemon")
@@ -73,13 +78,13 @@ def test_one_that_was_stopped_wakes_up_behind_and_catches_up(stopped_s: int, swa
     swarm.until(lambda: in_a_round_of_all(four, 0))
 
     whole.pause(with_daemon=True)
-    swarm.until(lambda: in_a_round_of_all([founder, alone, fourth], next_round(founder) - 1))
+    until_all_are_in_one(swarm, [founder, alone, fourth])
     alone.pause(with_daemon=False)
     awake, asleep = [founder, fourth], [whole, alone]
     stopped_at = next_round(*four)
     swarm.until(lambda: all(f"lost {peer.peer_id}" in other.errors for peer in asleep for other in awake))
     time.sleep(stopped_s)
-    swarm.until(lambda: in_a_round_of_all(awake, next_round(founder) - 1))
+    until_all_are_in_one(swarm, awake)
     woken_at = next_round(*awake) - 1
     for peer in asleep:
         peer.wake()
@@ -96,15 +101,14 @@ def test_one_that_was_stopped_wakes_up_behind_and_catches_up(stopped_s: int, swa
 def test_a_killed_peer_comes_back_as_itself(swarm: Swarm) -> None:
     three = founder, other, victim = three_peers(swarm)
     swarm.until(lambda: victim.remembered)
-    since = next_round(*three)
     victim.kill()
     victim.wait()
-    swarm.until(lambda: in_a_round_of_all([founder, other], since))
+    until_all_are_in_one(swarm, [founder, other])
 
     again = swarm.start(joining(founder), directory=victim.directory)
     swarm.until(lambda: again.rounds())
     assert again.peer_id == victim.peer_id
-    swarm.until(lambda: in_a_round_of_all([founder, other, again], next_round(founder, other) - 1))
+    until_all_are_in_one(swarm, [founder, other, again])
     assert_anchors_agree(*three, again)
 
 

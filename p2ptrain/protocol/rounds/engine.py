@@ -67,8 +67,8 @@ MAX_ATTEMPTS = 3
 STALL_POLL_S, HELD_UP_S = 0.25, 1.0
 # Due, and nobody calls: say it again, to the next leader in line.
 DUE_AGAIN_S = 3.0
-# One who is alone lets a round wait this long for joiners. 124M parameters and a moment come in 90 s at 100 Mbit/s, in a
-# quarter of an hour at 10 Mbit/s.
+# One who is alone lets a round wait this long for joiners. 124M parameters and a moment come in 90 s at 100 Mbit/s, in
+# a quarter of an hour at 10 Mbit/s.
 JOINERS_PATIENCE_S = 1000.0
 # A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md).
 QUORUM_LOST_S = 60.0

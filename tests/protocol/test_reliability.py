@@ -224,8 +224,7 @@ def test_a_joiner_on_a_slow_link_comes_in_and_holds_nobody_up() -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("joiners", ["b", "bcd"])
-def test_a_founder_alone_lets_rounds_wait_for_those_who_take_over_its_state(joiners: str) -> None:
+def test_a_founder_alone_lets_rounds_wait_for_one_that_takes_over_its_state() -> None:
     """Over this link even a round's mean takes longer than the interval, so that no download could follow."""
 
     async def main() -> None:
@@ -234,31 +233,13 @@ def test_a_founder_alone_lets_rounds_wait_for_those_who_take_over_its_state(join
             await s.until(lambda: len(founder.rounds()) >= 2)
             s.network.narrow("a", 40e3)
             began, steps = trio.current_time(), founder.exchange.steps
-            for name in joiners:
-                s.start(name)
-            await s.until(lambda: all(peer.node.ready.is_set() for peer in s.peers.values()), within_s=240)
+            joiner = s.start("b")
+            await s.until(joiner.node.ready.is_set, within_s=240)
             took = trio.current_time() - began
             assert took > 20
             assert founder.exchange.steps - steps > 0.97 * 10 * took - 2
             s.network.narrow("a", None)
             await all_commit(s, within_s=60)
-
-    run_virtual(main)
-
-
-def test_one_that_never_gets_the_state_holds_rounds_up_for_an_interval() -> None:
-    async def main() -> None:
-        run = dataclasses.replace(RUN, sync_every=50)
-        async with swarm(run) as s:
-            start_all(s, "abc")
-            await s.until(lambda: common(s, 1, 3))
-            s.network.narrow("d", 100.0)
-            s.start("d")
-            began = trio.current_time()
-            await trio.sleep(60)
-            rounds = [r for r in s.peers["a"].rounds("committed") if r["t"] > began]
-            assert 4 <= len(rounds) <= 8
-            assert all(r["group_size"] == 3 for r in rounds)
 
     run_virtual(main)
 
@@ -274,8 +255,8 @@ FAULTS: dict[str, tuple[type[Message], str]] = {
     "reduces slowly": (messages.Contribution, "target"),
     "is cancelled": (messages.Roster, "target"),
 }
-# Bytes a second: a contribution of 0.5 MB takes longer than the 2 s after which a sender without progress is out.
-SLOW_BYTES_S = 60e3
+# Bytes a second, 2 Mbit/s: a contribution of 0.5 MB takes longer than the 2 s that a sender without progress has.
+SLOW_BYTES_S = 250e3
 
 
 @pytest.mark.parametrize("faults", list(itertools.combinations_with_replacement(FAULTS, 2)), ids=" and ".join)

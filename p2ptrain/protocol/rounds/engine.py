@@ -29,7 +29,6 @@ from p2ptrain.protocol.messages import (
     Abort,
     Arrived,
     Attempt,
-    Beat,
     Call,
     Commit,
     Contribution,
@@ -56,6 +55,7 @@ from p2ptrain.protocol.rounds.leader import Leader, RoundTimeoutError
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.outcome import Spent, head_of, landing, step_anchor, touched_buffer
 from p2ptrain.protocol.rounds.pace import Pace
+from p2ptrain.protocol.rounds.presence import Presence
 from p2ptrain.protocol.rounds.turn import Turn
 from p2ptrain.protocol.transport import Compute, PeerId
 
@@ -118,6 +118,7 @@ class RoundEngine:
         self._host = host
         self._rng = rng
         self._turn = Turn()
+        self._presence = Presence(host)
         self.pace = Pace(peer_timeout_s=host.links.peer_timeout_s, round_timeout_s=host.run.round_timeout_s)
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._own: OwnContribution | None = None
@@ -228,12 +229,8 @@ class RoundEngine:
 
     @property
     def reach(self) -> int:
-        """How many voters of our head we are linked with, ourselves included. Told with every beat, so it is cheap."""
-        own, live = (self.peer_id, self.incarnation), self.links.live
-        return sum(
-            voter == own or ((link := live.get(voter[0])) is not None and link.hello.incarnation == voter[1])
-            for voter in self.head.voters
-        )
+        """How many voters of our head we are linked with, ourselves included."""
+        return self._presence.reach(self.head)
 
     @property
     def busy(self) -> bool:
@@ -350,9 +347,6 @@ class RoundEngine:
             self._leader.deliver(peer_id, Leave("lost"))
         self._wake()
 
-    def _linked(self, peer_id: PeerId) -> bool:
-        return peer_id == self.peer_id or self.links.get(peer_id) is not None
-
     def _is_current(self, lineage: str, round_: int) -> bool:
         here = lineage == self.head.lineage and round_ == self.head.round + 1
         return here and not self._resolving and not self.finished and not self._leaving
@@ -410,7 +404,7 @@ class RoundEngine:
                         self._turn.counter += this == said_for
                         said_s, said_for = now, this
                         self._say_due()
-                if self._participation is None and not waits and self._ours_to_lead():
+                if self._participation is None and not waits and self._is_ours_to_lead():
                     await self._lead()
                     continue
                 self._check_quorum(now)
@@ -418,35 +412,24 @@ class RoundEngine:
                 await changed.wait()
 
     def _awaits_joiners(self, now: float) -> bool:
-        """Whether a round had better wait for peers that are taking over the state, as it would change under them.
+        """Alone, a round had better wait for peers that are taking over the state, as it would change under them.
 
-        An interval at most, and longer where we are alone: then there is nobody to agree with but those who come.
+        Only alone: where there are others to agree with, a slow joiner holds nobody up.
         """
         if not self.exchange.due:
             self._due_from_s = now
-        if self.exchange.at_length or not self._host.joiners():
+        if self.exchange.at_length or self._host.trainers() or not self._host.joiners():
             return False
-        interval_s = self.run.sync_every * self.exchange.step_s
-        patience_s = interval_s if self._host.trainers() else max(interval_s, JOINERS_PATIENCE_S)
-        return now - self._due_from_s < patience_s
+        return now - self._due_from_s < JOINERS_PATIENCE_S
 
-    def _ours_to_lead(self) -> bool:
-        reach = {self.peer_id: self.reach}
-        for peer_id in self._host.trainers():
-            if (link := self.links.get(peer_id)) is not None and link.beat is not None:
-                reach[peer_id] = link.beat.reach
-        return self._turn.is_ours(self.peer_id, self.head, self._present(), reach)
+    def _is_ours_to_lead(self) -> bool:
+        presence, head = self._presence, self.head
+        return self._turn.is_ours(self.peer_id, head, presence.present(), presence.reaches(head))
 
     def _say_due(self) -> None:
         due = Due(self.head.lineage, self.head.round + 1, self._turn.counter)
         for peer_id in (self.peer_id, *self._host.trainers()):
             self.tell(peer_id, due)
-
-    def _present(self) -> set[tuple[PeerId, str]]:
-        """Ourselves and the live trainers, each with its incarnation."""
-        links = ((peer_id, self.links.get(peer_id)) for peer_id in self._host.trainers())
-        linked = {(peer_id, link.hello.incarnation) for peer_id, link in links if link is not None}
-        return {(self.peer_id, self.incarnation), *linked}
 
     async def _lead(self) -> None:
         attempt = Attempt(max(self.ballot.promised.counter, self._turn.counter) + 1, self.peer_id)
@@ -470,41 +453,22 @@ class RoundEngine:
             self._leader = None
 
     def _window_s(self) -> float:
-        speeds = [beat.speed for beat in self._beats()]
+        speeds = [beat.speed for beat in self._presence.beats().values()]
         return self._turn.window_s(self.run.sync_every, self.exchange.step_s, speeds)
-
-    def _beats(self) -> list[Beat]:
-        links = (self.links.get(peer) for peer in self._host.trainers())
-        return [link.beat for link in links if link is not None and link.beat is not None]
 
     def _check_quorum(self, now: float) -> None:
         """Begin a new lineage when the voters are gone for good (DESIGN.md, round protocol, 10)."""
-        voters, present = self.head.voters, self._present()
+        voters, present = self.head.voters, self._presence.present()
         if is_quorum(present, voters):
             self._quorum_seen_s = now
             return
         missing = [voter for voter in voters if voter not in present]
         patience_s = max(QUORUM_LOST_S, 3 * self.run.sync_every * self.exchange.step_s)
-        if not (all(map(self._is_gone_for_good, missing)) or now - self._quorum_seen_s > patience_s):
+        if not (all(map(self._presence.is_gone_for_good, missing)) or now - self._quorum_seen_s > patience_s):
             return
-        survivors = [peer for peer, _ in present if self._stands_with_us(peer)]
+        survivors = [peer for peer, _ in present if self._presence.stands_at(peer, self.head)]
         if min(survivors) == self.peer_id:
             self.found_lineage()
-
-    def _is_gone_for_good(self, voter: tuple[PeerId, str]) -> bool:
-        """Whether a voter said that it leaves, or was started anew: its vote can come from nowhere any more."""
-        peer_id, incarnation = voter
-        if peer_id == self.peer_id:
-            return incarnation != self.incarnation
-        link = self.links.get(peer_id)
-        return self._host.departed(peer_id) or (link is not None and link.hello.incarnation != incarnation)
-
-    def _stands_with_us(self, peer_id: PeerId) -> bool:
-        link = self.links.get(peer_id)
-        here = (self.head.lineage, self.head.round)
-        return peer_id == self.peer_id or (
-            link is not None and link.beat is not None and (link.beat.lineage, link.beat.round) == here
-        )
 
     # --- taking part ----------------------------------------------------------------------------------------------
 
@@ -554,7 +518,7 @@ class RoundEngine:
             # When we were held up ourselves, what others sent meanwhile waits to be read.
             excused = trio.current_time() - slept_from_s > HELD_UP_S and not excused
             if self._participation is not None and not excused:
-                if not self._linked(self._participation.attempt.leader):
+                if not self._presence.is_linked(self._participation.attempt.leader):
                     self._participation.note_lost(self._participation.attempt.leader)
                 self._participation.give_up_stalled()
 
@@ -587,7 +551,7 @@ class RoundEngine:
         deferred, self._deferred = self._deferred, {}
         for sender, message in deferred.values():
             # A leader that was lost meanwhile calls nobody any more.
-            if self._linked(sender):
+            if self._presence.is_linked(sender):
                 self.deliver(sender, message)
 
     async def _bring_home(self, record: Record) -> None:

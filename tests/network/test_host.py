@@ -263,7 +263,7 @@ def test_no_file_descriptors_are_left(run: Run) -> None:
 
 
 PEER = """
-import sys, trio
+import signal, sys, trio
 from p2ptrain.config import NetworkConfig
 from p2ptrain.network.host import open_network
 from p2ptrain.network.thread import NetworkThread
@@ -276,6 +276,8 @@ async def main():
     finally:
         print("closed", flush=True)
 
+# Shells start what runs in the background, as the tests may, with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 thread = NetworkThread()
 if sys.argv[1] == "forget":
     thread.start_soon(main)

@@ -40,6 +40,8 @@ def until_all_are_in_one(swarm: Swarm, peers: list[Process]) -> None:
 
 def in_a_round_of_all(peers: list[Process], since: int) -> bool:
     """Whether all of these have landed one and the same round, of all of them, numbered `since` or higher."""
+    if not all(peer.events("start") for peer in peers):
+        return False
     everybody = {peer.peer_id for peer in peers}
     landed = [
         {(event["lineage"], event["round"]) for event in peer.rounds(since) if set(event["contributors"]) >= everybody}

@@ -44,8 +44,9 @@ def simulate_arms(
             _tell_progress(futures, channel, on_progress)
             return [future.result() for future in futures]
         except BaseException:
+            processes = list(pool._processes.values())  # shutting down forgets them
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(pool._processes.values()):
+            for process in processes:
                 process.terminate()
             raise
 

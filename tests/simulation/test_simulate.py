@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -150,3 +153,19 @@ def test_what_cannot_work_is_said() -> None:
         run(data="/nowhere")
     with pytest.raises(ConfigError, match="unknown model"):
         run(model="gpt-huge")
+
+
+def test_ctrl_c_ends_all_arms_without_a_traceback(tmp_path: Path) -> None:
+    arms = tmp_path / "arms.toml"
+    arms.write_text('title = "Long"\npeers = 2\nsteps = 100000\n[[arm]]\nname = "a"\n[[arm]]\nname = "b"\n')
+    command = [sys.executable, "-m", "p2ptrain", "simulate", str(arms), "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        # A process for each arm, where there are two cores, and the one that tidies up behind them.
+        while len(psutil.Process(process.pid).children()) < min(3, os.cpu_count() or 1):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate()
+    assert process.returncode == 130, said
+    assert "p2ptrain: interrupted" in said
+    assert "Traceback" not in said

@@ -32,3 +32,4 @@ def run_virtual(main: Callable[[], Awaitable[T]], seed: int) -> T:
     finally:
         scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before
         gc.set_threshold(*thresholds)
+        gc.collect(1)  # what was left lying about: one run after the other must not pile it up

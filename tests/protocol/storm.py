@@ -27,8 +27,8 @@ GOSSIP = dataclasses.replace(RUN, fragment_fraction=0.02)
 NAMES = "abcdefgh"
 # Half as large as elsewhere: twice as many storms in the same time. More than one chunk still.
 SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (1100, 64))]
-# What may get lost or come twice without its link breaking. A lost or repeated frame of bulk, or a second Hello, is
-# no weather but a broken partner: see test_hostile.
+# What may come twice. A repeated frame of bulk, or a second Hello, is a broken partner: see test_hostile.
+# And nothing gets lost on a link that stays: streams are reliable, and what a broken one lost is lost with its link.
 CONTROL = frozenset(
     KIND_OF[kind]
     for kind in (
@@ -37,7 +37,7 @@ CONTROL = frozenset(
         messages.Withdraw, messages.Beat,
     )
 )  # fmt: skip
-ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "drop", "repeat", "delay", "narrow")
+ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "repeat", "delay", "narrow")
 # Virtual seconds of faults; a round comes every two.
 STORM_S = 45.0
 # Longer than the 10 s after which a silent link is given up, so that each side of a split has rounds of its own.
@@ -51,8 +51,8 @@ class Trouble:
     """One fault: `victims` suffer `action` from `at_s` on for `lasts_s`.
 
     kill and leave: gone, and started anew after it; stop: training stands still; freeze: so does its network; split:
-    these against the others; break, drop, repeat: share `amount` of packets breaks its stream, or (of control
-    messages) is lost, or comes twice; delay: up to `amount` seconds more for each packet; narrow: a link of `amount`
+    these against the others; break, repeat: share `amount` of packets breaks its stream, or (of control messages)
+    comes twice; delay: up to `amount` seconds more for each packet; narrow: a link of `amount`
     bytes a second.
     """
 
@@ -87,7 +87,7 @@ class Storm:
 def _trouble(rng: random.Random, names: str) -> Trouble:
     action = rng.choice(ACTIONS)
     victims = "".join(sorted(rng.sample(names, len(names) // 2))) if action == "split" else rng.choice(names)
-    amounts = {"break": (0.002, 0.03), "drop": (0.01, 0.3), "repeat": (0.01, 0.3), "delay": (0.05, 2.0),
+    amounts = {"break": (0.002, 0.03), "repeat": (0.01, 0.3), "delay": (0.05, 2.0),
                "narrow": (25e3, 1e6)}  # fmt: skip
     low, high = amounts.get(action, (0.0, 0.0))
     amount = low * (high / low) ** rng.random() if low else 0.0
@@ -208,7 +208,7 @@ class _Weather:
                 if trouble.action == "break":
                     return Fault.BREAK
                 if packet[1] in CONTROL:
-                    return Fault.DROP if trouble.action == "drop" else Fault.DUPLICATE
+                    return Fault.DUPLICATE
         return Fault.NONE
 
 

@@ -266,7 +266,7 @@ def test_two_faults_in_a_round_of_five(faults: tuple[str, str]) -> None:
         async with swarm(PLAIN, latency_s=0.01) as s:
             start_all(s, "abcde", witness)
             await s.until(lambda: common(s, 1, 5))
-            waiting = dict(zip("bd", faults, strict=True))
+            waiting, struck_peers = list(faults), set[str]()
 
             async def leave(victim: str) -> None:
                 s.peers[victim].node.leave("done")
@@ -274,10 +274,12 @@ def test_two_faults_in_a_round_of_five(faults: tuple[str, str]) -> None:
                 s.kill(victim)
 
             def strike(source: str, target: str, packet: bytes) -> Fault:
-                for victim, fault in list(waiting.items()):
+                for fault in list(waiting):
                     kind, end = FAULTS[fault]
-                    if packet[1] == KIND_OF[kind] and victim == {"source": source, "target": target}[end]:
-                        del waiting[victim]
+                    victim = {"source": source, "target": target}[end]
+                    if packet[1] == KIND_OF[kind] and victim not in struck_peers:
+                        waiting.remove(fault)
+                        struck_peers.add(victim)
                         if "slowly" in fault:
                             s.network.narrow(victim, SLOW_BYTES_S)
                         elif fault == "is cancelled":
@@ -290,12 +292,14 @@ def test_two_faults_in_a_round_of_five(faults: tuple[str, str]) -> None:
             async with trio.open_nursery() as nursery:
                 s.network.fault = strike
                 await s.until(lambda: not waiting, within_s=60)
-            struck = trio.current_time()
+            struck, survivors = trio.current_time(), [p for p in s.peers.values() if p.peer_id not in struck_peers]
+            assert len(survivors) == 3
+            # The one in which it happened may have been skipped; the next one is like any other.
             await s.until(
                 lambda: all(
-                    any(r["t"] > struck and not r["late"] for r in s.peers[p].rounds("committed")) for p in "ace"
+                    sum(r["t"] > struck and not r["late"] for r in p.rounds("committed")) >= 2 for p in survivors
                 ),
-                within_s=60,
+                within_s=200,  # over a slow reducer's link a round of this model takes 30 s
             )
             assert witness.check_values() > 0
 

@@ -165,9 +165,7 @@ def test_a_paused_member_costs_a_round_at_most_and_catches_up(kind: type[message
     run_virtual(main)
 
 
-@pytest.mark.parametrize(
-    "kind", [k for k in ROUND_MESSAGES if k is not messages.Contribution], ids=lambda k: k.__name__
-)
+@pytest.mark.parametrize("kind", CONTROL, ids=lambda kind: kind.__name__)
 def test_a_message_that_comes_twice_ends_nobody(kind: type[messages.Message]) -> None:
     """Links do not repeat frames, but a leader or member gone wrong may."""
 

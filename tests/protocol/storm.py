@@ -162,7 +162,9 @@ class _Weather:
         await trio.sleep(trouble.at_s)
         match trouble.action:
             case "kill" | "leave":
-                if trouble.victims in s.peers and len(s.peers) > 1:
+                # The last that holds the run's state is spared: who then joins in vain ends with an error, rightly.
+                others = [peer for name, peer in s.peers.items() if name != trouble.victims]
+                if trouble.victims in s.peers and any(peer.node.ready.is_set() for peer in others):
                     if trouble.action == "leave":
                         s.peers[trouble.victims].node.leave("done")
                         await trio.sleep(0.2)

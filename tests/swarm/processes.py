@@ -264,6 +264,7 @@ class Swarm:
         """End what still runs, the polite way; nothing may be left of anything."""
         running = [process for process in self.processes if process.running]
         for process in running:
+            process.wake()  # a test that failed may have left it stopped
             process.terminate()
         try:
             statuses = [process.wait() for process in running]

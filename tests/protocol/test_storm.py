@@ -13,7 +13,7 @@ import pytest
 from tests.protocol import storm as storm_module
 from tests.protocol.storm import Storm, Trouble, shortest, weather
 
-SEEDS = range(int(os.environ.get("STORMS", "32")))
+SEEDS = range(int(os.environ.get("STORMS", "12")))
 
 
 @pytest.mark.timeout(1200)  # finding the shortest storm plays it some thirty times

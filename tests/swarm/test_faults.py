@@ -68,7 +68,8 @@ def test_a_killed_p2pd_is_replaced_and_training_goes_on(swarm: Swarm) -> None:
     assert_anchors_agree(*three)
 
 
-@pytest.mark.parametrize("stopped_s", [0, pytest.param(75, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stopped_s", [0, 75])
 def test_one_that_was_stopped_wakes_up_behind_and_catches_up(stopped_s: int, swarm: Swarm) -> None:
     """One with its p2pd, as on a machine that sleeps, one without; until they count as lost, and for so long after it.
 

@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from benchmarks.measure import Summary
 from benchmarks.processes import WorkerError, descendants
-from benchmarks.results import Row
+from benchmarks.results import Row, limited_row
 from p2ptrain.models import build
 
 T = TypeVar("T")
@@ -189,11 +188,4 @@ def _until(peers: list[Peer], condition: Callable[[], T | None]) -> T:
 
 
 def _row(work: str, seconds: Sequence[float], limit_s: float) -> Row:
-    took = Summary.of(seconds)
-    return Row(
-        work=f"{work}; demo model paced to half a core a peer",
-        must_reach=f"≤ {limit_s:g} s",
-        measured=f"{took.median:.2f} s median, {took.maximum:.2f} s worst of {took.count}",
-        reached=took.maximum <= limit_s,
-        values={"median_s": took.median, "worst_s": took.maximum},
-    )
+    return limited_row(f"{work}; demo model paced to half a core a peer", seconds, limit_s)

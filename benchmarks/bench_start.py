@@ -12,9 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measure import Summary
 from benchmarks.processes import WorkerError, descendants
-from benchmarks.results import Row
+from benchmarks.results import Row, limited_row
 
 REPEATS = 3
 TIMEOUT_S = 60.0
@@ -63,11 +62,4 @@ def _wait_for_step(metrics: Path, process: subprocess.Popen[bytes], deadline: fl
 
 
 def _row(work: str, seconds: list[float], limit_s: float) -> Row:
-    took = Summary.of(seconds)
-    return Row(
-        work=f"{work}, demo model, `p2ptrain join`",
-        must_reach=f"≤ {limit_s:g} s",
-        measured=f"{took.median:.2f} s median, {took.maximum:.2f} s worst of {took.count}",
-        reached=took.maximum <= limit_s,
-        values={"median_s": took.median, "worst_s": took.maximum},
-    )
+    return limited_row(f"{work}, demo model, `p2ptrain join`", seconds, limit_s)

@@ -6,11 +6,13 @@ import datetime
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from benchmarks.measure import Summary
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class Row:
     reached: bool | None = None
     rival: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
+
+
+def limited_row(work: str, seconds: Sequence[float], limit_s: float) -> Row:
+    """What took so long each time, of which none may take longer than the limit."""
+    took = Summary.of(seconds)
+    return Row(
+        work=work,
+        must_reach=f"≤ {limit_s:g} s",
+        measured=f"{took.median:.2f} s median, {took.maximum:.2f} s worst of {took.count}",
+        reached=took.maximum <= limit_s,
+        values={"median_s": took.median, "worst_s": took.maximum},
+    )
 
 
 def machine() -> dict[str, str]:

@@ -8,6 +8,8 @@ import safetensors.torch
 import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.moments import MomentView
+from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
 
 
@@ -44,6 +46,13 @@ class ModelParts:
         self.layout_sha256 = _layout_sha256(model)
         persistent = model.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+    def averaged(self, run: RunConfig, optimizer: torch.optim.Optimizer | None) -> MomentView | None:
+        """What the run's rounds average where that is more than the parameters; None where it is just these.
+
+        Raises ConfigError when the optimizer's moments are to be averaged and it has none.
+        """
+        return MomentView(self.space, self.parameters, optimizer) if run.inner_moments == "averaged" else None
 
     def buffers(self) -> bytes:
         """All persistent buffers in the safetensors format; empty when there are none."""

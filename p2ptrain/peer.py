@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 import trio
 
-from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.memory import release_unused
@@ -80,9 +79,7 @@ class Peer:
         self._failed: Exception | None = None
         self._scope: trio.CancelScope | None = None
         self._ended = threading.Event()
-        averaged = None
-        if self.run.inner_moments == "averaged":
-            averaged = MomentView(self._parts.space, self._parts.parameters, optimizer)
+        averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
             self._parts.space, self._parts.tensors, self.run, averaged=averaged, clock=time.monotonic, post=thread.post
         )

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import trio
 
-from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.config import RunConfig
 from p2ptrain.data import Corpus, Shards
 from p2ptrain.memory_network import MemoryNetwork
@@ -51,9 +50,7 @@ class SimulatedPeer:
             spans, shard_tokens = shards.spans(shard), shards.sizes[shard]
         seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
-        averaged = None
-        if run.inner_moments == "averaged":
-            averaged = MomentView(parts.space, parts.parameters, self.trainer.optimizer)
+        averaged = parts.averaged(run, self.trainer.optimizer)
         self._exchange = Exchange(
             parts.space, parts.tensors, run, averaged=averaged, clock=trio.current_time, post=_at_once
         )

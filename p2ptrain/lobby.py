@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import trio
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.metrics_file import MetricsFile
+from p2ptrain.monitor.sinks import Sink, Sinks
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer import Peer
@@ -106,6 +107,7 @@ class Lobby:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         metrics: Path | None = None,
+        sinks: Sequence[Sink] = (),
         resume_state: dict[str, Any] | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> Peer:
@@ -116,6 +118,7 @@ class Lobby:
             run: the run's settings; `model_layout` is filled in from the model when empty.
             optimizer: the inner one; only a run that averages Adam's moments asks for it.
             metrics: file for the metrics stream, or None.
+            sinks: who else gets the events of this peer; closed when it leaves.
             resume_state: what `Peer.state_dict()` returned before a restart.
             on_status: called with what the joining peer is doing, whenever that changes.
 
@@ -123,17 +126,17 @@ class Lobby:
             ConfigError: the model cannot be trained this way, or the run's state cannot be had.
             RunMismatchError: the model is not the one that the run trains.
         """
-        writer = MetricsFile(metrics) if metrics is not None else None
+        files = [MetricsFile(metrics)] if metrics is not None else []
+        records = Sinks([*files, *sinks])
         try:
             return Peer(
-                model, run, optimizer, self.network, self._thread, writer,
+                model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
                 peer_timeout_s=self._config.peer_timeout_s, resume_state=resume_state,
                 on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:
-            if writer is not None:
-                writer.close()
+            records.close()
             raise
 
     def close(self) -> None:

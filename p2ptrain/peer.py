@@ -19,7 +19,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.memory import release_unused
 from p2ptrain.model import ModelParts
-from p2ptrain.monitor.metrics_file import MetricsFile
+from p2ptrain.monitor.sinks import Sink
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.exchange import Exchange, StepReport
@@ -59,7 +59,7 @@ class Peer:
         optimizer: torch.optim.Optimizer | None,
         network: Network,
         thread: NetworkThread,
-        metrics: MetricsFile | None,
+        records: Sink,
         *,
         incarnation: str,
         may_found: bool,
@@ -73,7 +73,7 @@ class Peer:
         self.data_seed = run.data_seed(self.peer_id)
         self._network = network
         self._thread = thread
-        self._metrics = metrics
+        self._records = records
         self._on_leave: Callable[[], None] = lambda: None
         self._left = False
         self._failed: Exception | None = None
@@ -125,11 +125,10 @@ class Peer:
         """
         start = time.monotonic()
         report = self._exchange.step(samples)
-        if self._metrics is not None:
-            self._metrics.write(
-                "step", step=self._exchange.run_step, loss=loss, tokens=samples,
-                step_s=round(self._exchange.step_s, 6), exchange_s=round(time.monotonic() - start, 6),
-            )  # fmt: skip
+        self.record(
+            "step", step=self._exchange.run_step, loss=loss, tokens=samples,
+            step_s=round(self._exchange.step_s, 6), exchange_s=round(time.monotonic() - start, 6),
+        )  # fmt: skip
         return report
 
     def wait_finished(self, timeout_s: float) -> bool:
@@ -142,8 +141,7 @@ class Peer:
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event of the caller's own to the metrics stream."""
-        if self._metrics is not None:
-            self._metrics.write(event, **fields)
+        self._records.write(event, **fields)
 
     # --- where we stand -----------------------------------------------------------------------------------------
 
@@ -251,8 +249,7 @@ class Peer:
             self._ended.wait(5.0)
             self._exchange.idle()
         self.record("stop", reason=reason)
-        if self._metrics is not None:
-            self._metrics.close()
+        self._records.close()
         self._on_leave()
 
     def _land_the_last(self, at_least_s: float) -> None:

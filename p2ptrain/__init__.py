@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from p2ptrain.api import DiLoCo, Sparta, join
     from p2ptrain.errors import ConfigError, RunMismatchError
     from p2ptrain.peer import Peer
-    from p2ptrain.protocol.exchange import RoundReport, StepReport
+    from p2ptrain.protocol.handover import RoundReport, StepReport
     from p2ptrain.simulation.experiment import Experiment
     from p2ptrain.simulation.swarm import simulate
 

@@ -22,9 +22,10 @@ from p2ptrain.model import ModelParts
 from p2ptrain.monitor.sinks import Sink
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
-from p2ptrain.protocol.exchange import Exchange, StepReport
-from p2ptrain.protocol.messages import pack_value, unpack_head
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.handover import StepReport
 from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.packing import pack_value, unpack_head
 from p2ptrain.protocol.standing import Restored
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,9 @@ from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, slot_blocks
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.exchange import Arrival, Epoch, Exchange, Push, PushPlan
+from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import Faults
+from p2ptrain.protocol.handover import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.link import Link
 from p2ptrain.protocol.messages import Fragment
 from p2ptrain.protocol.transport import Compute, PeerId

@@ -18,7 +18,16 @@ import trio
 from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol import wire
-from p2ptrain.protocol.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Message
+from p2ptrain.protocol.messages import (
+    Ack,
+    Answer,
+    Beat,
+    Contribution,
+    Fragment,
+    Hello,
+    Leave,
+    Message,
+)
 from p2ptrain.protocol.transport import PeerId, Stream
 
 # Unacknowledged bulk bytes: at least 64 KiB, else 0.25 s (and the round trip) at the measured rate (DESIGN.md). A frame

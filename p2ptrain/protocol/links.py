@@ -16,7 +16,13 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.link import PEER_TIMEOUT_S, FrameReader, Link, LinkCounters
-from p2ptrain.protocol.messages import Answer, Beat, Hello, Message, Request
+from p2ptrain.protocol.messages import (
+    Answer,
+    Beat,
+    Hello,
+    Message,
+    Request,
+)
 from p2ptrain.protocol.transport import PeerId, Stream, Transport
 from p2ptrain.protocol.wire import encode_frame
 

@@ -17,9 +17,10 @@ import trio
 
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.exchange import Exchange, RoundReport
+from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.handover import RoundReport
 from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.membership import Membership, encode_record
@@ -31,8 +32,8 @@ from p2ptrain.protocol.messages import (
     Leave,
     Message,
     Request,
-    pack_value,
 )
+from p2ptrain.protocol.packing import pack_value
 from p2ptrain.protocol.rounds.engine import RoundEngine
 from p2ptrain.protocol.standing import ModelAccess, Restored, Standing
 from p2ptrain.protocol.state import StateServer

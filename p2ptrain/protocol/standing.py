@@ -17,12 +17,15 @@ import trio
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange import Epoch, Exchange, Landing
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.handover import Epoch, Landing
 from p2ptrain.protocol.link import Link
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.membership import Membership
-from p2ptrain.protocol.messages import Beat, Head, unpack_record
-from p2ptrain.protocol.rounds.engine import RoundEngine, new_lineage
+from p2ptrain.protocol.messages import Beat, Head
+from p2ptrain.protocol.packing import unpack_record
+from p2ptrain.protocol.rounds.engine import RoundEngine
+from p2ptrain.protocol.rounds.lineage import new_lineage
 from p2ptrain.protocol.state import Download, ask_buffers, ask_head
 from p2ptrain.protocol.transport import Compute, PeerId
 

@@ -21,7 +21,8 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.link import Link, Traffic
 from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import Answer, Head, Record, Request, pack_value, unpack_head
+from p2ptrain.protocol.messages import Answer, Head, Record, Request
+from p2ptrain.protocol.packing import pack_value, unpack_head
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.contribution import apply_outcome, check_decodes, check_record
 from p2ptrain.protocol.transport import Compute

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import zstandard
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.messages import KIND_OF, KINDS, Message, from_header, to_header
+from p2ptrain.protocol.messages import KIND_OF, KINDS, Message
+from p2ptrain.protocol.packing import from_header, to_header
 
 WIRE_VERSION = 1
 # Names of 64 roster members and their parts fit in a few KiB; a record with 512 part hashes in 40 KiB.

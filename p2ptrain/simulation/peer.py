@@ -14,7 +14,8 @@ from p2ptrain.data import Corpus, Shards
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.model import ModelParts
 from p2ptrain.monitor.account import Account
-from p2ptrain.protocol.exchange import Exchange, StepReport
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.handover import StepReport
 from p2ptrain.protocol.node import Node
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.trainer import Trainer

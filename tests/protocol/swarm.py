@@ -19,8 +19,9 @@ from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.config import RunConfig
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.account import Account
-from p2ptrain.protocol.exchange import Exchange, StepReport
+from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import Faults
+from p2ptrain.protocol.handover import StepReport
 from p2ptrain.protocol.node import NO_FAULTS, Node
 from p2ptrain.protocol.standing import Restored
 

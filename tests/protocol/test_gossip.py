@@ -21,11 +21,13 @@ from p2ptrain.algorithms.fragments import num_slots
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.exchange import Epoch, Exchange
+from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import NoFaults
 from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.handover import Epoch
 from p2ptrain.protocol.link import Link, Traffic
-from p2ptrain.protocol.messages import Fragment, to_header
+from p2ptrain.protocol.messages import Fragment
+from p2ptrain.protocol.packing import to_header
 from p2ptrain.protocol.wire import PREFIX_BYTES
 from tests.protocol.swarm import RUN, inline, run_virtual, swarm
 

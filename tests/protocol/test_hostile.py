@@ -32,8 +32,8 @@ from p2ptrain.protocol.messages import (
     Record,
     Request,
     _fields,
-    pack_value,
 )
+from p2ptrain.protocol.packing import pack_value
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import start_endpoint
 

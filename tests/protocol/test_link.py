@@ -24,7 +24,16 @@ from p2ptrain.protocol.link import (
     LinkCounters,
     Traffic,
 )
-from p2ptrain.protocol.messages import Ack, Attempt, Beat, Contribution, Due, Fragment, Leave, Message
+from p2ptrain.protocol.messages import (
+    Ack,
+    Attempt,
+    Beat,
+    Contribution,
+    Due,
+    Fragment,
+    Leave,
+    Message,
+)
 from p2ptrain.protocol.wire import PREFIX_BYTES, decode_prefix, encode_frame
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import hello_of, linked_pair, until

@@ -11,7 +11,15 @@ from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links import HELLO_TIMEOUT_S, MAX_STRIKES
-from p2ptrain.protocol.messages import Ack, Answer, Beat, Due, Hello, Leave, Request
+from p2ptrain.protocol.messages import (
+    Ack,
+    Answer,
+    Beat,
+    Due,
+    Hello,
+    Leave,
+    Request,
+)
 from p2ptrain.protocol.wire import encode_frame
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import Endpoint, endpoints, hello_of, linked_pair, start_endpoint, until

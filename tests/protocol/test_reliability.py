@@ -13,7 +13,7 @@ import trio
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import Fault
 from p2ptrain.protocol import messages
-from p2ptrain.protocol.exchange import Landing
+from p2ptrain.protocol.handover import Landing
 from p2ptrain.protocol.messages import KIND_OF, Message
 from p2ptrain.protocol.standing import ADOPT_TIMEOUT_S
 from tests.protocol.storm import PLAIN

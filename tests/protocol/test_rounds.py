@@ -11,7 +11,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.outer import outer_step
-from p2ptrain.protocol.exchange import RoundReport, Snapshot
+from p2ptrain.protocol.handover import RoundReport, Snapshot
 from p2ptrain.protocol.messages import Record
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 

@@ -29,8 +29,8 @@ from p2ptrain.protocol.messages import (
     Part,
     Record,
     Request,
-    pack_value,
 )
+from p2ptrain.protocol.packing import pack_value
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.contribution import apply_outcome, chunk_bounds
 from p2ptrain.protocol.state import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head

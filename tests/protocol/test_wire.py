@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.messages import KINDS, Ack, Answer, Leave, Message, to_header
+from p2ptrain.protocol.messages import (
+    KINDS,
+    Ack,
+    Answer,
+    Leave,
+    Message,
+)
+from p2ptrain.protocol.packing import to_header
 from p2ptrain.protocol.wire import (
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,

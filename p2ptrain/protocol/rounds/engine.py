@@ -1,4 +1,4 @@
-"""The round protocol at one peer: when a round is due, who leads, what was decided, and bringing it home.
+"""The round protocol at one peer: when a round is due, who leads, who takes part, and what was decided.
 
 One engine per training peer. Messages come in through `deliver`; everything that waits runs in tasks of the engine's
 own nursery. The training thread is met only through the exchange: it is asked for a snapshot, and handed a landing.
@@ -7,23 +7,21 @@ own nursery. The training thread is met only through the exchange: it is asked f
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-import numpy as np
 import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange import Epoch, Exchange, Landing, RoundReport, Snapshot, SnapshotWanted
+from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.link import Traffic
+from p2ptrain.protocol.handover import Epoch, Landing, RoundReport, Snapshot
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.messages import (
     Abort,
@@ -47,14 +45,16 @@ from p2ptrain.protocol.messages import (
     Withdraw,
 )
 from p2ptrain.protocol.parts import KEEP_ALL_S, PartStore
-from p2ptrain.protocol.rounds.ballot import Ballot, is_quorum
+from p2ptrain.protocol.rounds.ballot import Ballot
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.contribution import OwnContribution, check_record
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
+from p2ptrain.protocol.rounds.homecoming import Homecoming
 from p2ptrain.protocol.rounds.leader import Leader, RoundTimeoutError
+from p2ptrain.protocol.rounds.lineage import LineageWatch, new_lineage
 from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.outcome import Spent, head_of, landing, step_anchor, touched_buffer
 from p2ptrain.protocol.rounds.pace import Pace
+from p2ptrain.protocol.rounds.preparation import Preparation
 from p2ptrain.protocol.rounds.presence import Presence
 from p2ptrain.protocol.rounds.turn import Turn
 from p2ptrain.protocol.transport import Compute, PeerId
@@ -63,15 +63,13 @@ logger = logging.getLogger(__name__)
 
 # Attempts at one round before it is skipped (DESIGN.md).
 MAX_ATTEMPTS = 3
-# How often we look who has stalled; when that is late by more, it was us.
-STALL_POLL_S, HELD_UP_S = 0.25, 1.0
+# How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
+STALL_POLL_S, HELD_UP_S, PAUSED_S = 0.25, 1.0, 10.0
 # Due, and nobody calls: say it again, to the next leader in line.
 DUE_AGAIN_S = 3.0
 # One who is alone lets a round wait this long for joiners. 124M parameters and a moment come in 90 s at 100 Mbit/s, in
 # a quarter of an hour at 10 Mbit/s.
 JOINERS_PATIENCE_S = 1000.0
-# A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md).
-QUORUM_LOST_S = 60.0
 
 
 class EngineHost(Protocol):
@@ -113,44 +111,33 @@ class RoundEngine:
         self.phase = "training"
         self.state = state
         self.exchange = exchange
-        self.state_lock = trio.Lock()
         self.codec = gradient_codec(host.run)
         self._host = host
         self._rng = rng
         self._turn = Turn()
         self._presence = Presence(host)
+        self._lineage_watch = LineageWatch(self._presence)
         self.pace = Pace(peer_timeout_s=host.links.peer_timeout_s, round_timeout_s=host.run.round_timeout_s)
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
-        self._own: OwnContribution | None = None
-        # What top-k has not sent yet. With other codecs it stays in the weights, and is sent with the next gradient.
-        self._error = np.zeros_like(state.anchor) if host.run.round_codec == "topk" else None
-        self._sits_out: bool | None = None
-        self._own_arrived = trio.Event()
+        self._preparation = Preparation(host.run, exchange, state, host.links, host.compute, host.faults)
+        self._homecoming = Homecoming(host.run, host.peer_id, exchange, state, self.parts, host.compute)
         self._attempts_failed = 0
-        self._missed_rounds = 0
         self._leader: Leader | None = None
         self._fetcher = RecordFetcher(self.parts, host.compute)
         self._participation: Participation | None = None
         self._resolving = False
-        self._stepping = False
         self._leaving = False
-        self._landed = trio.Event()
-        self._landing_held_s = 0.0
         self._changed = trio.Event()
-        self._started_s = 0.0
-        self._traffic_at_start = (0, 0)
-        self._quorum_seen_s = 0.0
         self._due_from_s = 0.0
         self._nursery: trio.Nursery | None = None
         exchange.on_due = self._wake
         exchange.on_snapshot = self._on_snapshot
-        exchange.on_landed = self._on_landed
 
     async def run_forever(self) -> None:
         """Drive rounds until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            self._quorum_seen_s = trio.current_time()
+            self._lineage_watch.excuse()
             nursery.start_soon(self._watch_stalls)
             await self._drive()
 
@@ -196,19 +183,8 @@ class RoundEngine:
     async def snapshot(self, window_s: float) -> OwnContribution | None:
         """The snapshot of this round, taken now if there is none yet; None when training does not come by in time."""
         if self._attempts_failed == 0:
-            self._started_s, self._traffic_at_start = trio.current_time(), self._traffic()
-        if self._sits_out is None:
-            self._sits_out = self._host.faults.loses_gradient()
-        if self._sits_out:
-            return None
-        if self._own is None:
-            called_s = trio.current_time()
-            buffer = await self.compute(touched_buffer, self.num_blocks)
-            # The training thread comes by once a step, and on a busy machine later than that: half a window of room.
-            self.exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
-            with trio.move_on_at(called_s + window_s):
-                await self._own_arrived.wait()
-        return self._own
+            self._preparation.begin()
+        return await self._preparation.take(window_s)
 
     def codec_of(self, record: Record) -> Codec:
         """How the mean of a record is coded."""
@@ -235,7 +211,12 @@ class RoundEngine:
     @property
     def busy(self) -> bool:
         """Whether the anchor is being replaced, so that it must not be read."""
-        return self._stepping
+        return self._homecoming.stepping
+
+    @property
+    def state_lock(self) -> trio.Lock:
+        """Held while the anchor is being replaced; hold it to copy a consistent one."""
+        return self._homecoming.lock
 
     @property
     def resolving(self) -> bool:
@@ -248,7 +229,7 @@ class RoundEngine:
         self.head = head
         self._turn.begin(head, same_lineage=same_lineage)
         self.ballot = Ballot()
-        self._quorum_seen_s = trio.current_time()
+        self._lineage_watch.excuse()
         self._forget_snapshot()
         self._end_attempt()
         self._fetcher.cancel()
@@ -266,13 +247,13 @@ class RoundEngine:
         """Hold rounds off while the whole state is replaced; waits until an outcome under way has landed."""
         while self._resolving:
             await self._changed.wait()
-        self._resolving = self._stepping = True
+        self._resolving = self._homecoming.stepping = True
         self._end_attempt()
         try:
             async with self.state_lock:
                 yield
         finally:
-            self._resolving = self._stepping = False
+            self._resolving = self._homecoming.stepping = False
             self._wake()
 
     @property
@@ -288,12 +269,7 @@ class RoundEngine:
 
     async def land(self, landing: Landing) -> None:
         """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
-        self._hand_over(landing)
-        await self._landed.wait()
-
-    def _hand_over(self, landing: Landing) -> None:
-        self._landed = trio.Event()
-        self.exchange.land(landing)
+        await self._homecoming.land(landing)
 
     def _wake(self) -> None:
         self._changed.set()
@@ -301,10 +277,7 @@ class RoundEngine:
 
     def _forget_snapshot(self) -> None:
         self._attempts_failed = 0
-        self._own = None
-        self._own_arrived = trio.Event()
-        self._sits_out = None
-        self.exchange.want_snapshot(None)
+        self._preparation.forget()
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -377,16 +350,8 @@ class RoundEngine:
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         # One that was asked for before the head moved on belongs to no round any more.
-        if self._own is None and snapshot.epoch == Epoch(self.head.lineage, self.head.round):
-            self._own = OwnContribution(
-                snapshot.weights, snapshot.tokens, snapshot.steps, snapshot.run_step, snapshot.at_length,
-                snapshot.held_s, {}, self._error, None if self._error is None else np.zeros_like(self._error),
-            )  # fmt: skip
-            self._own_arrived.set()
-
-    def _on_landed(self, landing: Landing, held_s: float) -> None:
-        self._landing_held_s = held_s
-        self._landed.set()
+        if snapshot.epoch == Epoch(self.head.lineage, self.head.round):
+            self._preparation.arrive(snapshot)
 
     # --- when a round is due --------------------------------------------------------------------------------------
 
@@ -407,7 +372,8 @@ class RoundEngine:
                 if self._participation is None and not waits and self._is_ours_to_lead():
                     await self._lead()
                     continue
-                self._check_quorum(now)
+                if self._lineage_watch.has_ended(self.head, 3 * self.run.sync_every * self.exchange.step_s):
+                    self.found_lineage()
             with trio.move_on_after(1.0):
                 await changed.wait()
 
@@ -456,20 +422,6 @@ class RoundEngine:
         speeds = [beat.speed for beat in self._presence.beats().values()]
         return self._turn.window_s(self.run.sync_every, self.exchange.step_s, speeds)
 
-    def _check_quorum(self, now: float) -> None:
-        """Begin a new lineage when the voters are gone for good (DESIGN.md, round protocol, 10)."""
-        voters, present = self.head.voters, self._presence.present()
-        if is_quorum(present, voters):
-            self._quorum_seen_s = now
-            return
-        missing = [voter for voter in voters if voter not in present]
-        patience_s = max(QUORUM_LOST_S, 3 * self.run.sync_every * self.exchange.step_s)
-        if not (all(map(self._presence.is_gone_for_good, missing)) or now - self._quorum_seen_s > patience_s):
-            return
-        survivors = [peer for peer, _ in present if self._presence.stands_at(peer, self.head)]
-        if min(survivors) == self.peer_id:
-            self.found_lineage()
-
     # --- taking part ----------------------------------------------------------------------------------------------
 
     async def _participate(self, participation: Participation) -> None:
@@ -516,7 +468,10 @@ class RoundEngine:
             slept_from_s = trio.current_time()
             await trio.sleep(STALL_POLL_S)
             # When we were held up ourselves, what others sent meanwhile waits to be read.
-            excused = trio.current_time() - slept_from_s > HELD_UP_S and not excused
+            slept_s = trio.current_time() - slept_from_s
+            excused = slept_s > HELD_UP_S and not excused
+            if slept_s > PAUSED_S:
+                self._lineage_watch.excuse()
             if self._participation is not None and not excused:
                 if not self._presence.is_linked(self._participation.attempt.leader):
                     self._participation.note_lost(self._participation.attempt.leader)
@@ -545,7 +500,7 @@ class RoundEngine:
         except (RoundFailedError, PeerLostError, WireError) as error:
             self._host.fall_behind(f"round {record.round} cannot be adopted: {error}")
         finally:
-            self._resolving = self._stepping = False
+            self._resolving = self._homecoming.stepping = False
             self.phase = "training"
             self._wake()
         deferred, self._deferred = self._deferred, {}
@@ -557,68 +512,28 @@ class RoundEngine:
     async def _bring_home(self, record: Record) -> None:
         """Take the outer step, land it, and say so."""
         self.phase = f"round {record.round}: landing"
-        own = self._own
-        included = own is not None and (self.peer_id, self.incarnation) in (
+        ours = (self.peer_id, self.incarnation)
+        included = self._preparation.own is not None and ours in (
             (c.peer_id, c.incarnation) for c in record.contributors
         )
-        async with self.state_lock:
-            self._stepping = True
-            # All or nothing, also for a checkpoint that is written when we leave in the middle of it.
-            with trio.CancelScope(shield=True):
-                await step_anchor(
-                    self.state, record, self.parts, self.codec_of(record), own if included else None, self.compute
-                )
-                if included and own is not None and own.next_error is not None:
-                    self._error = own.next_error
-                self._missed_rounds = 0 if included else self._missed_rounds + 1
-                outcome = landing(
-                    self.run, record, self.state, self.peer_id, own, included, self._missed_rounds,
-                    self.exchange.tokens, self._spent(),
-                )  # fmt: skip
-                # Training takes it up while the hashes are computed.
-                self._hand_over(outcome)
-                await self.compute(self.state.rehash)
-                if own is not None:
-                    self.pace.note_round(self._spent().wall_s)
-                self.parts.keep(record)
-                self.set_head(head_of(record, self.state))
-            self._stepping = False
+
+        def stand_at(head: Head) -> None:
+            if self._preparation.own is not None:
+                self.pace.note_round(self._preparation.spent().wall_s)
+            self.set_head(head)
+
+        report = await self._homecoming.bring(
+            record, self.codec_of(record), self._preparation, included=included, stand_at=stand_at
+        )
         assert self._nursery is not None
         self._nursery.start_soon(self._trim_later, record)
-        if not self._landed.is_set():
-            await self._landed.wait()
-        assert outcome.report is not None
-        self._host.round_ended(
-            dataclasses.replace(
-                outcome.report,
-                anchor_sha256=self.head.anchor_sha256,
-                state_sha256=self.head.state_sha256,
-                stall_s=outcome.report.stall_s + self._landing_held_s,
-            )
-        )
+        self._host.round_ended(report)
 
     async def _trim_later(self, record: Record) -> None:
         await trio.sleep(KEEP_ALL_S)
         # Not while an attempt is under way or undecided, whose parts are in the same store.
         if not (self._participation or self.ballot.ready or self._resolving or self._fetcher.needed):
             self.parts.trim(record, self.peer_id)
-
-    def _spent(self) -> Spent:
-        sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_at_start, strict=True))
-        return Spent(sent, received, trio.current_time() - self._started_s)
-
-    def _traffic(self) -> tuple[int, int]:
-        counters = self.links.counters
-        return counters.sent[Traffic.ROUND], counters.received[Traffic.ROUND]
-
-
-def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:
-    """The id of a lineage: its generation, and a hash of what it continues and of who began it when.
-
-    `parent` is the lineage that it continues, or the run digest for a run's first.
-    """
-    generation = int(parent.split("-")[0]) + 1 if "-" in parent else 0
-    return f"{generation}-{hashlib.sha256(f'{parent}/{round_}/{founder}/{incarnation}'.encode()).hexdigest()[:16]}"
 
 
 def _innermost(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import torch
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.config import RunConfig
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange import Epoch, Landing, RoundReport
+from p2ptrain.protocol.handover import Epoch, Landing, RoundReport
 from p2ptrain.protocol.messages import Head, Record
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.ballot import voters_of

@@ -1,0 +1,100 @@
+"""When a lineage counts as ended: only after its voters were out of reach for long, as seen by one who was awake."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import trio
+
+from p2ptrain.protocol.messages import Head
+from p2ptrain.protocol.rounds.lineage import QUORUM_LOST_S, LineageWatch
+from p2ptrain.protocol.rounds.presence import Presence
+from tests.protocol.swarm import run_virtual
+
+HEAD = Head("g", "0-x", 3, "s", "a", (("a", "1"), ("b", "1"), ("c", "1")), 100, 1000, None)
+
+
+class Host:
+    """Peer `a`, its links to others, and who of them said Leave."""
+
+    peer_id, incarnation = "a", "1"
+
+    def __init__(self, *linked: str, gone: tuple[str, ...] = ()) -> None:
+        self.linked = {name: _link(name) for name in linked}
+        self.gone = gone
+        self.links: Any = SimpleNamespace(get=self.linked.get, live=self.linked)
+
+    def trainers(self) -> list[str]:
+        return sorted(self.linked)
+
+    def departed(self, peer_id: str) -> bool:
+        return peer_id in self.gone
+
+
+def _link(name: str, incarnation: str = "1") -> Any:
+    return SimpleNamespace(
+        hello=SimpleNamespace(incarnation=incarnation), beat=SimpleNamespace(lineage=HEAD.lineage, round=HEAD.round)
+    )
+
+
+def watch(host: Host) -> LineageWatch:
+    watch = LineageWatch(Presence(host))
+    watch.excuse()
+    return watch
+
+
+def test_with_a_quorum_it_never_ends() -> None:
+    async def main() -> None:
+        lineage = watch(Host("b"))
+        await trio.sleep(10 * QUORUM_LOST_S)
+        assert not lineage.has_ended(HEAD, 0.0)
+
+    run_virtual(main)
+
+
+def test_it_ends_when_the_voters_were_away_for_the_patience_and_three_intervals() -> None:
+    async def main() -> None:
+        lineage = watch(Host())
+        await trio.sleep(QUORUM_LOST_S + 1)
+        assert not lineage.has_ended(HEAD, 100.0)
+        assert lineage.has_ended(HEAD, 0.0)
+
+    run_virtual(main)
+
+
+def test_it_ends_at_once_when_all_missing_voters_left_or_were_started_anew() -> None:
+    async def main() -> None:
+        host = Host("c", gone=("b",))
+        host.linked["c"] = _link("c", incarnation="2")
+        assert watch(host).has_ended(HEAD, 1000.0)
+
+    run_virtual(main)
+
+
+def test_who_was_paused_gives_its_links_time_to_come_back() -> None:
+    async def main() -> None:
+        host = Host()
+        lineage = watch(host)
+        await trio.sleep(5 * QUORUM_LOST_S)  # in which it was not awake
+        lineage.excuse()
+        assert not lineage.has_ended(HEAD, 0.0)
+        host.linked["b"] = _link("b")
+        await trio.sleep(5 * QUORUM_LOST_S)
+        assert not lineage.has_ended(HEAD, 0.0)
+
+    run_virtual(main)
+
+
+def test_of_several_survivors_the_lowest_id_goes_on() -> None:
+    async def main() -> None:
+        host = Host("0")
+        head = Head("g", HEAD.lineage, 3, "s", "a", (("x", "1"), ("y", "1"), ("z", "1"), ("0", "1")), 1, 1, None)
+        lineage = watch(host)
+        await trio.sleep(QUORUM_LOST_S + 1)
+        assert not lineage.has_ended(head, 0.0)
+        host.linked.clear()
+        host.linked["b"] = _link("b")
+        assert lineage.has_ended(head, 0.0)
+
+    run_virtual(main)

@@ -129,7 +129,7 @@ class Node:
             nursery.start_soon(self.membership.run_forever)
             await self.standing.establish()
             self.membership.settle()
-            nursery.start_soon(self.engine.run_forever)
+            await nursery.start(self.engine.run_forever)
             if self._gossip is not None:
                 nursery.start_soon(self._gossip.run_forever)
             nursery.start_soon(self._record_fragments)

@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.protocol.handover import RoundReport, Snapshot
-from p2ptrain.protocol.messages import Record
+from p2ptrain.protocol.messages import Attempt, Call, Record
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 
 
@@ -279,6 +279,31 @@ def test_leaving_hands_the_run_over_at_once() -> None:
             survivor = s.peers["a"]
             await s.until(lambda: bool([r for r in survivor.rounds("solo") if r["t"] > left]))
             assert trio.current_time() - left < 10
+
+    run_virtual(main)
+
+
+def test_a_call_that_comes_at_the_moment_of_joining_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages are delivered from the moment a peer is ready: what they need has to be there."""
+
+    async def main() -> None:
+        async with swarm() as s:
+            founder = s.start("a", founder=True)
+            await s.until(lambda: bool(founder.rounds("solo")))
+            joiner = s.start("b")
+            ready, engine = joiner.node.ready, joiner.node.engine
+
+            class Ready:
+                """Tells that `b` is ready, and `a` calls it to a round in that instant."""
+
+                is_set, wait = ready.is_set, ready.wait
+
+                def set(self) -> None:
+                    ready.set()
+                    engine.deliver("a", Call(engine.head.lineage, engine.head.round + 1, Attempt(7, "a"), 0.5))
+
+            monkeypatch.setattr(joiner.node, "ready", Ready())
+            await s.until(lambda: common(s, 2, 2))
 
     run_virtual(main)
 

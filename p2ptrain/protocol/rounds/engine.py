@@ -133,12 +133,13 @@ class RoundEngine:
         exchange.on_due = self._wake
         exchange.on_snapshot = self._on_snapshot
 
-    async def run_forever(self) -> None:
-        """Drive rounds until cancelled."""
+    async def run_forever(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Drive rounds until cancelled. Messages may be delivered as soon as it has started."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._lineage_watch.excuse()
             nursery.start_soon(self._watch_stalls)
+            task_status.started()
             await self._drive()
 
     # --- what leader and member need of us ------------------------------------------------------------------------

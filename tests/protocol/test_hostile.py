@@ -31,9 +31,8 @@ from p2ptrain.protocol.messages import (
     Message,
     Record,
     Request,
-    _fields,
 )
-from p2ptrain.protocol.packing import pack_value
+from p2ptrain.protocol.packing import _fields, pack_value
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import start_endpoint
 

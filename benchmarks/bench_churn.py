@@ -16,12 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
 from benchmarks.processes import WorkerError, descendants
 from benchmarks.results import Row, limited_row
-from p2ptrain.models import build
 
 T = TypeVar("T")
 Event = dict[str, Any]
@@ -36,21 +32,6 @@ SETTLED_ROUNDS = 4
 TIMEOUT_S = 120.0
 
 
-def paced(vocab_size: int) -> nn.Module:
-    """The demo model, which waits before each step for as long as the step before it took of a core."""
-    model = build("gpt-demo", vocab_size=vocab_size, seed=torch.initial_seed() % 2**31)
-    last_s = time.thread_time()
-
-    def pause(*arguments: object) -> None:
-        nonlocal last_s
-        used_s = time.thread_time() - last_s
-        time.sleep(min(used_s, 1.0))
-        last_s = time.thread_time()
-
-    model.register_forward_pre_hook(pause)
-    return model
-
-
 class Peer:
     """`p2ptrain join` in a directory of its own, to which it comes back after each kill."""
 
@@ -61,7 +42,7 @@ class Peer:
 
     def launch(self, *flags: str) -> None:
         """Start it, or start it again."""
-        arguments = ["join", "--out", str(self._out), "--model", "benchmarks.bench_churn:paced", "--threads", "1"]
+        arguments = ["join", "--out", str(self._out), "--model", "benchmarks.paced:half_a_core", "--threads", "1"]
         arguments += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--write-addresses", str(self.addresses), *flags]
         command = [sys.executable, "-c", "from p2ptrain.cli.main import main; main()", *arguments]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -20,7 +20,7 @@ from p2ptrain.monitor.account import Account
 from p2ptrain.session import METRICS_FILE
 
 RUN_FLAGS = [
-    "--run-id", "soak", "--model", "benchmarks.soak.model:paced", "--steps", "0", "--fragment-fraction", "0.02",
+    "--run-id", "soak", "--model", "benchmarks.paced:evenly", "--steps", "0", "--fragment-fraction", "0.02",
     # A round about every twelve seconds.
     "--sync-every", "400",
     # A measurement takes as long as six steps; and a checkpoint a minute, so that restarts find one.

@@ -28,6 +28,9 @@ SEND_BUFFER_BYTES = 256 * 1024
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 # How long bytes already accepted by send_all may take to reach p2pd after aclose.
 LINGER_S = 2.0
+# p2pd resets the stream when we close our end, and libp2p then drops what the other p2pd has received but not yet
+# handed on. So the end waits until the last bytes are this old: some hundred times what they take on an idle machine.
+LAST_BYTES_S = 0.25
 
 
 class DaemonSocket:
@@ -56,6 +59,7 @@ class DaemonSocket:
         self._broken: str | None = None
         self._writable = True
         self._reading = True
+        self._sent_s = 0.0
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
         self._transport: asyncio.Transport | None = None
@@ -68,6 +72,7 @@ class DaemonSocket:
         await self._wait_writable()
         assert self._transport is not None
         self._transport.write(data)
+        self._sent_s = asyncio.get_running_loop().time()
         await self._wait_writable()
 
     async def receive_some(self) -> bytes:
@@ -93,8 +98,9 @@ class DaemonSocket:
             self._break("the stream was closed on this side")
             # p2pd closes the socket when it has taken everything. Until then the stream counts as open for whoever
             # wants to end p2pd.
-            self._transport.write_eof()
-            asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
+            loop = asyncio.get_running_loop()
+            loop.call_at(max(loop.time(), self._sent_s + LAST_BYTES_S), self._end_writing)
+            loop.call_later(LINGER_S, self._transport.abort)
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     def fail(self, reason: str) -> None:
@@ -190,6 +196,11 @@ class DaemonSocket:
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
+
+    def _end_writing(self) -> None:
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.write_eof()
 
     def _break(self, reason: str) -> None:
         self._broken = self._broken or reason

@@ -140,11 +140,6 @@ class Experiment:
         of_storm = [happening for fault in self.storm for happening in fault.happenings]
         return sorted([*self.schedule, *of_storm], key=lambda happening: happening.step)
 
-    @property
-    def everybody(self) -> int:
-        """Peers that take part at any time."""
-        return max([self.peers, *(happening.peer + 1 for happening in self.schedule)])
-
     def starts_late(self, peer: int) -> bool:
         """Whether a peer is not there at the start."""
         first = next((h for h in sorted(self.schedule, key=lambda h: h.step) if h.peer == peer), None)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from benchmarks.soak import model as soak_model
+from benchmarks import paced as pace
 from benchmarks.soak.plan import KINDS, plan_faults
 from p2ptrain.models import build
 
@@ -32,7 +32,7 @@ def test_nobody_suffers_from_two_at_once_and_one_is_only_ever_paused() -> None:
 
 def test_a_paced_model_is_the_demo_model_at_a_pace() -> None:
     torch.manual_seed(5)
-    paced, plain = soak_model.paced(vocab_size=100), build("gpt-demo", vocab_size=100, seed=5)
+    paced, plain = pace.evenly(vocab_size=100), build("gpt-demo", vocab_size=100, seed=5)
     assert paced.context == plain.context
     tokens = torch.zeros((1, 8), dtype=torch.int64)
     torch.testing.assert_close(paced.eval()(tokens), plain.eval()(tokens))

@@ -50,7 +50,6 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str) -> None:
 def test_a_schedule_says_who_is_there_when() -> None:
     experiment = Experiment.of(peers=2, steps=10, schedule=["3:join:3", "2:crash:0", "5:join:0", "4:join:1"])
     assert experiment.schedule[0] == Happening(3, "join", 3)
-    assert experiment.everybody == 4
     assert [experiment.starts_late(peer) for peer in range(4)] == [False, True, True, True]
 
 

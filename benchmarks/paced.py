@@ -1,4 +1,7 @@
-"""The demo model at a pace: its peers leave each other room on a machine that has fewer cores than peers."""
+"""The demo model at a pace: its peers leave each other room on a machine that has fewer cores than peers.
+
+`p2ptrain join --model benchmarks.paced:half_a_core` trains one.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,25 @@ class Paced(nn.Module):
         return logits
 
 
-def paced(vocab_size: int) -> Paced:
-    """What `p2ptrain join --model benchmarks.soak.model:paced` trains."""
-    return Paced(build("gpt-demo", vocab_size=vocab_size, seed=torch.initial_seed() % 2**31))
+def evenly(vocab_size: int) -> Paced:
+    """A step every `STEP_S`, whatever else the machine does: what was missed can be counted."""
+    return Paced(_demo_model(vocab_size))
+
+
+def half_a_core(vocab_size: int) -> nn.Module:
+    """Waits before each step for as long as the step before it took of a core."""
+    model = _demo_model(vocab_size)
+    last_s = time.thread_time()
+
+    def pause(*arguments: object) -> None:
+        nonlocal last_s
+        used_s = time.thread_time() - last_s
+        time.sleep(min(used_s, 1.0))
+        last_s = time.thread_time()
+
+    model.register_forward_pre_hook(pause)
+    return model
+
+
+def _demo_model(vocab_size: int) -> nn.Module:
+    return build("gpt-demo", vocab_size=vocab_size, seed=torch.initial_seed() % 2**31)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import click
 
+from benchmarks.paced import STEP_VARIABLE
 from benchmarks.results import machine
 from benchmarks.soak.plan import plan_faults
 from benchmarks.soak.report import format_soak
@@ -22,12 +24,17 @@ CALM_S, END_S = 90.0, 60.0
 @click.option("--minutes", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Of storm.")
 @click.option("--peers", type=click.IntRange(min=3), default=4, show_default=True)
 @click.option("--faults-per-minute", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--step-ms", type=click.FloatRange(min=1), help="Of the demo model's steps.  [default: 30]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the faults.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Keep the peers' files here.")
-def main(minutes: float, peers: int, faults_per_minute: float, seed: int, out: Path | None) -> None:
+def main(
+    minutes: float, peers: int, faults_per_minute: float, step_ms: float | None, seed: int, out: Path | None
+) -> None:
     """Train with real peers under kill -9, SIGSTOP, restarts, leaving and joining; ends with a table in Markdown."""
     # End as Ctrl-C does, so that no peer is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if step_ms is not None:
+        os.environ[STEP_VARIABLE] = str(step_ms / 1000)
     about = ", ".join(f"{name}: {value}" for name, value in machine().items())
     click.echo(about, err=True)
     faults = plan_faults(seed=seed, peers=peers, minutes=minutes, per_minute=faults_per_minute)

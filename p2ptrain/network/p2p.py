@@ -33,6 +33,9 @@ ACCEPT_QUEUE = 64
 CLOSE_TIMEOUT_S = 1.0
 # A router's port mapping, or an address that other peers see us under, shows up some seconds after the start.
 REFRESH_MADDRS_S = 15.0
+# A daemon that has not answered so many times in a row, each for CONTROL_TIMEOUT_S, hangs and is ended. Only awake time
+# counts: on a machine that slept it answers at once.
+MAX_UNANSWERED = 3
 
 
 class LibP2P:
@@ -103,7 +106,7 @@ class LibP2P:
             await ask(self._control_path, request, CONTROL_TIMEOUT_S)
             await self._refresh_maddrs()
             async with open_background() as background:
-                background.start_soon(self._keep_maddrs)
+                background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()
                 yield
@@ -153,11 +156,18 @@ class LibP2P:
                 found.append(Multiaddr(address))
         self._maddrs = dialable(found, self.peer_id)
 
-    async def _keep_maddrs(self) -> None:
-        while True:
+    async def _keep_maddrs(self, daemon: Daemon) -> None:
+        """Follow our addresses; a daemon that hangs is ended, and so replaced."""
+        unanswered = 0
+        while unanswered < MAX_UNANSWERED:
             await trio.sleep(REFRESH_MADDRS_S)
-            with contextlib.suppress(PeerLostError):
+            try:
                 await self._refresh_maddrs()
+                unanswered = 0
+            except PeerLostError:
+                unanswered += 1
+        logger.warning("the libp2p daemon (p2pd) does not answer any more: ending it")
+        daemon.process.kill()
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError
-from p2ptrain.network import daemon, supervisor
+from p2ptrain.network import daemon, p2p, supervisor
 from p2ptrain.network.addresses import with_ports_of
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.transport import Stream
@@ -85,6 +85,22 @@ def test_everything_works_again_with_another_daemon(run: Run) -> None:
             await opened(other, network)
             assert await network.directory.announce("run", b"here", 10.0)
             await found(other, "run", {network.peer_id: b"here"})
+
+    run(main)
+
+
+def test_one_that_hangs_is_ended_and_replaced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p, "REFRESH_MADDRS_S", 0.05)
+
+    async def main() -> None:
+        async with open_network(config()) as other, network_and_pid(other) as (network, pid):
+            seen = Seen(network)
+            monkeypatch.setattr(p2p, "CONTROL_TIMEOUT_S", 0.5)
+            os.kill(pid, signal.SIGSTOP)
+            await seen.until("died")
+            monkeypatch.undo()
+            await seen.until("died", "restarted")
+            await opened(network, other)
 
     run(main)
 

@@ -19,11 +19,12 @@ from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.memory import release_unused
 from p2ptrain.model import ModelParts
-from p2ptrain.monitor.sinks import Sink
+from p2ptrain.monitor.sinks import Sink, Sinks
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.handover import StepReport
+from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.packing import pack_value, unpack_head
 from p2ptrain.protocol.standing import Restored
@@ -74,7 +75,8 @@ class Peer:
         self.data_seed = run.data_seed(self.peer_id)
         self._network = network
         self._thread = thread
-        self._records = records
+        journal = Journal(time.time)
+        self._records = Sinks([records, journal])
         self._on_leave: Callable[[], None] = lambda: None
         self._left = False
         self._failed: Exception | None = None
@@ -86,14 +88,14 @@ class Peer:
         )
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
-            incarnation=incarnation, run=self.run.to_dict(),
+            incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
         )  # fmt: skip
         restored = self._restored(resume_state)
         self._limiter = trio.CapacityLimiter(1)
         self._node = Node(
             network.transport, network.directory, self._exchange, self._parts, self.run,
             incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
-            events=self._on_event, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
+            events=self._on_event, journal=journal, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
         )  # fmt: skip
         network.tell(self._on_event)
         thread.start_soon(self._run_node)

@@ -116,14 +116,19 @@ def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> 
         report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
         # Aligned to the run's steps, not this peer's, so that the curves of all peers share their abscissae.
         due = before // eval_every != peer.run_step // eval_every
-        yield StepDone(peer.run_step, loss, tokens, report, record_evaluation(peer, trainer) if due else None)
+        yield StepDone(
+            peer.run_step, loss, tokens, report, record_evaluation(peer, trainer, eval_every) if due else None
+        )
 
 
-def record_evaluation(peer: SteppingPeer, trainer: Trainer) -> float:
-    """Measure the loss on held-out text; record it, and a sample of the weights with it."""
+def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float:
+    """Measure the loss on held-out text; record it, and a sample of the weights with it.
+
+    `every`: steps between two measurements, by which those who look on tell samples that belong together.
+    """
     loss = trainer.evaluate()
     peer.record("eval", step=peer.run_step, loss=loss if math.isfinite(loss) else None)
-    peer.record("sample", step=peer.run_step, values=trainer.sample_weights())
+    peer.record("sample", step=peer.run_step, every=every, values=trainer.sample_weights())
     return loss
 
 
@@ -183,7 +188,7 @@ def run_training(
         ConfigError: the network side of this peer has ended; after leaving and writing a checkpoint.
     """
     recent: list[StepDone] = []
-    eval_loss = record_evaluation(peer, trainer)
+    eval_loss = record_evaluation(peer, trainer, config.eval_every)
     line_s = saved_s = now()
     for done in _steps_to_the_end(peer, trainer, config, stop, now):
         recent.append(done)
@@ -197,7 +202,7 @@ def run_training(
             save_checkpoint(peer, trainer, out)
             saved_s = now()
     if not stop() and not peer.failure:
-        eval_loss = record_evaluation(peer, trainer)
+        eval_loss = record_evaluation(peer, trainer, config.eval_every)
     if recent:
         on_progress(_summary(peer, recent, eval_loss, now() - line_s))
     interrupted = stop() and not peer.finished

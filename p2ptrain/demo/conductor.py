@@ -11,8 +11,8 @@ from p2ptrain.demo.display import Display
 from p2ptrain.demo.events import EventReader
 from p2ptrain.demo.plan import Plan
 from p2ptrain.demo.processes import Process
-from p2ptrain.demo.swarm import SwarmView
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.monitor.swarmview import SwarmView
 from p2ptrain.session import METRICS_FILE
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

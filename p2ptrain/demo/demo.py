@@ -21,9 +21,9 @@ from p2ptrain.demo.plot import save_plot
 from p2ptrain.demo.processes import running_processes
 from p2ptrain.demo.report import format_report
 from p2ptrain.demo.results import Results, measure
-from p2ptrain.demo.swarm import SwarmView
-from p2ptrain.demo.words import count
 from p2ptrain.interrupt import stop_on_signals
+from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.monitor.words import count
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _train(
             raise KeyboardInterrupt
         time_left_s = 60 * options.minutes - (time.time() - began_s)
         plan = make_plan(peers=options.peers, seed=options.seed, step_s=step_s, time_left_s=time_left_s)
-        swarm = SwarmView(began_s, plan.steps, plan.eval_every)
+        swarm = SwarmView(began_s, plan.steps)
         swarm.tell(
             time.time(),
             f"a step takes {1e3 * step_s:.0f} ms with {count(plan.peers, 'peer')} here: {plan.steps:,} steps, "

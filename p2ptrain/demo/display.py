@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from p2ptrain.demo.screen import render
-from p2ptrain.demo.swarm import Happening, SwarmView
-from p2ptrain.demo.words import clock, count
+from p2ptrain.monitor.swarmview import Happening, SwarmView
+from p2ptrain.monitor.words import clock, count
 
 PROGRESS_LINE_EVERY_S = 10.0
 
@@ -54,9 +54,10 @@ class Lines:
         self._next_s = PROGRESS_LINE_EVERY_S
 
     def update(self, swarm: SwarmView) -> None:
-        for happening in swarm.happenings[self._told :]:
-            self._print(happening_line(happening))
-        self._told = len(swarm.happenings)
+        for happening in swarm.happenings:
+            if happening.number >= self._told:
+                self._print(happening_line(happening))
+                self._told = happening.number + 1
         elapsed_s = time.time() - swarm.began_s
         if elapsed_s >= self._next_s and swarm.up:
             self._next_s = elapsed_s + PROGRESS_LINE_EVERY_S

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-Event = dict[str, Any]
+from p2ptrain.protocol.events import Event
 
 
 class EventReader:

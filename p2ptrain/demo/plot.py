@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib as mpl
@@ -9,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from p2ptrain.demo.swarm import SwarmView
-from p2ptrain.demo.words import clock
+from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.monitor.words import clock
 from p2ptrain.plots import COLOURS, LOOK
 
 GROUPS = 150
@@ -28,9 +29,9 @@ def save_plot(swarm: SwarmView, path: Path) -> None:
         figure.savefig(path, dpi=130)
 
 
-def smooth(points: list[tuple[float, float]], groups: int = GROUPS) -> list[tuple[float, float]]:
+def smooth(points: Iterable[tuple[float, float]], groups: int = GROUPS) -> list[tuple[float, float]]:
     """Means of `groups` neighbouring groups of (time, loss), or of as many as there are tens of points."""
-    values = np.asarray(points, np.float64).reshape(-1, 2)
+    values = np.asarray(list(points), np.float64).reshape(-1, 2)
     parts = np.array_split(values, max(1, min(groups, len(values) // 10)))
     return [(t, loss) for t, loss in (part.mean(axis=0) for part in parts if len(part))]
 
@@ -54,8 +55,9 @@ def _plot_correlation(axes: Axes, swarm: SwarmView) -> None:
     axes.xaxis.set_major_formatter(lambda seconds, _: clock(seconds))
 
 
-def _curve(swarm: SwarmView, points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def _curve(swarm: SwarmView, points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Seconds since the start, and values."""
+    points = list(points)
     return [t - swarm.began_s for t, _ in points], [value for _, value in points]
 
 

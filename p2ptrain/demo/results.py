@@ -17,11 +17,11 @@ from p2ptrain.config import RunConfig
 from p2ptrain.data import VOCAB_SIZE, load_corpus
 from p2ptrain.demo.conductor import DemoFailedError
 from p2ptrain.demo.directory import peer_directory
-from p2ptrain.demo.peerview import PeerView
-from p2ptrain.demo.swarm import SwarmView
 from p2ptrain.generation import generate_text
 from p2ptrain.model import ModelParts
 from p2ptrain.models import build
+from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.swarmview import SwarmView
 from p2ptrain.trainer import Trainer
 
 PROMPT = "def "

@@ -7,9 +7,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from p2ptrain.demo.peerview import PeerView
-from p2ptrain.demo.swarm import Happening, SwarmView
-from p2ptrain.demo.words import clock, count, size
+from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.swarmview import Happening, SwarmView
+from p2ptrain.monitor.words import clock, count, size
 
 # From this width on there is room for everything.
 WIDE = 110

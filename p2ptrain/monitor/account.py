@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
-Event = dict[str, Any]
+from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.protocol.events import Event
 
 
 @dataclass
@@ -22,19 +22,6 @@ class Join:
     state_s: float | None = None
     step_s: float | None = None
     round_s: float | None = None
-
-
-@dataclass
-class Round:
-    """A round that was committed: when first, by how many, and the hash of its state by peer."""
-
-    t: float
-    contributors: int
-    states: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def agreed(self) -> bool:
-        return len(set(self.states.values())) <= 1
 
 
 @dataclass
@@ -53,7 +40,7 @@ class Account:
 
     steps: int = 0
     held_s: float = 0.0
-    rounds: dict[tuple[str, int], Round] = field(default_factory=dict)
+    rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
     skipped: int = 0
     joins: list[Join] = field(default_factory=list)
     repairs: int = 0
@@ -104,8 +91,9 @@ class Account:
 
     def _on_round(self, peer: str, event: Event) -> None:
         key = (event["lineage"], event["round"])
-        round_ = self.rounds.setdefault(key, Round(event["t"], len(event["contributors"])))
-        round_.states[peer] = event["state_sha256"]
+        if key not in self.rounds:
+            self.rounds[key] = RoundView(*key, event["status"], event["t"], tuple(event["contributors"]))
+        self.rounds[key].land(peer, event["state_sha256"], late=event["late"])
         join = self._joining.get(peer)
         if join is not None and join.round_s is None and not event["late"]:
             join.round_s = event["t"] - join.started_s
@@ -113,9 +101,9 @@ class Account:
     # --- what follows from it -------------------------------------------------------------------------------------
 
     @property
-    def committed(self) -> list[Round]:
+    def committed(self) -> list[RoundView]:
         """Rounds of two contributors or more."""
-        return [round_ for round_ in self.rounds.values() if round_.contributors > 1]
+        return [round_ for round_ in self.rounds.values() if len(round_.contributors) > 1]
 
     @property
     def agreement(self) -> float:
@@ -126,4 +114,4 @@ class Account:
     @property
     def participation(self) -> Counter[int]:
         """How many committed rounds had how many contributors."""
-        return Counter(round_.contributors for round_ in self.committed)
+        return Counter(len(round_.contributors) for round_ in self.committed)

@@ -78,12 +78,12 @@ async def ask_settings(
             answer = error
         nursery.cancel_scope.cancel()
 
-    async with _guest_links(transport, run_id) as links:
+    async with guest_links(transport, run_id) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):
             async with trio.open_nursery() as nursery:
                 while True:
-                    members = await _members(directory, run_id, transport.peer_id)
+                    members = await find_members(directory, run_id, transport.peer_id)
                     if not members and not asking and trio.current_time() - started > LOOK_S:
                         break
                     idle = sorted(members.keys() - asking, key=lambda peer_id: (failures[peer_id], peer_id))
@@ -114,11 +114,11 @@ async def list_members(transport: Transport, directory: Directory, run_id: str) 
                     MemberInfo(peer_id, maddrs, role, beat.status, beat.step, beat.round, beat.lineage, beat.speed)
                 )
 
-    async with _guest_links(transport, run_id) as links:
-        members = await _members(directory, run_id, transport.peer_id)
+    async with guest_links(transport, run_id) as links:
+        members = await find_members(directory, run_id, transport.peer_id)
         if not members:
             await trio.sleep(1.0)
-            members = await _members(directory, run_id, transport.peer_id)
+            members = await find_members(directory, run_id, transport.peer_id)
         async with trio.open_nursery() as nursery:
             for peer_id, (maddrs, role) in members.items():
                 nursery.start_soon(visit, peer_id, maddrs, role)
@@ -142,7 +142,8 @@ class _Onlooker:
 
 
 @asynccontextmanager
-async def _guest_links(transport: Transport, run_id: str) -> AsyncIterator[Links]:
+async def guest_links(transport: Transport, run_id: str) -> AsyncIterator[Links]:
+    """Links of one who looks on."""
     # Another look by the same identity is told from this one by the time.
     hello = Hello(run_id, "", f"guest at {trio.current_time()}", GUEST, ())
     links = Links(transport, lambda: hello, _Onlooker())
@@ -153,7 +154,8 @@ async def _guest_links(transport: Transport, run_id: str) -> AsyncIterator[Links
         nursery.cancel_scope.cancel()
 
 
-async def _members(directory: Directory, run_id: str, me: PeerId) -> dict[PeerId, tuple[tuple[str, ...], str]]:
+async def find_members(directory: Directory, run_id: str, me: PeerId) -> dict[PeerId, tuple[tuple[str, ...], str]]:
+    """Addresses and role of all others that the directory knows to take part in a run."""
     found: dict[PeerId, tuple[tuple[str, ...], str]] = {}
 
     async def look(bucket: int) -> None:

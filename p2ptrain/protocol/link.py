@@ -82,10 +82,11 @@ class _Bulk:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Bytes on the wire by purpose, and fragments dropped for lack of bandwidth."""
+    """Bytes on the wire by purpose, fragments by receiver, and those dropped for lack of bandwidth."""
 
     sent: Counter[Traffic] = field(default_factory=Counter)
     received: Counter[Traffic] = field(default_factory=Counter)
+    fragments_to: Counter[PeerId] = field(default_factory=Counter)
     fragments_sent: int = 0
     fragments_shed: int = 0
 
@@ -235,7 +236,9 @@ class Link:
             self._start_measuring(from_idle=True)
         self._sent_bulk += len(frame)
         self._counters.sent[item.traffic] += len(frame)
-        self._counters.fragments_sent += isinstance(message, Fragment)
+        if isinstance(message, Fragment):
+            self._counters.fragments_sent += 1
+            self._counters.fragments_to[self.peer_id] += 1
         return frame
 
     async def _read(self, stream: Stream, read_ahead: bytes) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of every stream. An empty digest is a guest's, who may only ask for settings and members."""
+    """First frame of every stream. An empty digest is a guest's, who may only ask for settings and events."""
 
     run_id: str
     digest: str

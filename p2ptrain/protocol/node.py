@@ -21,6 +21,7 @@ from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.handover import RoundReport
+from p2ptrain.protocol.journal import RATE_BYTES_S, Journal, Pace
 from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links import Links
 from p2ptrain.protocol.membership import Membership, encode_record
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 FRAGMENTS_EVENT_S = 2.0
 # Requests of one partner served at once; a state chunk holds 4 MiB, so this bounds memory.
 MAX_SERVED_AT_ONCE = 12
+# Guests ask for one thing after the other.
+MAX_SERVED_TO_GUEST = 2
 
 TRAINER, GUEST = "trainer", "guest"
 NO_FAULTS = NoFaults()
@@ -61,6 +64,8 @@ class Node:
     Args:
         may_found: whether the run may be founded at once, because there is nobody to ask.
         restored: state from a checkpoint, used where the swarm has nothing newer.
+        events: takes what happens here.
+        journal: what guests are told of it.
         rng: all random choices of this peer.
         faults: what a simulation makes go wrong.
         peer_timeout_s: the longest that a silent peer counts as there.
@@ -79,6 +84,7 @@ class Node:
         restored: Restored | None,
         compute: Compute,
         events: Events,
+        journal: Journal,
         rng: random.Random,
         faults: Faults = NO_FAULTS,
         peer_timeout_s: float = PEER_TIMEOUT_S,
@@ -94,6 +100,8 @@ class Node:
         self._transport = transport
         self._exchange = exchange
         self._events = events
+        self._journal = journal
+        self._journal_pace = Pace(RATE_BYTES_S)
         self._digest = run.digest
         self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s)
@@ -255,7 +263,8 @@ class Node:
 
     def _on_request(self, link: Link, request: Request) -> None:
         assert self._nursery is not None
-        if self._serving.get(link.peer_id, 0) >= MAX_SERVED_AT_ONCE:
+        most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_GUEST
+        if self._serving.get(link.peer_id, 0) >= most:
             link.send(Answer(request.request, False, "busy"))
             return
         self._serving[link.peer_id] = self._serving.get(link.peer_id, 0) + 1
@@ -266,6 +275,10 @@ class Node:
             if request.what == "settings":
                 payload = json.dumps(self.run.to_dict()).encode()
                 await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
+            elif request.what == "events":
+                page = await self.compute(self._journal.page, request.index)
+                await self._journal_pace.wait(len(page))
+                await link.send_bulk(Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
             elif link.hello.role != TRAINER:
                 link.send(Answer(request.request, False, "for members of the run"))
             elif request.what == "part":
@@ -302,10 +315,12 @@ class Node:
             )  # fmt: skip
             sent, shed, bytes_sent, bytes_received = (new - old for new, old in zip(now, before, strict=True))
             before = now
+            to = dict(counters.fragments_to)
+            counters.fragments_to.clear()
             if shed:
                 skipped["shed"] = skipped.get("shed", 0) + shed
             self._events(
-                "fragments", step=self._exchange.run_step, sent=sent, merged=merged, skipped=skipped,
+                "fragments", step=self._exchange.run_step, sent=sent, to=to, merged=merged, skipped=skipped,
                 bytes_sent=bytes_sent, bytes_received=bytes_received,
                 staleness=round(self.run.fragment_fraction * age_steps, 6),
             )  # fmt: skip

@@ -16,6 +16,7 @@ from p2ptrain.model import ModelParts
 from p2ptrain.monitor.account import Account
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.handover import StepReport
+from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import Node
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.trainer import Trainer
@@ -39,6 +40,7 @@ class SimulatedPeer:
         self.awake = trio.Event()
         self.awake.set()
         self.records: list[dict[str, Any]] = []
+        self._journal = Journal(trio.current_time)
         self.failure: Exception | None = None
         self.ended = False
         self._measured_at = -1
@@ -59,13 +61,14 @@ class SimulatedPeer:
         name = f"{self.peer_id}.{incarnation}"
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
-            incarnation=name, run=run.to_dict(),
+            incarnation=name, parameters=parts.space.numel, run=run.to_dict(),
         )  # fmt: skip
         # A fixed list of who is there: nobody founds beside peer 0, which is there from the start.
         self.node = Node(
             network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, parts, run,
             incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
-            events=self.record, rng=random.Random(f"{run.run_seed}/{name}"), faults=_Weather(experiment, name),
+            events=self.record, journal=self._journal, rng=random.Random(f"{run.run_seed}/{name}"),
+            faults=_Weather(experiment, name),
         )  # fmt: skip
         self._scope = trio.CancelScope()
 
@@ -92,6 +95,7 @@ class SimulatedPeer:
             self._measured_at = self.run_step
         self.records.append({"event": event, "t": round(trio.current_time(), 6), **fields})
         self._account.note(self.peer_id, self.records[-1])
+        self._journal.write(event, **fields)
 
     def leave(self, reason: str) -> None:
         """Tell the others, and end."""
@@ -126,17 +130,17 @@ class SimulatedPeer:
         self.ended = True
 
     async def _train(self) -> None:
-        record_evaluation(self, self.trainer)
+        record_evaluation(self, self.trainer, self._experiment.eval_every)
         while not self.finished:
             for _ in training_steps(self, self.trainer, eval_every=self._experiment.eval_every):
                 await trio.sleep(self._experiment.step_s / self.speed)
                 await self.awake.wait()
             if self._measured_at < self.run_step:
-                record_evaluation(self, self.trainer)
+                record_evaluation(self, self.trainer, self._experiment.eval_every)
             while not self.finished and self.run_step >= self.run.total_steps:
                 self._exchange.idle()
                 await trio.sleep(self._experiment.step_s)
-        record_evaluation(self, self.trainer)
+        record_evaluation(self, self.trainer, self._experiment.eval_every)
 
 
 class _Weather:

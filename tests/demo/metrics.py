@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from p2ptrain.demo.events import Event
-from p2ptrain.demo.swarm import SwarmView
+from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.protocol.events import Event
 
 BEGAN_S = 1000.0
 TOTAL_STEPS = 100
@@ -31,12 +31,13 @@ def fragments(t: float, *, sent: int, merged: int, skipped: dict[str, int], byte
 def round_(number: int, t: float, *, by: tuple[str, ...], anchor: str = "aa" * 32, status: str = "committed") -> Event:
     return {
         "event": "round", "t": t, "lineage": "0-x", "round": number, "status": status, "contributors": list(by),
-        "anchor_sha256": anchor, "bytes_sent": 500, "wall_s": 0.4, "reason": "nobody came",
+        "anchor_sha256": anchor, "state_sha256": anchor, "late": False, "bytes_sent": 500, "wall_s": 0.4,
+        "reason": "nobody came",
     }  # fmt: skip
 
 
 def sample(step: int, t: float, values: list[float]) -> Event:
-    return {"event": "sample", "t": t, "step": step, "values": values}
+    return {"event": "sample", "t": t, "step": step, "every": 10, "values": values}
 
 
 def held_out(step: int, t: float, loss: float) -> Event:
@@ -49,7 +50,7 @@ def peers(t: float, *alive: str) -> Event:
 
 def small_swarm() -> SwarmView:
     """Three peers that train to the end; the first is killed on the way, and a fourth joins late."""
-    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     for number in (1, 2, 3):
         swarm.started(number)
         swarm.apply(number, start(number, 1001))

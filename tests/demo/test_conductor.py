@@ -13,7 +13,7 @@ from p2ptrain.demo.conductor import Conductor, DemoFailedError
 from p2ptrain.demo.directory import peer_directory
 from p2ptrain.demo.events import Event
 from p2ptrain.demo.plan import Plan
-from p2ptrain.demo.swarm import SwarmView
+from p2ptrain.monitor.swarmview import SwarmView
 from tests.demo import metrics
 
 

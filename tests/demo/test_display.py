@@ -9,8 +9,8 @@ from rich.console import Console
 
 from p2ptrain.demo.display import open_display
 from p2ptrain.demo.screen import render
-from p2ptrain.demo.swarm import SwarmView
-from p2ptrain.demo.words import clock, count, size
+from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.monitor.words import clock, count, size
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, small_swarm
 
@@ -41,7 +41,7 @@ def test_a_low_terminal_keeps_the_newest_happenings() -> None:
 
 
 def test_a_peer_without_steps_has_an_empty_row() -> None:
-    swarm = SwarmView(BEGAN_S, 100, eval_every=10)
+    swarm = SwarmView(BEGAN_S, 100)
     swarm.started(1)
     for width in (80, 120):
         assert _screen(swarm, width)[3].split() == ["1", "starting"]
@@ -50,7 +50,7 @@ def test_a_peer_without_steps_has_an_empty_row() -> None:
 def test_plain_lines_are_not_wrapped_and_told_once() -> None:
     output = io.StringIO()
     console = Console(file=output, width=40)
-    swarm = SwarmView(BEGAN_S, 100, eval_every=10)
+    swarm = SwarmView(BEGAN_S, 100)
     swarm.started(1)
     swarm.apply(1, metrics.start(1, 1001))
     swarm.apply(1, metrics.step(20, 1002))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.demo.events import EventReader
-from p2ptrain.demo.peerview import PeerView
-from p2ptrain.demo.swarm import BAD, GOOD, SwarmView
+from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, TOTAL_STEPS, small_swarm
 
@@ -59,7 +59,7 @@ def test_the_loss_is_smoothed_and_survives_a_lost_step() -> None:
     peer.apply(metrics.step(2, 0.1, loss=None))
     peer.apply(metrics.step(3, 0.2, loss=3.0))
     assert peer.loss == pytest.approx(0.98 * 4.0 + 0.02 * 3.0)
-    assert peer.losses == [(0.0, 4.0), (0.2, 3.0)]
+    assert list(peer.losses) == [(0.0, 4.0), (0.2, 3.0)]
 
 
 def test_counts_add_up() -> None:
@@ -98,17 +98,17 @@ def test_the_last_words_of_a_killed_peer_do_not_revive_it() -> None:
 
 
 def test_another_anchor_is_shouted_once() -> None:
-    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     for number, anchor in ((1, "aa"), (2, "bb"), (3, "bb")):
         swarm.started(number)
         swarm.apply(number, metrics.round_(7, 1001, by=("Qm1", "Qm2", "Qm3"), anchor=anchor))
-    assert _told(swarm)[1:] == ["round 7: peer 2 holds another anchor than the others"]
+    assert _told(swarm)[1:] == ["round 7: peer 2 stands on another state than the others"]
     assert swarm.happenings[-1].style == BAD
     assert not swarm.rounds["0-x", 7].agreed
 
 
 def test_a_skipped_round_is_told_with_its_reason() -> None:
-    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     swarm.started(1)
     swarm.apply(1, metrics.round_(2, 1001, by=(), status="skipped"))
     assert _told(swarm) == ["peer 1 skipped round 2: nobody came"]
@@ -116,7 +116,7 @@ def test_a_skipped_round_is_told_with_its_reason() -> None:
 
 
 def test_correlation_is_of_samples_of_the_same_step() -> None:
-    swarm = SwarmView(BEGAN_S, TOTAL_STEPS, eval_every=10)
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     for number in (1, 2):
         swarm.started(number)
         swarm.apply(number, metrics.sample(0, 1000 + number, [1.0, 2.0, 3.0]))

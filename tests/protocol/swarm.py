@@ -22,6 +22,7 @@ from p2ptrain.monitor.account import Account
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.handover import StepReport
+from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import NO_FAULTS, Node
 from p2ptrain.protocol.standing import Restored
 
@@ -54,6 +55,7 @@ class TestPeer:
     node: Node
     step_s: float
     rng: random.Random
+    record: Callable[..., None]
     events: list[dict[str, Any]] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -128,7 +130,10 @@ class Swarm:
         self._incarnations += 1
         events: list[dict[str, Any]] = []
 
+        journal = Journal(trio.current_time)
+
         def record(event: str, /, **fields: object) -> None:
+            journal.write(event, **fields)
             events.append({"event": event, "t": trio.current_time(), **fields})
             self.account.note(peer_id, events[-1])
 
@@ -140,9 +145,9 @@ class Swarm:
         node = Node(
             self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
             incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
-            events=record, rng=rng, faults=faults,
+            events=record, journal=journal, rng=rng, faults=faults,
         )  # fmt: skip
-        peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
+        peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, record, events)
         self.peers[peer_id] = peer
         self._nursery.start_soon(peer.run)
         return peer

@@ -1,66 +1,76 @@
-"""One peer of the demo, as its metrics file shows it."""
+"""One peer, as its events show it: those of its metrics file, or those that it tells to whoever looks on."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from p2ptrain.demo.events import Event
+from p2ptrain.monitor.curve import Curve
+from p2ptrain.protocol.events import Event
 
 # Speeds are of this many seconds: long enough to read, short enough to see the kill.
 RECENT_S = 4.0
 # The shown loss forgets after about this many steps.
 SMOOTHING = 0.98
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Some of a peer's weights, the same ones of every peer, at `t` (seconds since the epoch)."""
-
-    t: float
-    values: list[float]
+# Reasons, or receivers of fragments, that are counted apart. There are ten reasons, and 128 links at most.
+MOST_COUNTED = 512
 
 
 @dataclass
 class PeerView:
-    """What is known of one peer. `apply` takes its events in order.
+    """What is known of one peer. `apply` takes its events in order; memory is bounded, however many come.
 
     Attributes:
         number: 1 for the first; what people see.
-        status: "starting", "joining", "training", "last round", "finished"; or "killed" or "too late", which the
-            demo sets.
+        status: "starting", "joining", "training", "last round", "finished"; or what whoever follows the swarm sets:
+            "killed", "too late", "gone".
         founded: whether the run began with it.
+        adopted: whether it has stood on the run's state since its start.
         step: the run's step that it has reached.
         own_steps: inner steps that it made itself.
+        tokens: what it trained on.
+        parameters: number of trained weights; 0 unknown.
         loss: its smoothed training loss in nats, or None before its first step.
-        losses, held_out: (time, loss) of each of its steps, and on held-out text; seconds since the epoch, nats.
-        samples: of its weights, by the step at which they were taken.
+        losses, held_out: loss over time in its steps, and on held-out text; seconds since the epoch, nats.
         round: rounds that it has resolved.
+        sent, merged, skipped: fragments; `skipped` by reason.
+        sent_to: fragments by receiver, in all; `recent_to` the same in its last count (of about two seconds).
         alive: ids of the other peers that it sees.
         fragment_bytes, round_bytes: what it sent.
+        discarded: tokens that it trained on in vain, because rounds left it out.
+        heard_t: when its last event happened.
+        stop_reason: why it left; empty while it has not.
     """
 
     number: int
     peer_id: str = ""
     status: str = "starting"
     founded: bool = False
+    adopted: bool = False
     step: int = 0
     own_steps: int = 0
     total_steps: int = 0
+    tokens: int = 0
+    parameters: int = 0
     loss: float | None = None
     round: int = 0
     sent: int = 0
     merged: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    sent_to: Counter[str] = field(default_factory=Counter)
+    recent_to: dict[str, int] = field(default_factory=dict)
     fragment_bytes: int = 0
     round_bytes: int = 0
+    discarded: int = 0
     last_round_t: float = 0.0
+    heard_t: float = 0.0
     alive: frozenset[str] = frozenset()
     maddrs: tuple[str, ...] = ()
-    losses: list[tuple[float, float]] = field(default_factory=list)
-    held_out: list[tuple[float, float]] = field(default_factory=list)
-    samples: dict[int, Sample] = field(default_factory=dict)
-    _recent: deque[tuple[float, int, float]] = field(default_factory=deque)
+    losses: Curve = field(default_factory=Curve)
+    held_out: Curve = field(default_factory=Curve)
+    stop_reason: str = ""
+    _recent: deque[tuple[float, int, float, int]] = field(default_factory=deque)
 
     @property
     def name(self) -> str:
@@ -80,57 +90,68 @@ class PeerView:
         if not self.is_up or len(self._recent) < 2:
             return 0.0
         seconds = self._recent[-1][0] - self._recent[0][0]
-        return sum(tokens for _, tokens, _ in list(self._recent)[1:]) / max(seconds, 1e-3)
+        return sum(tokens for _, tokens, _, _ in list(self._recent)[1:]) / max(seconds, 1e-3)
 
     @property
     def exchange_ms(self) -> float:
         """Mean time that an exchange held its training, of late."""
-        return 1e3 * sum(exchange_s for *_, exchange_s in self._recent) / max(1, len(self._recent))
+        steps = sum(steps for *_, steps in self._recent)
+        return 1e3 * sum(exchange_s * steps for _, _, exchange_s, steps in self._recent) / max(1, steps)
 
     @property
     def held_out_loss(self) -> float | None:
         """The newest, in nats."""
-        return self.held_out[-1][1] if self.held_out else None
+        return self.held_out.last
 
     def apply(self, event: Event) -> None:
         """Take the next event of this peer. Unknown ones are for others."""
+        self.heard_t = event["t"]
         match event["event"]:
             case "start":
                 self.peer_id, self.maddrs = event["peer_id"], tuple(event["maddrs"])
                 self.total_steps = event["run"]["total_steps"]
-                self.status = "joining"
+                self.parameters = event.get("parameters", 0)
+                self.status, self.adopted, self.stop_reason = "joining", False, ""
             case "adopt":
                 self.step, self.round = event["run_step"], event["round"] + 1
                 self.founded = self.founded or event["reason"] == "founded the run"
+                self.adopted = True
             case "step":
                 self._apply_step(event)
             case "fragments":
                 self.sent += event["sent"]
                 self.merged += event["merged"]
-                self.skipped.update(event["skipped"])
+                _count_up(self.skipped, event["skipped"])
+                self.recent_to = event.get("to", {})
+                _count_up(self.sent_to, self.recent_to)
                 self.fragment_bytes += event["bytes_sent"]
             case "round":
                 self.round = max(self.round, event["round"] + 1)
-                self.round_bytes += event["bytes_sent"]
+                self.round_bytes += event["bytes_sent"] + event.get("earlier_bytes_sent", 0)
+                self.discarded += event.get("tokens_discarded", 0)
                 self.last_round_t = event["t"]
             case "eval":
                 if event["loss"] is not None:
-                    self.held_out.append((event["t"], event["loss"]))
-            case "sample":
-                self.samples[event["step"]] = Sample(event["t"], event["values"])
+                    self.held_out.add(event["t"], event["loss"])
             case "peers":
                 self.alive = frozenset(event["alive"])
             case "stop":
-                self.status = "finished"
+                self.status, self.stop_reason = "finished", event["reason"]
 
     def _apply_step(self, event: Event) -> None:
+        steps = event.get("steps", 1)  # more than one where a journal folded them
         self.step = event["step"]
-        self.own_steps += 1
+        self.own_steps += steps
+        self.tokens += event["tokens"]
         self.status = "last round" if self.step >= self.total_steps > 0 else "training"
         if event["loss"] is not None:
-            smoothing = SMOOTHING if self.loss is not None else 0.0
+            smoothing = SMOOTHING**steps if self.loss is not None else 0.0
             self.loss = smoothing * (self.loss or 0.0) + (1 - smoothing) * event["loss"]
-            self.losses.append((event["t"], event["loss"]))
-        self._recent.append((event["t"], event["tokens"], event["exchange_s"]))
-        while self._recent[0][0] < event["t"] - RECENT_S:
+            self.losses.add(event["t"], event["loss"])
+        self._recent.append((event["t"], event["tokens"], event["exchange_s"], steps))
+        while self._recent[0][0] < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
             self._recent.popleft()
+
+
+def _count_up(counter: Counter[str], more: Mapping[str, int]) -> None:
+    counter.update({name: n for name, n in more.items() if name in counter or len(counter) < MOST_COUNTED})

@@ -1,23 +1,39 @@
-"""All peers of the demo together: the rounds that they agreed on, their correlation, and what happened when."""
+"""All peers together: the rounds that they agreed on, their correlation, and what happened when.
+
+What the demo shows on a terminal and the dashboard in a browser; memory is bounded, however long they look on.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from p2ptrain.algorithms.metrics import pairwise_correlation
-from p2ptrain.demo.events import Event
-from p2ptrain.demo.peerview import PeerView, Sample
-from p2ptrain.demo.words import count, size
+from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.monitor.words import count, size
+from p2ptrain.protocol.events import Event
 
 PLAIN, GOOD, BAD = "", "green", "bold red"
+# What is kept: rounds of a day at one a minute, a screenful of happenings, samples of 30 peers in 15 MB.
+MOST_ROUNDS = 1500
+MOST_HAPPENINGS = 1000
+MOST_SAMPLED = 256
+MOST_CORRELATIONS = 2048
+Values = npt.NDArray[np.float32]
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
 class Happening:
-    """Something to tell, `at_s` seconds after the demo began; `style` is one of PLAIN, GOOD, BAD."""
+    """Something to tell, the `number`th, `at_s` seconds after the view began; `style` is one of PLAIN, GOOD, BAD."""
 
+    number: int
     at_s: float
     text: str
     style: str = PLAIN
@@ -33,32 +49,16 @@ class Correlation:
 
 
 @dataclass
-class RoundView:
-    """One round as the peers report it, the first at `t`. `anchors`: the anchor's hash by peer number."""
-
-    lineage: str
-    round: int
-    status: str
-    t: float
-    contributors: tuple[str, ...]
-    anchors: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def agreed(self) -> bool:
-        return len(set(self.anchors.values())) <= 1
-
-
-@dataclass
 class SwarmView:
-    """What the demo knows and shows.
+    """What is known of a run, and what can be told of it.
 
     Attributes:
-        began_s: when the demo began, in seconds since the epoch.
+        began_s: when looking on began, in seconds since the epoch.
         total_steps: the run's length.
-        peers: by number, in the order of their start.
+        peers: by number, in the order in which they appeared.
         rounds: committed and solo rounds, by lineage and number.
-        happenings: what to tell, oldest first.
-        eval_every: steps between two evaluations.
+        skips: rounds that single peers skipped: by lineage and number, the reason by the peer's number.
+        happenings: what to tell, in the order in which it was heard.
         killed_at: number of the killed peer, and when, in seconds since the epoch.
         joined_at: number of the late peer, and when it had the swarm's weights.
         late: number of the late peer once its process is started.
@@ -66,19 +66,24 @@ class SwarmView:
 
     began_s: float
     total_steps: int
-    eval_every: int
     peers: dict[int, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
+    skips: dict[tuple[str, int], dict[int, str]] = field(default_factory=dict)
     happenings: list[Happening] = field(default_factory=list)
     killed_at: tuple[int, float] | None = None
     joined_at: tuple[int, float] | None = None
     late: int | None = None
     _noticed: set[int] = field(default_factory=set)
+    _told: int = 0
+    _samples: dict[int, dict[int, tuple[float, Values]]] = field(default_factory=dict)
+    _correlations: dict[int, Correlation] = field(default_factory=dict)
 
-    # --- what the demo does ---------------------------------------------------------------------------------------
+    # --- what its owner knows -------------------------------------------------------------------------------------
 
     def tell(self, now_s: float, text: str, style: str = PLAIN) -> None:
-        self.happenings.append(Happening(now_s - self.began_s, text, style))
+        self.happenings.append(Happening(self._told, now_s - self.began_s, text, style))
+        self._told += 1
+        del self.happenings[:-MOST_HAPPENINGS]
 
     def started(self, number: int, *, late: bool = False) -> None:
         self.peers[number] = PeerView(number)
@@ -96,23 +101,28 @@ class SwarmView:
     def apply(self, number: int, event: Event) -> None:
         """Take the next event of a peer."""
         peer = self.peers[number]
-        killed = peer.status == "killed"  # its last lines are still read
+        killed, adopted = peer.status == "killed", peer.adopted  # a killed one's last lines are still read
         peer.apply(event)
         if killed:
             peer.status = "killed"
         match event["event"]:
             case "adopt":
-                self._on_adopt(peer, event)
+                self._on_adopt(peer, event, again=adopted)
             case "round":
                 self._on_round(peer, event)
             case "peers":
                 self._on_peers(peer, event)
+            case "sample":
+                self._on_sample(peer, event)
 
-    def _on_adopt(self, peer: PeerView, event: Event) -> None:
+    def _on_adopt(self, peer: PeerView, event: Event, *, again: bool) -> None:
         if event["reason"] == "founded the run":
             self.tell(event["t"], f"{peer.name} founded the run; the others take over its weights")
-        elif peer.number == self.late:
-            self.joined_at = (peer.number, event["t"])
+        elif again:
+            self.tell(event["t"], f"{peer.name} took over the swarm's state anew: {event['reason']}")
+        elif event["run_step"] > 0 or peer.number == self.late:
+            if peer.number == self.late:
+                self.joined_at = (peer.number, event["t"])
             where = f"of round {event['round']}" if event["round"] >= 0 else "of the start"
             self.tell(
                 event["t"],
@@ -122,13 +132,16 @@ class SwarmView:
 
     def _on_round(self, peer: PeerView, event: Event) -> None:
         number = event["round"]
+        key = (event["lineage"], number)
         if event["status"] == "skipped":
+            self.skips.setdefault(key, {})[peer.number] = event["reason"]
+            _forget(self.skips, MOST_ROUNDS)
             self.tell(event["t"], f"{peer.name} skipped round {number}: {event['reason']}", BAD)
             return
-        key = (event["lineage"], number)
         if key not in self.rounds:
             contributors = tuple(event["contributors"])
-            self.rounds[key] = RoundView(event["lineage"], number, event["status"], event["t"], contributors)
+            self.rounds[key] = RoundView(*key, event["status"], event["t"], contributors, event["wall_s"])
+            _forget(self.rounds, MOST_ROUNDS)
             by = "by one peer alone" if event["status"] == "solo" else f"by {count(len(contributors), 'peer')}"
             self.tell(
                 event["t"],
@@ -137,9 +150,9 @@ class SwarmView:
             )
         round_ = self.rounds[key]
         agreed_before = round_.agreed
-        round_.anchors[peer.number] = event["anchor_sha256"]
+        round_.land(peer.number, event["state_sha256"], late=event["late"])
         if agreed_before and not round_.agreed:
-            self.tell(event["t"], f"round {number}: {peer.name} holds another anchor than the others", BAD)
+            self.tell(event["t"], f"round {number}: {peer.name} stands on another state than the others", BAD)
 
     def _on_peers(self, peer: PeerView, event: Event) -> None:
         if self.killed_at is None:
@@ -152,7 +165,22 @@ class SwarmView:
             if not complete and witnesses <= self._noticed:
                 self.tell(event["t"], f"all others noticed within {event['t'] - killed_s:.2f} s; training goes on")
 
-    # --- what follows from it ---------------------------------------------------------------------------------------
+    def _on_sample(self, peer: PeerView, event: Event) -> None:
+        # A peer whose position was corrected by a round may take its sample a few steps after the others.
+        step = event["step"] // event["every"] * event["every"]
+        samples = self._samples.setdefault(step, {})
+        samples[peer.number] = (event["t"], np.asarray(event["values"], np.float32))
+        alike = [(t, values) for t, values in samples.values() if len(values) == len(event["values"])]
+        if len(alike) >= 2:
+            mean_t = statistics.fmean(t for t, _ in alike)
+            self._correlations[step] = Correlation(step, mean_t, pairwise_correlation([v for _, v in alike]))
+        if len(self._samples) > MOST_SAMPLED:
+            del self._samples[min(self._samples)]
+        if len(self._correlations) > MOST_CORRELATIONS:
+            for old in sorted(self._correlations)[: MOST_CORRELATIONS // 2 : 2]:
+                del self._correlations[old]
+
+    # --- what follows from it -------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -171,18 +199,10 @@ class SwarmView:
 
     def correlations(self) -> list[Correlation]:
         """How alike the peers' weights were, wherever two or more took samples at the same step; in order of time."""
-        at_step: dict[int, dict[int, Sample]] = {}
-        for peer in self.peers.values():
-            for step, sample in peer.samples.items():
-                # A peer whose position was corrected by a round may take its sample a few steps after the others.
-                at_step.setdefault(step // self.eval_every * self.eval_every, {})[peer.number] = sample
-        found = [
-            Correlation(
-                step,
-                statistics.fmean(sample.t for sample in samples.values()),
-                pairwise_correlation([sample.values for sample in samples.values()]),
-            )
-            for step, samples in at_step.items()
-            if len(samples) >= 2
-        ]
-        return sorted(found, key=lambda correlation: correlation.t)
+        return sorted(self._correlations.values(), key=lambda correlation: correlation.t)
+
+
+def _forget(kept: dict[tuple[str, int], Kept], most: int) -> None:
+    """Drop the oldest beyond `most`."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]

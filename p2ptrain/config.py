@@ -317,6 +317,25 @@ class NetworkConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageConfig:
+    """Where this machine serves the page that shows the run.
+
+    Attributes:
+        host: address or name to serve on.
+        port: TCP port to serve on; 0 for any free one.
+        page_names: names under which browsers may ask for the page, beside addresses and localhost.
+    """
+
+    # Whoever can reach the page sees the run: that is for the user to decide.
+    host: str = "127.0.0.1"
+    port: int = 8080
+    page_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535 (0: any free one)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerConfig:
     """This machine's own business: nothing here has to be equal on another peer.
 
@@ -335,6 +354,7 @@ class PeerConfig:
         eval_every: inner steps of the run between two measurements on the held-out text.
         checkpoint_minutes: time between two checkpoints; one more is written when training stops.
         write_addresses: file that gets the addresses of this peer, one a line, for others' `--initial-peers`.
+        dashboard: port on which this peer serves the page that shows the run; None for no page.
     """
 
     network: NetworkConfig = NetworkConfig()
@@ -355,6 +375,7 @@ class PeerConfig:
     # A guess: ten minutes of one peer's work is little in a swarm, which keeps the weights anyway.
     checkpoint_minutes: float = 10.0
     write_addresses: str | None = None
+    dashboard: int | None = None
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -363,6 +384,8 @@ class PeerConfig:
         _check_count("threads", self.threads, 0, "(0: torch decides)")
         _check_count("eval_every", self.eval_every, 1)
         _check_positive("checkpoint_minutes", self.checkpoint_minutes)
+        if self.dashboard is not None:
+            _check(0 <= self.dashboard < 65536, "dashboard", self.dashboard, "from 0 to 65535 (0: any free one)")
         if self.seed is not None:
             _check_count("seed", self.seed, 0)
         if self.shard is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer import Peer
 from p2ptrain.protocol.guest import MemberInfo, ask_settings, list_members
+from p2ptrain.protocol.observer import Observer
+from p2ptrain.watch import Watch, off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,12 @@ class Lobby:
             return await list_members(self.network.transport, self.network.directory, run_id)
 
         return self._thread.run(look, timeout_s=30)
+
+    def watch(self, run_id: str) -> Watch:
+        """Look at a run from outside, as a guest that nobody counts."""
+        observer = Observer(run_id, off_loop, time.time)
+        network = self.network
+        return Watch(self._thread, observer, lambda: observer.watch_as_guest(network.transport, network.directory))
 
     def enter(
         self,

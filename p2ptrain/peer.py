@@ -26,8 +26,10 @@ from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.handover import StepReport
 from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.observer import Observer, Own, Sighting
 from p2ptrain.protocol.packing import pack_value, unpack_head
 from p2ptrain.protocol.standing import Restored
+from p2ptrain.watch import Watch, off_loop
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +77,9 @@ class Peer:
         self.data_seed = run.data_seed(self.peer_id)
         self._network = network
         self._thread = thread
-        journal = Journal(time.time)
-        self._records = Sinks([records, journal])
+        self._incarnation = incarnation
+        self._journal = Journal(time.time)
+        self._records = Sinks([records, self._journal])
         self._on_leave: Callable[[], None] = lambda: None
         self._left = False
         self._failed: Exception | None = None
@@ -95,7 +98,7 @@ class Peer:
         self._node = Node(
             network.transport, network.directory, self._exchange, self._parts, self.run,
             incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
-            events=self._on_event, journal=journal, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
+            events=self._on_event, journal=self._journal, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
         )  # fmt: skip
         network.tell(self._on_event)
         thread.start_soon(self._run_node)
@@ -201,6 +204,19 @@ class Peer:
     def failure(self) -> Exception | None:
         """Why this peer's network side has ended by itself; None while it works. Training may go on alone."""
         return self._failed or self._network.failure
+
+    def watch(self) -> Watch:
+        """Look at the run from here: at the others over the links that we have, and at ourselves."""
+        own = Own(self._incarnation, self._journal, self._sight)
+        observer = Observer(self.run.run_id, off_loop, time.time, own)
+        return Watch(self._thread, observer, lambda: observer.watch(self._node.links))
+
+    def _sight(self) -> Sighting:
+        head = self._node.engine.head
+        speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
+        return Sighting(
+            self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed
+        )
 
     # --- state --------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from p2ptrain.training import Progress, run_training
 
 if TYPE_CHECKING:
     from p2ptrain.lobby import Lobby
+    from p2ptrain.peer import Peer
 
 IDENTITY_FILE = "identity.key"
 METRICS_FILE = "metrics.jsonl"
@@ -106,6 +107,8 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
         if shards is not None:
             peer.shard_tokens = shards.sizes[shard]
             peer.record("shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest)
+        if config.dashboard is not None:
+            _show(stack, peer, config.dashboard, settings, say)
         stop = stack.enter_context(stop_on_signals())
         verb = "continuing" if saved else "joined" if network.initial_peers else "started"
         _say_hello(say, peer.peer_id, peer.maddrs, peer.run, verb)
@@ -119,6 +122,16 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
         hint = f"try: p2ptrain generate {out}" if reason == "finished" else "the same command again continues"
         is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
         say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
+
+
+def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Callable[[str], None]) -> None:
+    """Serve the page of the run as this peer sees it, until `stack` ends."""
+    from p2ptrain.dashboard.dashboard import Source, showing
+
+    watch = peer.watch()
+    stack.callback(watch.stop)
+    page = dataclasses.replace(settings.page_config(), port=port)
+    say(f"the run is shown at {stack.enter_context(showing(Source(peer.run.run_id, watch), page))}")
 
 
 def _remembered(out: Path) -> tuple[str, ...]:

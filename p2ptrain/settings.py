@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.addresses import read_initial_peers
-from p2ptrain.config import NetworkConfig, PeerConfig, RunConfig, resolve_run
+from p2ptrain.config import NetworkConfig, PageConfig, PeerConfig, RunConfig, resolve_run
 from p2ptrain.errors import ConfigError
 from p2ptrain.presets import PRESETS
 
@@ -29,7 +29,7 @@ PRESET = "preset"
 BUILTIN_DATA = "stdlib"
 
 Value = str | int | float | tuple[str, ...] | None
-Owner = type[RunConfig] | type[NetworkConfig] | type[PeerConfig]
+Owner = type[RunConfig] | type[NetworkConfig] | type[PeerConfig] | type[PageConfig]
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,16 @@ TRAINING_SETTINGS = (
     Setting("shard", PeerConfig, "N", "Part of the text to train on, from 0. [default: from its identity]"),
     Setting("eval_every", PeerConfig, "N", "Steps between two measurements on the held-out text."),
     Setting("checkpoint_minutes", PeerConfig, "MINUTES", "Time between two checkpoints."),
+    Setting(
+        "dashboard", PeerConfig, "PORT", "Serve a page that shows the run on this port, to this machine's browsers."
+    ),
 )
-SETTINGS = {setting.name: setting for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)}
+PAGE_SETTINGS = (
+    Setting("host", PageConfig, "ADDRESS", "Address to serve the page on; 0.0.0.0 shows it to everybody."),
+    Setting("port", PageConfig, "PORT", "Port to serve the page on; 0 for any free one."),
+    Setting("page_names", PageConfig, "NAME", "Name of this machine by which browsers ask for the page; repeatable."),
+)
+SETTINGS = {setting.name: setting for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS, *PAGE_SETTINGS)}
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,9 @@ class Settings:
 
     def peer_config(self) -> PeerConfig:
         return PeerConfig(network=self.network_config(), **self._fields_of(PeerConfig))
+
+    def page_config(self) -> PageConfig:
+        return PageConfig(**self._fields_of(PageConfig))
 
     def _fields_of(self, owner: Owner) -> dict[str, Any]:
         return {s.field_name: self.values[s.name] for s in SETTINGS.values() if s.owner is owner}

@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 import pytest
 
+from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.join import join
-from p2ptrain.config import NetworkConfig, PeerConfig, RunConfig
+from p2ptrain.config import NetworkConfig, PageConfig, PeerConfig, RunConfig
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.models import PRESETS as MODELS
 from p2ptrain.presets import PRESETS
@@ -67,6 +68,10 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "shard": ("6", 6),
     "eval_every": ("11", 11),
     "checkpoint_minutes": ("2.5", 2.5),
+    "dashboard": ("8081", 8081),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("8082", 8082),
+    "page_names": ("workshop", ("workshop",)),
 }
 
 
@@ -77,7 +82,9 @@ def _toml(path: Path, text: str) -> str:
 
 def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> None:
     fields = {
-        (owner, field.name) for owner in (RunConfig, NetworkConfig, PeerConfig) for field in dataclasses.fields(owner)
+        (owner, field.name)
+        for owner in (RunConfig, NetworkConfig, PeerConfig, PageConfig)
+        for field in dataclasses.fields(owner)
     }
     settings = {(setting.owner, setting.field_name) for setting in SETTINGS.values()}
     not_for_users = {
@@ -95,7 +102,8 @@ def test_every_setting_has_flag_variable_and_toml_key(setting: Setting, tmp_path
     text, value = EXAMPLES[setting.name]
     assert setting.default != value
 
-    flags = {flag for option in join.params if isinstance(option, click.Option) for flag in option.opts}
+    params = [*join.params, *dashboard.params]
+    flags = {flag for option in params if isinstance(option, click.Option) for flag in option.opts}
     assert setting.flag in flags
     given = merge({setting.name: (text,) if setting.kind is tuple else text}, {})
     assert given.values[setting.name] == value

@@ -39,7 +39,8 @@ class PeerView:
         alive: ids of the other peers that it sees.
         fragment_bytes, round_bytes: what it sent.
         discarded: tokens that it trained on in vain, because rounds left it out.
-        heard_t: when its last event happened.
+        counted_t: when its fragments were counted last.
+        began_t, heard_t: when its first and its last known event happened.
         stop_reason: why it left; empty while it has not.
     """
 
@@ -64,6 +65,8 @@ class PeerView:
     round_bytes: int = 0
     discarded: int = 0
     last_round_t: float = 0.0
+    counted_t: float = 0.0
+    began_t: float = 0.0
     heard_t: float = 0.0
     alive: frozenset[str] = frozenset()
     maddrs: tuple[str, ...] = ()
@@ -105,6 +108,7 @@ class PeerView:
 
     def apply(self, event: Event) -> None:
         """Take the next event of this peer. Unknown ones are for others."""
+        self.began_t = self.began_t or event["t"]
         self.heard_t = event["t"]
         match event["event"]:
             case "start":
@@ -119,6 +123,7 @@ class PeerView:
             case "step":
                 self._apply_step(event)
             case "fragments":
+                self.counted_t = event["t"]
                 self.sent += event["sent"]
                 self.merged += event["merged"]
                 _count_up(self.skipped, event["skipped"])

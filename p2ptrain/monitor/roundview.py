@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class SkipView:
+    """A round that some peers skipped, the first of them at `t`: the reasons, by peer."""
+
+    t: float
+    reasons: dict[Hashable, str] = field(default_factory=dict)
+
+
+@dataclass
 class RoundView:
     """A round that was committed, or taken by one peer alone (`status` "solo"), the first to tell of it at `t`.
 

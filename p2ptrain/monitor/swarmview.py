@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from p2ptrain.algorithms.metrics import pairwise_correlation
 from p2ptrain.monitor.peerview import PeerView
-from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.monitor.roundview import RoundView, SkipView
 from p2ptrain.monitor.words import count, size
 from p2ptrain.protocol.events import Event
 
@@ -57,7 +57,7 @@ class SwarmView:
         total_steps: the run's length.
         peers: by number, in the order in which they appeared.
         rounds: committed and solo rounds, by lineage and number.
-        skips: rounds that single peers skipped: by lineage and number, the reason by the peer's number.
+        skips: rounds that single peers skipped, by lineage and number.
         happenings: what to tell, in the order in which it was heard.
         killed_at: number of the killed peer, and when, in seconds since the epoch.
         joined_at: number of the late peer, and when it had the swarm's weights.
@@ -68,7 +68,7 @@ class SwarmView:
     total_steps: int
     peers: dict[int, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
-    skips: dict[tuple[str, int], dict[int, str]] = field(default_factory=dict)
+    skips: dict[tuple[str, int], SkipView] = field(default_factory=dict)
     happenings: list[Happening] = field(default_factory=list)
     killed_at: tuple[int, float] | None = None
     joined_at: tuple[int, float] | None = None
@@ -134,7 +134,7 @@ class SwarmView:
         number = event["round"]
         key = (event["lineage"], number)
         if event["status"] == "skipped":
-            self.skips.setdefault(key, {})[peer.number] = event["reason"]
+            self.skips.setdefault(key, SkipView(event["t"])).reasons[peer.number] = event["reason"]
             _forget(self.skips, MOST_ROUNDS)
             self.tell(event["t"], f"{peer.name} skipped round {number}: {event['reason']}", BAD)
             return

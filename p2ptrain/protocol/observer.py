@@ -8,6 +8,7 @@ that answers nonsense is no longer asked; all else goes on without it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import trio
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.events import Event, Page, parse_page
 from p2ptrain.protocol.guest import UNREACHABLE, find_members, guest_links
+from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.link import Link
 from p2ptrain.protocol.links import GUEST, Links
 from p2ptrain.protocol.transport import Compute, Directory, PeerId, Transport
@@ -32,6 +34,8 @@ LOOK_EVERY_S = 3.0
 DIAL_TIMEOUT_S = 15.0
 # Between two attempts to reach somebody, at first and at last: behind NAT, or gone and still announced.
 DIAL_AGAIN_S = (3.0, 60.0)
+# A member that is lost stays in sight for so long, to be seen to have gone.
+LOST_IN_SIGHT_S = 30.0
 # Members shown at once (the protocol's own limit), and remembered, as they may come back. Anybody may announce himself.
 MOST_MEMBERS = 128
 MOST_REMEMBERED = 1024
@@ -47,6 +51,7 @@ class Sighting:
 
     Attributes:
         linked: whether we are in touch. If not, `status` says why, and the rest is as it was last.
+        left: whether it said goodbye.
         status: what it is doing, in its own words.
         step, round, lineage: where it stands.
         speed: inner steps per second.
@@ -57,6 +62,7 @@ class Sighting:
     peer_id: PeerId
     linked: bool
     status: str
+    left: bool = False
     step: int = 0
     round: int = -1
     lineage: str = ""
@@ -82,11 +88,22 @@ class View:
     batches: tuple[Batch, ...]
 
 
+@dataclass(frozen=True)
+class Own:
+    """The observer's own part in the run, where it is a member itself: who it is, what it does and its journal."""
+
+    incarnation: str
+    journal: Journal
+    sight: Callable[[], Sighting]
+
+
 @dataclass
 class _Watched:
     """A member, or one that was: how far its journal was read, and how reaching it went."""
 
     announced: bool = False
+    left: bool = False
+    lost_s: float = -math.inf
     incarnation: str = ""
     last: int = 0
     trouble: str = ""
@@ -105,14 +122,17 @@ class Observer:
         run_id: the run.
         compute: runs the checking of what peers answer.
         clock: seconds since the epoch.
+        own: where it is a member itself.
     """
 
     run_id: str
     compute: Compute
     clock: Callable[[], float]
+    own: Own | None = None
     _watched: dict[PeerId, _Watched] = field(default_factory=dict)
     _batches: list[Batch] = field(default_factory=list)
     _waiting: int = 0
+    _own_last: int = 0
     _links: Links | None = None
     _followed: dict[PeerId, Link] = field(default_factory=dict)
 
@@ -137,31 +157,38 @@ class Observer:
 
     def take(self) -> View:
         """Everybody as it stands now, and the events that came since the last call."""
+        members = [self._read_own(self.own)] if self.own is not None else []
         batches, self._batches, self._waiting = tuple(self._batches), [], 0
-        members = tuple(
-            self._sight(peer_id, watched)
-            for peer_id, watched in sorted(self._watched.items())
-            if self._is_here(peer_id, watched)
-        )
-        return View(members, batches)
+        here = (known for known in sorted(self._watched.items()) if self._is_here(*known))
+        return View((*members, *(self._sight(*known) for known in here)), batches)
 
     def _is_here(self, peer_id: PeerId, watched: _Watched) -> bool:
-        return watched.announced or peer_id in self._followed
+        recently = trio.current_time() - watched.lost_s < LOST_IN_SIGHT_S
+        return watched.announced or peer_id in self._followed or recently
 
     def _sight(self, peer_id: PeerId, watched: _Watched) -> Sighting:
         link = self._links.get(peer_id) if self._links is not None else None
         if link is not None and link.beat is not None:
             beat = link.beat
             watched.seen = Sighting(
-                peer_id, True, beat.status[:MOST_STATUS], beat.step, beat.round, beat.lineage, beat.speed, link.rtt_s,
-                watched.trouble,
+                peer_id, True, beat.status[:MOST_STATUS], False, beat.step, beat.round, beat.lineage, beat.speed,
+                link.rtt_s, watched.trouble,
             )  # fmt: skip
             return watched.seen
         status = "connecting" if link is not None or watched.failures == 0 else UNREACHABLE
-        if watched.seen is None:
-            return Sighting(peer_id, False, status)
-        seen = watched.seen
-        return Sighting(peer_id, False, status, seen.step, seen.round, seen.lineage)
+        if watched.left:
+            status = "left the run"
+        if (seen := watched.seen) is None:
+            return Sighting(peer_id, False, status, watched.left)
+        return Sighting(peer_id, False, status, watched.left, seen.step, seen.round, seen.lineage)
+
+    def _read_own(self, own: Own) -> Sighting:
+        sighting, more = own.sight(), True
+        while more:
+            page = parse_page(own.journal.page(self._own_last), now_s=self.clock())
+            self._own_last, more = page.last, page.more
+            self._batches.append(Batch(sighting.peer_id, own.incarnation, page.events))
+        return sighting
 
     # --- members --------------------------------------------------------------------------------------------------
 
@@ -214,6 +241,7 @@ class Observer:
         """Ask one member for its events until the link is lost."""
         if watched.incarnation != link.hello.incarnation:
             watched.incarnation, watched.last, watched.refused, watched.trouble = link.hello.incarnation, 0, False, ""
+        watched.left = False
         while not link.lost.is_set() and not watched.refused:
             wait_s = ASK_EVERY_S
             if self._waiting < MOST_WAITING:
@@ -222,6 +250,7 @@ class Observer:
                 await link.lost.wait()
         await link.lost.wait()
         if self._followed.get(link.peer_id) is link:
+            watched.left, watched.lost_s = link.left, trio.current_time()
             del self._followed[link.peer_id]
 
     async def _ask(self, links: Links, link: Link, watched: _Watched) -> float:

@@ -23,7 +23,7 @@ from p2ptrain.settings import SETTINGS
 from p2ptrain.training import Progress
 from tests.fakes import MADDR, FakeLobby, FakeMember
 
-COMMANDS = (["join"], ["bootstrap"], ["peers"], ["generate"], ["config", "show"])
+COMMANDS = (["join"], ["bootstrap"], ["peers"], ["dashboard"], ["generate"], ["config", "show"])
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_help_teaches_with_an_example(command: list[str]) -> None:
 
 
 def test_help_shows_every_setting_with_its_default() -> None:
-    text = " ".join(_output("join", "--help").split())
+    text = " ".join((_output("join", "--help") + _output("dashboard", "--help")).split())
     for setting in SETTINGS.values():
         assert f"{setting.flag} {setting.metavar} " in text
         if isinstance(setting.default, (int, float)):

@@ -66,7 +66,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
 
 def _conduct(tmp_path: Path, peers: int, script: Script, stop: Callable[[], bool] = lambda: False) -> SwarmView:
     plan = Plan(peers, seed=0, steps=100, sync_every=25, eval_every=10, kill_at_step=40, join_at_step=50)
-    swarm = SwarmView(metrics.BEGAN_S, plan.steps, plan.eval_every)
+    swarm = SwarmView(metrics.BEGAN_S, plan.steps)
     Conductor(plan, tmp_path, tmp_path / "addresses", [], swarm).run(script, stop)
     return swarm
 

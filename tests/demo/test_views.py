@@ -34,7 +34,8 @@ def test_a_peer_goes_from_starting_to_finished() -> None:
     peer = PeerView(2)
     seen = [peer.status]
     for event in (
-        metrics.start(2, 1.0), metrics.step(1, 2.0), metrics.step(TOTAL_STEPS, 3.0), {"event": "stop", "t": 4.0},
+        metrics.start(2, 1.0), metrics.step(1, 2.0), metrics.step(TOTAL_STEPS, 3.0),
+        {"event": "stop", "t": 4.0, "reason": "finished"},
     ):  # fmt: skip
         peer.apply(event)
         seen.append(peer.status)

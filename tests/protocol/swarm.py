@@ -55,7 +55,6 @@ class TestPeer:
     node: Node
     step_s: float
     rng: random.Random
-    record: Callable[..., None]
     events: list[dict[str, Any]] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -147,7 +146,7 @@ class Swarm:
             incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
             events=record, journal=journal, rng=rng, faults=faults,
         )  # fmt: skip
-        peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, record, events)
+        peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
         self.peers[peer_id] = peer
         self._nursery.start_soon(peer.run)
         return peer

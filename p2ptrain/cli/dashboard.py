@@ -1,0 +1,41 @@
+"""`p2ptrain dashboard`: a page that shows a run."""
+
+from __future__ import annotations
+
+import click
+
+from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings import PAGE_SETTINGS, SETTINGS, Settings
+
+SECTIONS = {
+    "The page": PAGE_SETTINGS,
+    "The run": (SETTINGS["run_id"],),
+    "The network": tuple(
+        SETTINGS[name] for name in ("initial_peers", "host_maddrs", "startup_timeout_s", "peer_timeout_s")
+    ),
+}
+
+
+@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
+@takes_settings(SECTIONS)
+def dashboard(settings: Settings) -> None:
+    """Show a run on a web page: who is there, losses, rounds, traffic, and what happened.
+
+    Everything comes from the peers themselves, which are asked for it; nobody counts this as a peer. Only browsers on
+    this machine can see the page, unless --host says otherwise. Ctrl-C ends it.
+
+    \b
+    A run that one of these addresses belongs to:
+        p2ptrain dashboard --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
+    For everybody on the network, on another port:
+        p2ptrain dashboard --initial-peers addresses.txt --host 0.0.0.0 --port 9000
+    """
+    if not settings.network_config().initial_peers:
+        raise ConfigError("--initial-peers: is needed to watch a run; give the address of one of its peers")
+    from p2ptrain.dashboard.outside import show_from_outside
+
+    try:
+        show_from_outside(settings, say=click.echo)
+    except KeyboardInterrupt:
+        click.echo("stopped")

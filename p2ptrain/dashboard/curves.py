@@ -1,0 +1,88 @@
+"""Curves on a common grid of times: what a chart draws, however long the run and however many its peers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.monitor.liveswarm import LiveSwarm
+
+Json = dict[str, Any]
+Floats = npt.NDArray[np.float64]
+
+# The ranges that one can choose, in seconds; 0 is everything.
+RANGES = (600, 3600, 0)
+# As many as a chart is wide in steps of three pixels. Peers keep at least as many over a run of any length.
+POINTS = 240
+# Journals fold steps over two seconds.
+FINEST_S = 2.5
+# Holes up to here are steps that take long; longer ones are peers that were away.
+HOLE_S = 30.0
+HOLE_POINTS = 3
+
+
+def curves(live: LiveSwarm, range_s: int, now_s: float) -> Json:
+    """Loss of every peer, and the correlation of their weights, at common times.
+
+    Args:
+        live: what is known.
+        range_s: how far back, in seconds; 0 for everything.
+        now_s: seconds since the epoch.
+
+    Returns:
+        `t`: times in seconds since the epoch; `loss`, `held_out`: values by the number of the peer, None where there is
+        none; `correlation`: the same for all together.
+    """
+    peers = live.swarm.peers.values()
+    begun = [peer.began_t for peer in peers if peer.began_t]
+    start = max(min(begun, default=now_s - 60), now_s - range_s if range_s else 0.0)
+    width = max(FINEST_S, (now_s - start) / POINTS)
+    # On multiples of the width, so that points stay where they are from one look to the next.
+    first = np.floor(start / width)
+    count = int(np.floor(now_s / width) - first) + 1
+    grid = _Grid(first * width, width, count)
+    correlations = ((found.t, found.value) for found in live.swarm.correlations())
+    return {
+        "range": range_s,
+        "t": [round(t, 1) for t in grid.times],
+        "loss": {peer.number: grid.values(peer.losses) for peer in peers},
+        "held_out": {peer.number: grid.values(peer.held_out, bridge=True) for peer in peers},
+        "correlation": grid.values(correlations, bridge=True, digits=5),
+    }
+
+
+class _Grid:
+    """Times `width` seconds apart."""
+
+    def __init__(self, start: float, width: float, count: int) -> None:
+        self._start, self._width, self._count = start, width, count
+
+    @property
+    def times(self) -> list[float]:
+        return [self._start + (n + 0.5) * self._width for n in range(self._count)]
+
+    def values(
+        self, points: Iterable[tuple[float, float]], *, bridge: bool = False, digits: int = 4
+    ) -> list[float | None]:
+        """Means of the points around each time; holes are filled where they are short, or all if `bridge`."""
+        known = np.asarray(list(points), np.float64).reshape(-1, 2)
+        places = np.floor((known[:, 0] - self._start) / self._width).astype(np.int64)
+        inside = (places >= 0) & (places < self._count)
+        places, values = places[inside], known[inside, 1]
+        counts = np.bincount(places, minlength=self._count)
+        sums = np.bincount(places, weights=values, minlength=self._count)
+        filled = np.flatnonzero(counts)
+        means = np.full(self._count, np.nan)
+        means[filled] = sums[filled] / counts[filled]
+        self._fill(means, filled, bridge)
+        return [None if np.isnan(mean) else round(float(mean), digits) for mean in means]
+
+    def _fill(self, means: Floats, filled: npt.NDArray[np.int64], bridge: bool) -> None:
+        longest = max(HOLE_POINTS, HOLE_S / self._width)
+        for left, right in itertools.pairwise(filled):
+            if right - left > 1 and (bridge or right - left <= longest):
+                means[left : right + 1] = np.linspace(means[left], means[right], right - left + 1)

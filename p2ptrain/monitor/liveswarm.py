@@ -1,0 +1,85 @@
+"""A swarm that is being watched: everybody gets a number, and whoever is lost or comes back is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
+from p2ptrain.protocol.observer import Sighting, View
+
+GONE, LEFT = "gone", "left"
+# Everybody who was ever seen, with his curves; beyond that the one that has been gone for longest makes room.
+MOST_PEERS = 256
+
+
+@dataclass
+class LiveSwarm:
+    """What an observer's views add up to.
+
+    Attributes:
+        swarm: peers, rounds, correlations and happenings; these in seconds since the epoch.
+        sightings: how each peer was seen last, by number.
+    """
+
+    swarm: SwarmView = field(default_factory=lambda: SwarmView(began_s=0.0, total_steps=0))
+    sightings: dict[int, Sighting] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _linked: set[int] = field(default_factory=set)
+    _next: int = 1
+
+    def number_of(self, peer_id: str) -> int | None:
+        """The number of a peer that was seen; None for one that was not."""
+        return self._numbers.get(peer_id)
+
+    def take(self, view: View, now_s: float) -> None:
+        """Take the next view; `now_s` in seconds since the epoch."""
+        for batch in view.batches:
+            peer = self._peer(batch.peer_id)
+            for event in batch.events:
+                self.swarm.apply(peer.number, event)
+            self.swarm.total_steps = max(self.swarm.total_steps, peer.total_steps)
+        linked = set()
+        for sighting in view.members:
+            number = self._peer(sighting.peer_id).number
+            self.sightings[number] = sighting
+            if sighting.linked:
+                linked.add(number)
+        for number in sorted(linked - self._linked):
+            self._on_linked(self.swarm.peers[number], now_s)
+        for number in sorted(self._linked - linked):
+            self._on_lost(self.swarm.peers[number], now_s)
+        self._linked = linked
+
+    def is_linked(self, number: int) -> bool:
+        """Whether we are in touch with a peer."""
+        return number in self._linked
+
+    def _peer(self, peer_id: str) -> PeerView:
+        if peer_id not in self._numbers:
+            if len(self._numbers) >= MOST_PEERS:
+                self._forget_one()
+            self._numbers[peer_id] = self._next
+            self.swarm.started(self._next)
+            self.swarm.peers[self._next].peer_id = peer_id
+            self._next += 1
+        return self.swarm.peers[self._numbers[peer_id]]
+
+    def _forget_one(self) -> None:
+        gone = [peer for peer in self.swarm.peers.values() if peer.number not in self._linked]
+        oldest = min(gone, key=lambda peer: (peer.heard_t, peer.number))
+        del self.swarm.peers[oldest.number], self._numbers[oldest.peer_id]
+        self.sightings.pop(oldest.number, None)
+
+    def _on_linked(self, peer: PeerView, now_s: float) -> None:
+        if peer.status in (GONE, LEFT):
+            peer.status = "training" if peer.own_steps else "joining"
+            self.swarm.tell(now_s, f"{peer.name} is back", GOOD)
+
+    def _on_lost(self, peer: PeerView, now_s: float) -> None:
+        if peer.status == "finished" or self.sightings[peer.number].left:
+            peer.status = LEFT
+            self.swarm.tell(now_s, f"{peer.name} left the run at step {peer.step:,}")
+        else:
+            peer.status = GONE
+            self.swarm.tell(now_s, f"{peer.name} is gone, without a goodbye, at step {peer.step:,}", BAD)

@@ -1,0 +1,54 @@
+"""A real browser without a screen: Debian's chromium, driven by selenium."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
+MISSING = "needs Debian's chromium and chromium-driver: apt-get install chromium chromium-driver"
+
+
+@contextmanager
+def browser() -> Iterator[Chrome]:
+    """Yields a browser whose console is kept."""
+    assert CHROMIUM is not None
+    assert DRIVER is not None
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--mute-audio"):
+        options.add_argument(flag)
+    if os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # chromium's own refuses root
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = Chrome(options, Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def look(driver: Chrome, *, width: int, height: int, dark: bool) -> None:
+    """Show the page at a width and in a theme, as the system would ask for it."""
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
+    )
+    scheme = "dark" if dark else "light"
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+
+
+def screenshot(driver: Chrome, path: Path) -> None:
+    """The whole page, however long."""
+    answer = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+    path.write_bytes(base64.b64decode(answer["data"]))

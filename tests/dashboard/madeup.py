@@ -1,0 +1,146 @@
+"""A swarm that is made up, in the form in which an observer sees a real one: as large and as old as a test wants it."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2ptrain.protocol.events import parse_page
+from p2ptrain.protocol.journal import Journal
+from p2ptrain.protocol.observer import Batch, Sighting, View
+
+PARAMETERS = 850_000
+TOTAL_STEPS = 20_000
+SAMPLED = 64
+
+
+@dataclass
+class MadeUpPeer:
+    """One peer: its journal, and where it stands."""
+
+    peer_id: str
+    journal: Journal
+    rng: random.Random
+    step: int = 0
+    read: int = 0
+    linked: bool = True
+    left: bool = False
+    status: str = "training"
+    trouble: str = ""
+
+
+@dataclass
+class MadeUpSwarm:
+    """Implements what a dashboard needs of a `Watch`. Time passes in `live`; every second is one step for each peer.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    clock: Callable[[], float] = time.time
+    peers: dict[str, MadeUpPeer] = field(default_factory=dict)
+    now_s: float = 0.0
+    round: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def start(self, *peer_ids: str, at_s: float) -> None:
+        """Peers that come at a time; the first founds the run."""
+        self.now_s = at_s
+        for peer_id in peer_ids:
+            founds = not self.peers
+            step = max((peer.step for peer in self.peers.values()), default=0)
+            peer = MadeUpPeer(peer_id, Journal(lambda: self.now_s), random.Random(peer_id), step)
+            self.peers[peer_id] = peer
+            peer.journal.write(
+                "start", peer_id=peer_id, run_id="demo", run_digest="d", maddrs=[f"/ip4/10.0.0.7/tcp/1/p2p/{peer_id}"],
+                incarnation="1", parameters=PARAMETERS, run={"total_steps": TOTAL_STEPS},
+            )  # fmt: skip
+            peer.journal.write(
+                "adopt", reason="founded the run" if founds else "adopted the swarm's state", lineage="0-x",
+                round=self.round - 1, run_step=step, anchor_sha256="a" * 64, state_sha256="s" * 64,
+            )  # fmt: skip
+
+    def live(self, seconds: int, *, sync_every: int = 30) -> None:
+        """Let time pass."""
+        for _ in range(seconds):
+            self.now_s += 1.0
+            here = [peer for peer in self.peers.values() if peer.linked]
+            for peer in here:
+                self._step(peer)
+                if peer.step % 2 == 0:
+                    self._count(peer, [other.peer_id for other in here if other is not peer])
+                if peer.step % 20 == 0:
+                    self._measure(peer)
+            if here and here[0].step % sync_every == 0 and len(here) > 1:
+                self._take_round(here)
+
+    def kill(self, peer_id: str) -> None:
+        """It goes without a goodbye."""
+        self.peers[peer_id].linked = False
+
+    def take(self) -> View:
+        """What is new."""
+        batches = []
+        for peer in self.peers.values():
+            more = True
+            while more:
+                page = parse_page(peer.journal.page(peer.read), now_s=self.now_s)
+                peer.read, more = page.last, page.more
+                batches.append(Batch(peer.peer_id, "1", page.events))
+        members = (
+            Sighting(
+                peer.peer_id, peer.linked, peer.status if peer.linked else "cannot be reached from here", peer.left,
+                peer.step, self.round - 1, "0-x", 1.0, 0.0123, peer.trouble,
+            )
+            for peer in self.peers.values()
+        )  # fmt: skip
+        return View(tuple(members), tuple(batches))
+
+    def _step(self, peer: MadeUpPeer) -> None:
+        peer.step += 1
+        loss = 1.4 + 3.1 * math.exp(-peer.step / 900) + peer.rng.gauss(0, 0.05) + 0.05 * peer.rng.random()
+        peer.journal.write(
+            "step", step=peer.step, loss=loss, tokens=4096, step_s=1.0, exchange_s=peer.rng.uniform(1e-3, 3e-3)
+        )
+
+    def _count(self, peer: MadeUpPeer, others: list[str]) -> None:
+        to = {other: peer.rng.randrange(1, 8) for other in peer.rng.sample(others, min(4, len(others)))}
+        sent = sum(to.values())
+        skipped = {"epoch": 1, "superseded": 2} if peer.rng.random() < 0.2 else {}
+        peer.journal.write(
+            "fragments", step=peer.step, sent=sent, to=to, merged=max(0, sent - 1), skipped=skipped,
+            bytes_sent=sent * 4400, bytes_received=sent * 4400, staleness=0.004,
+        )  # fmt: skip
+
+    def _measure(self, peer: MadeUpPeer) -> None:
+        peer.journal.write(
+            "eval", step=peer.step, loss=1.5 + 3.0 * math.exp(-peer.step / 900) + peer.rng.gauss(0, 0.01)
+        )
+        shared = random.Random(peer.step)
+        values = [shared.gauss(0, 1) + 0.03 * peer.rng.gauss(0, 1) for _ in range(SAMPLED)]
+        peer.journal.write("sample", step=peer.step, every=20, values=values)
+
+    def _take_round(self, here: list[MadeUpPeer]) -> None:
+        out = self.rng.sample(here, 1) if len(here) > 2 and self.rng.random() < 0.25 else []
+        skips = out if self.rng.random() < 0.4 else []
+        contributors = [peer.peer_id for peer in here if peer not in out]
+        for peer in here:
+            skipped = peer in skips
+            peer.journal.write(
+                "round", lineage="0-x", round=self.round, status="skipped" if skipped else "committed",
+                late=peer in out, group_size=len(contributors), contributors=[] if skipped else contributors,
+                parent_sha256="p" * 64, anchor_sha256=f"{self.round:064x}", state_sha256=f"{self.round:064x}",
+                bytes_sent=900_000, bytes_received=900_000, wall_s=0.42, stall_s=0.001, tokens_discarded=0,
+                cosine=0.2, mean_norm=1.0, reason="no quorum answered" if skipped else "",
+            )  # fmt: skip
+        self.round += 1
+
+
+def ids(count: int) -> list[str]:
+    """Ids that look like libp2p's."""
+    rng = random.Random(7)
+    alphabet = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+    return ["Qm" + "".join(rng.choices(alphabet, k=44)) for _ in range(count)]

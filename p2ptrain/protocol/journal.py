@@ -71,7 +71,7 @@ class Journal:
                 self._take_step(now, fields)
             else:
                 self._keep(event, {"event": event, "t": now, **fields})
-                # Here, and not with the steps: thinning takes milliseconds, and training must not wait for it.
+                # Here, and not with the steps, which training waits for: it takes milliseconds.
                 for kind in self._kinds:
                     self._thin(kind, MOST.get(kind, MOST_OF_OTHERS))
 

@@ -135,7 +135,7 @@ def made_up(count: int, seconds: int) -> Iterator[tuple[str, MadeUpSwarm]]:
 
 
 def test_thirty_peers_of_hours(chrome: Chrome) -> None:
-    with made_up(30, 4000) as (url, swarm):
+    with made_up(30, 1500) as (url, swarm):
         look(chrome, width=WIDE, height=900, dark=False)
         chrome.get(url)
         until(lambda: kinds(chrome) == ["training"] * 30)

@@ -68,7 +68,7 @@ export class Charts {
     const box = $("legend");
     for (const peer of peers) {
       if (this.buttons.has(peer.n)) continue;
-      const button = el("button", { type: "button", "aria-pressed": "true" }, el("span", { class: "swatch", "aria-hidden": "true" }), `peer ${peer.n}`);
+      const button = el("button", { type: "button", "aria-pressed": "true", "data-n": peer.n }, el("span", { class: "swatch", "aria-hidden": "true" }), `peer ${peer.n}`);
       button.firstChild.style.background = colour(peer.n);
       button.addEventListener("click", () => {
         if (!this.hidden.delete(peer.n)) this.hidden.add(peer.n);
@@ -76,7 +76,7 @@ export class Charts {
         this.draw();
       });
       this.buttons.set(peer.n, button);
-      box.append(button);
+      box.insertBefore(button, [...box.children].find((other) => Number(other.dataset.n) > peer.n) ?? null);
     }
     for (const [n, button] of this.buttons) {
       if (!peers.some((peer) => peer.n === n)) { button.remove(); this.buttons.delete(n); }
@@ -142,8 +142,8 @@ class Chart {
       padding: [8, 8, 0, 0],
       scales: { y: { range: (_, low, high) => this.span(low, high) } },
       axes: [
-        { stroke: ink, font, grid, ticks: grid, space: 70, values: (_, ticks) => ticks.map(clock) },
-        { stroke: ink, font, grid, ticks: grid, label: this.label, labelFont: font, labelSize: 16, size: 52,
+        { stroke: ink, font, grid, ticks: grid, space: 70, size: 30, values: (_, ticks) => ticks.map(clock) },
+        { stroke: ink, font, grid, ticks: grid, label: this.label, labelFont: font, labelSize: 18, size: 58,
           values: (_, ticks) => ticks.map((value) => value.toFixed(this.digits)) },
       ],
       series: [{}, ...series.map(({ name, colour: stroke, show }) => ({ label: name, stroke, width, show, points: { show: false } }))],

@@ -80,8 +80,7 @@ function fillRow(row, peer, now) {
   setText(name.children[1], `peer ${peer.n}`);
   setText(name.children[2], peer.short + (peer.founded ? " · founder" : ""));
   setText(doing.children[0], status(peer, now));
-  setText(doing.children[1], isHere(peer) ? peer.doing : "");
-  if (peer.trouble) setText(doing.children[1], peer.trouble);
+  setText(doing.children[1], peer.trouble || (isHere(peer) && peer.doing !== peer.kind ? peer.doing : ""));
   const skipped = Object.entries(peer.skipped);
   const total = skipped.reduce((sum, [, count]) => sum + count, 0);
   const texts = [

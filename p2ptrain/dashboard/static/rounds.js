@@ -4,7 +4,7 @@ import { colour } from "./colours.js";
 import { $, el, setText } from "./dom.js";
 import { ago, clock, decimal } from "./format.js";
 
-const SHOWN = 40;
+const SHOWN = 60;
 const WORDS = { by: "contributed", late: "came late", skipped: "skipped", absent: "left out", none: "not there" };
 
 let drawn = "";

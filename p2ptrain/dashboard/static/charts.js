@@ -5,6 +5,8 @@ import { $, el, table } from "./dom.js";
 import { clock, decimal } from "./format.js";
 
 const TIMES_IN_TABLES = 8;
+// Marks of rounds that are closer, in pixels, would only be a hatching.
+const LEAST_GAP = 12;
 
 export class Charts {
   constructor() {
@@ -139,7 +141,7 @@ class Chart {
       ...this.size,
       legend: { show: false },
       cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
-      padding: [8, 8, 0, 0],
+      padding: [8, 26, 0, 0],
       scales: { y: { range: (_, low, high) => this.span(low, high) } },
       axes: [
         { stroke: ink, font, grid, ticks: grid, space: 70, size: 30, values: (_, ticks) => ticks.map(clock) },
@@ -163,12 +165,12 @@ class Chart {
 
   drawRounds(plot) {
     const { ctx, bbox } = plot;
+    const places = this.rounds().map((t) => Math.round(plot.valToPos(t, "x", true)) + 0.5).filter((x) => x >= bbox.left && x <= bbox.left + bbox.width);
+    if (places.length > bbox.width / (LEAST_GAP * devicePixelRatio)) return;
     ctx.save();
     ctx.strokeStyle = token("--round-mark");
     ctx.lineWidth = devicePixelRatio;
-    for (const t of this.rounds()) {
-      const x = Math.round(plot.valToPos(t, "x", true)) + 0.5;
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    for (const x of places) {
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);

@@ -28,14 +28,16 @@ def show_from_outside(settings: Settings, *, say: Callable[[str], None]) -> None
     source = Source(run_id)
     with showing(source, settings.page_config()) as url:
         say(f"run {run_id!r} is shown at {url}")
-        wait_s, longest_s = AGAIN_S
+        told, (wait_s, longest_s) = "", AGAIN_S
         while True:
             began_s = time.monotonic()
             try:
                 _look(settings, source)
             except ConfigError as error:
-                source.trouble = f"{error}; trying again every {wait_s:.0f} s"
-                logger.warning("%s", source.trouble)
+                source.trouble = f"{error}; trying again"
+                if told != source.trouble:
+                    told = source.trouble
+                    logger.warning("%s", told)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s) if time.monotonic() - began_s < longest_s else AGAIN_S[0]
 

@@ -32,7 +32,7 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
     correlations = swarm.correlations()
     return {
         "now": round(now_s, 1),
-        "step": statistics.median_low([peer.step for peer in up]) if up else swarm.step,
+        "step": statistics.median_low([_step(live, peer) for peer in up]) if up else swarm.step,
         "total_steps": swarm.total_steps,
         "parameters": max((peer.parameters for peer in swarm.peers.values()), default=0),
         "up": len(up),
@@ -80,7 +80,7 @@ def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
         "doing": sighting.status if sighting is not None else "",
         "trouble": sighting.trouble[:MOST_TEXT] if sighting is not None else "",
         "founded": peer.founded,
-        "step": max(peer.step, sighting.step) if sighting is not None and linked else peer.step,
+        "step": _step(live, peer),
         "round": peer.round,
         "steps": peer.own_steps,
         "loss": _rounded(peer.loss),
@@ -97,6 +97,11 @@ def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
         "heard": round(peer.heard_t, 1),
         "to": _traffic(live, peer, now_s) if linked else {},
     }
+
+
+def _step(live: LiveSwarm, peer: PeerView) -> int:
+    """Its last word: journals lag behind beats by two seconds."""
+    return max(peer.step, live.sightings[peer.number].step) if live.is_linked(peer.number) else peer.step
 
 
 def _kind(peer: PeerView, linked: bool) -> str:

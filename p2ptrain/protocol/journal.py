@@ -71,6 +71,9 @@ class Journal:
                 self._take_step(now, fields)
             else:
                 self._keep(event, {"event": event, "t": now, **fields})
+                # Here, and not with the steps, which training waits for: it takes milliseconds.
+                for kind in self._kinds:
+                    self._thin(kind, MOST.get(kind, MOST_OF_OTHERS))
 
     def close(self) -> None:
         """Nothing to do: whoever looks on may still ask."""
@@ -127,7 +130,11 @@ class Journal:
         self._last += 1
         kept = self._kinds.setdefault(kind, [])
         kept.append(Entry(self._last, event))
-        most = MOST.get(kind, MOST_OF_OTHERS)
+        # Where nothing but steps is ever written.
+        self._thin(kind, 2 * MOST.get(kind, MOST_OF_OTHERS))
+
+    def _thin(self, kind: str, most: int) -> None:
+        kept = self._kinds[kind]
         if len(kept) > most:
             fresh = int(FRESH * most)
             old, goal = kept[:-fresh], most - 2 * fresh

@@ -44,7 +44,6 @@ class MadeUpSwarm:
     peers: dict[str, MadeUpPeer] = field(default_factory=dict)
     now_s: float = 0.0
     round: int = 0
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def start(self, *peer_ids: str, at_s: float) -> None:
         """Peers that come at a time; the first founds the run."""
@@ -124,11 +123,12 @@ class MadeUpSwarm:
         peer.journal.write("sample", step=peer.step, every=20, values=values)
 
     def _take_round(self, here: list[MadeUpPeer]) -> None:
-        out = self.rng.sample(here, 1) if len(here) > 2 and self.rng.random() < 0.25 else []
-        skips = out if self.rng.random() < 0.4 else []
+        """Somebody comes late to every fifth, and skips every eleventh."""
+        late, skips = len(here) > 2 and self.round % 5 == 4, len(here) > 2 and self.round % 11 == 10
+        out = [here[self.round % len(here)]] if late or skips else []
         contributors = [peer.peer_id for peer in here if peer not in out]
         for peer in here:
-            skipped = peer in skips
+            skipped = skips and peer in out
             peer.journal.write(
                 "round", lineage="0-x", round=self.round, status="skipped" if skipped else "committed",
                 late=peer in out, group_size=len(contributors), contributors=[] if skipped else contributors,

@@ -20,6 +20,7 @@ from p2ptrain.config import PageConfig
 from p2ptrain.dashboard.dashboard import Source, showing
 from tests.dashboard.browser import CHROMIUM, DRIVER, MISSING, browser, look, screenshot
 from tests.dashboard.madeup import MadeUpSwarm, ids
+from tests.dashboard.test_app import stream
 from tests.swarm.processes import Process, Swarm
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
@@ -94,7 +95,7 @@ def _brightness(chrome: Chrome) -> float:
 
 
 def test_a_real_swarm_loses_a_peer_and_gains_one(chrome: Chrome, swarm: Swarm) -> None:
-    first = swarm.start("p2ptrain join", settings=SETTINGS)
+    first = swarm.start("p2ptrain join --dashboard 0", settings=SETTINGS)
     swarm.until_ready(first)
 
     def joins() -> Process:
@@ -108,6 +109,10 @@ def test_a_real_swarm_loses_a_peer_and_gains_one(chrome: Chrome, swarm: Swarm) -
     chrome.get(url)
     swarm.until(lambda: kinds(chrome) == ["training"] * 3)
     swarm.until(lambda: "committed by" in text(chrome, "#events"))
+    # A peer's own page shows the same, itself included.
+    own = swarm.until(lambda: first.output.partition("the run is shown at ")[2].split())[0]
+    seen = {peer["id"]: peer["kind"] for peer in stream(own, "overview")["overview"]["peers"]}
+    assert seen == {peer.peer_id: "training" for peer in (first, second, third)}
     second.kill()
     swarm.until(lambda: kinds(chrome) == ["training", "training", "gone"])
     assert "without a goodbye" in text(chrome, "#events")
@@ -135,7 +140,7 @@ def made_up(count: int, seconds: int) -> Iterator[tuple[str, MadeUpSwarm]]:
 
 
 def test_thirty_peers_of_hours(chrome: Chrome) -> None:
-    with made_up(30, 4000) as (url, swarm):
+    with made_up(30, 1500) as (url, swarm):
         look(chrome, width=WIDE, height=900, dark=False)
         chrome.get(url)
         until(lambda: kinds(chrome) == ["training"] * 30)

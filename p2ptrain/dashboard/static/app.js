@@ -29,6 +29,7 @@ function showOverview() {
   showPeers(overview, charts);
   showBytes(overview);
   graph.update(overview);
+  showRounds(state.rounds, overview);
   showRun();
 }
 

@@ -5,6 +5,8 @@ import { $, el, table } from "./dom.js";
 import { clock, decimal } from "./format.js";
 
 const TIMES_IN_TABLES = 8;
+// Marks of rounds that are closer, in pixels, would only be a hatching.
+const LEAST_GAP = 12;
 
 export class Charts {
   constructor() {
@@ -68,7 +70,7 @@ export class Charts {
     const box = $("legend");
     for (const peer of peers) {
       if (this.buttons.has(peer.n)) continue;
-      const button = el("button", { type: "button", "aria-pressed": "true" }, el("span", { class: "swatch", "aria-hidden": "true" }), `peer ${peer.n}`);
+      const button = el("button", { type: "button", "aria-pressed": "true", "data-n": peer.n }, el("span", { class: "swatch", "aria-hidden": "true" }), `peer ${peer.n}`);
       button.firstChild.style.background = colour(peer.n);
       button.addEventListener("click", () => {
         if (!this.hidden.delete(peer.n)) this.hidden.add(peer.n);
@@ -76,7 +78,7 @@ export class Charts {
         this.draw();
       });
       this.buttons.set(peer.n, button);
-      box.append(button);
+      box.insertBefore(button, [...box.children].find((other) => Number(other.dataset.n) > peer.n) ?? null);
     }
     for (const [n, button] of this.buttons) {
       if (!peers.some((peer) => peer.n === n)) { button.remove(); this.buttons.delete(n); }
@@ -139,11 +141,11 @@ class Chart {
       ...this.size,
       legend: { show: false },
       cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
-      padding: [8, 8, 0, 0],
+      padding: [8, 26, 0, 0],
       scales: { y: { range: (_, low, high) => this.span(low, high) } },
       axes: [
-        { stroke: ink, font, grid, ticks: grid, space: 70, values: (_, ticks) => ticks.map(clock) },
-        { stroke: ink, font, grid, ticks: grid, label: this.label, labelFont: font, labelSize: 16, size: 52,
+        { stroke: ink, font, grid, ticks: grid, space: 70, size: 30, values: (_, ticks) => ticks.map(clock) },
+        { stroke: ink, font, grid, ticks: grid, label: this.label, labelFont: font, labelSize: 18, size: 58,
           values: (_, ticks) => ticks.map((value) => value.toFixed(this.digits)) },
       ],
       series: [{}, ...series.map(({ name, colour: stroke, show }) => ({ label: name, stroke, width, show, points: { show: false } }))],
@@ -163,12 +165,12 @@ class Chart {
 
   drawRounds(plot) {
     const { ctx, bbox } = plot;
+    const places = this.rounds().map((t) => Math.round(plot.valToPos(t, "x", true)) + 0.5).filter((x) => x >= bbox.left && x <= bbox.left + bbox.width);
+    if (places.length > bbox.width / (LEAST_GAP * devicePixelRatio)) return;
     ctx.save();
     ctx.strokeStyle = token("--round-mark");
     ctx.lineWidth = devicePixelRatio;
-    for (const t of this.rounds()) {
-      const x = Math.round(plot.valToPos(t, "x", true)) + 0.5;
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    for (const x of places) {
       ctx.beginPath();
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);

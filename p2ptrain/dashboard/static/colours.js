@@ -1,7 +1,7 @@
 // One colour for each peer, told apart by everyone as far as eight go (after Okabe and Ito), then spread over the hues.
 
-const LIGHT = ["#0072b2", "#c44e00", "#00805d", "#b0478a", "#2f86c0", "#9a6a00", "#4d4d4d", "#6f57a8"];
-const DARK = ["#56aee8", "#ff9057", "#3fcb9f", "#e79bca", "#9bd3f5", "#efbb45", "#cfcfcf", "#bba3ea"];
+const LIGHT = ["#0072b2", "#c44e00", "#00805d", "#b0478a", "#8f6a00", "#6f57a8", "#4d4d4d", "#2f8fb0"];
+const DARK = ["#56aee8", "#ff9057", "#3fcb9f", "#e79bca", "#efbb45", "#bba3ea", "#cfcfcf", "#8fd6ea"];
 
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;

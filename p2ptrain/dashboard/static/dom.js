@@ -27,5 +27,5 @@ export function setText(node, text) {
 export function table(caption, columns, rows) {
   const head = el("tr", {}, ...columns.map((name) => el("th", { scope: "col" }, name)));
   const body = rows.map(([first, ...rest]) => el("tr", {}, el("th", { scope: "row" }, first), ...rest.map((cell) => el("td", {}, cell))));
-  return el("table", { class: "plain" }, el("caption", { class: "visually-hidden" }, caption), el("thead", {}, head), el("tbody", {}, ...body));
+  return el("table", { class: "figures" }, el("caption", { class: "visually-hidden" }, caption), el("thead", {}, head), el("tbody", {}, ...body));
 }

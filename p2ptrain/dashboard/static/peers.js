@@ -63,12 +63,13 @@ const isHere = (peer) => peer.kind === "training" || peer.kind === "joining" || 
 
 const LABELS = ["", "now", "step", "loss", "held-out", "tokens/s", "exchange ms", "fragments", "skipped", "sent", "round trip ms"];
 
+// With roles said, since on phones the rows are laid out as cards, which are no table to a browser any more.
 function makeRow() {
   const cells = LABELS.map((label, i) => (i === 0
-    ? el("th", { scope: "row" }, el("span", { class: "swatch", "aria-hidden": "true" }), el("span", { class: "n" }), el("code"))
-    : el("td", { "data-label": label, class: i === 1 || i === 8 ? "" : "num" })));
+    ? el("th", { scope: "row", role: "rowheader" }, el("span", { class: "swatch", "aria-hidden": "true" }), el("span", { class: "n" }), el("code"))
+    : el("td", { "data-label": label, role: "cell", class: i === 1 || i === 8 ? "" : "num" })));
   cells[1].append(el("span", { class: "status" }), el("span", { class: "doing" }));
-  return el("tr", {}, ...cells);
+  return el("tr", { role: "row" }, ...cells);
 }
 
 function fillRow(row, peer, now) {
@@ -80,15 +81,14 @@ function fillRow(row, peer, now) {
   setText(name.children[1], `peer ${peer.n}`);
   setText(name.children[2], peer.short + (peer.founded ? " · founder" : ""));
   setText(doing.children[0], status(peer, now));
-  setText(doing.children[1], isHere(peer) ? peer.doing : "");
-  if (peer.trouble) setText(doing.children[1], peer.trouble);
+  setText(doing.children[1], peer.trouble || (isHere(peer) && peer.doing !== peer.kind ? peer.doing : ""));
   const skipped = Object.entries(peer.skipped);
   const total = skipped.reduce((sum, [, count]) => sum + count, 0);
   const texts = [
     integer(peer.step), decimal(peer.loss, 3), decimal(peer.held_out, 3),
     peer.kind === "training" ? integer(peer.tokens_per_s) : "–", decimal(peer.exchange_ms, 1),
     `${compact(peer.sent)} / ${compact(peer.merged)}`,
-    total ? `${compact(total)}: ${skipped.map(([reason, count]) => `${compact(count)} ${REASONS[reason] ?? reason}`).join(", ")}` : "none",
+    total ? `${compact(total)}: ${skipped.map(([reason, count]) => `${compact(count)} ${Object.hasOwn(REASONS, reason) ? REASONS[reason] : reason}`).join(", ")}` : "none",
     size(peer.fragment_bytes + peer.round_bytes), decimal(peer.rtt_ms, 1),
   ];
   texts.forEach((text, i) => setText(rest[i], text));

@@ -4,7 +4,7 @@ import { colour } from "./colours.js";
 import { $, el, setText } from "./dom.js";
 import { ago, clock, decimal } from "./format.js";
 
-const SHOWN = 40;
+const SHOWN = 60;
 const WORDS = { by: "contributed", late: "came late", skipped: "skipped", absent: "left out", none: "not there" };
 
 let drawn = "";
@@ -44,7 +44,7 @@ function headCell(round, i, rounds) {
 }
 
 function bodyCell(round, who, name) {
-  const part = round.by.includes(who) ? "by" : round.late.includes(who) ? "late" : who in round.skipped ? "skipped" : round.absent.includes(who) ? "absent" : "none";
+  const part = round.by.includes(who) ? "by" : round.late.includes(who) ? "late" : Object.hasOwn(round.skipped, who) ? "skipped" : round.absent.includes(who) ? "absent" : "none";
   const why = part === "skipped" ? `: ${round.skipped[who]}` : "";
   return el("td", { title: `round ${round.round}, ${name}: ${WORDS[part]}${why}` },
     el("span", { class: `cell ${part}` }), el("span", { class: "visually-hidden" }, WORDS[part]));

@@ -19,6 +19,7 @@ from p2ptrain import checkpoint
 from p2ptrain.addresses import join_line, read_initial_peers, write_addresses
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.data import VOCAB_SIZE, Corpus, Shards, load_corpus
+from p2ptrain.doctor.quick import quick_look
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.interrupt import stop_on_signals
 from p2ptrain.models import build, check_name, context_length
@@ -96,6 +97,8 @@ def join_run(
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
+        for finding in quick_look(out, run.model, config.device):
+            say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (p2ptrain doctor tells more)")
         model = _build_model(run, saved)
         if config.init_from:
             _start_from(config.init_from, model, found, saved, out, lobby.knows_others, say)

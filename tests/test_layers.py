@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"peer"},
     {"lobby"},
     {"api", "generation", "pretrained", "trainer"},
-    {"sharding", "training"},
+    {"doctor", "sharding", "training"},
     {"dashboard"},
     {"session", "simulation"},
     {"demo", "reproduction"},

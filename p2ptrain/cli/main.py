@@ -14,6 +14,7 @@ from p2ptrain.cli.bootstrap import bootstrap
 from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.demo import demo
+from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.peers import peers
@@ -40,7 +41,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, join, bootstrap, peers, dashboard, generate, simulate, reproduce, config):
+for command in (demo, join, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config):
     cli.add_command(command)
 
 

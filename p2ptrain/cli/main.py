@@ -11,6 +11,7 @@ import sys
 import click
 
 from p2ptrain.cli.bootstrap import bootstrap
+from p2ptrain.cli.completion import completion
 from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.demo import demo
@@ -41,7 +42,9 @@ def cli() -> None:
     """
 
 
-for command in (demo, join, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config):
+for command in (
+    demo, join, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config, completion,
+):  # fmt: skip
     cli.add_command(command)
 
 

@@ -52,6 +52,7 @@ def join_run(
     *,
     say: Callable[[str], None],
     on_progress: Callable[[Progress], None],
+    on_status: Callable[[str], None] | None = None,
     sinks: Sequence[Sink] = (),
     on_peer: Callable[[Peer], None] = lambda peer: None,
 ) -> None:
@@ -61,6 +62,7 @@ def join_run(
         settings: merged from flags, environment and TOML.
         say: shows one line to the user.
         on_progress: shows how training goes on, every few seconds.
+        on_status: shows what the peer does while it enters the run; None: it is said like all else.
         sinks: who gets the peer's events besides its metrics file.
         on_peer: called with the peer once it has entered the run.
 
@@ -119,7 +121,7 @@ def join_run(
                 metrics=Path(config.metrics or out / METRICS_FILE),
                 sinks=watching,
                 resume_state=saved.state["peer"] if saved else None,
-                on_status=say,
+                on_status=on_status or say,
             )
         )
         on_peer(peer)

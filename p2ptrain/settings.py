@@ -304,8 +304,6 @@ def _convert(given: object, kind: type, origin: str) -> Value:
         raise ConfigError(f'{origin}: {given!r} is not a list of texts, such as ["a", "b"]')
     if kind is str and isinstance(given, str):
         return given
-    if kind is str and type(given) is int:  # prometheus = 9100
-        return str(given)
     if kind is float and type(given) is int:
         return float(given)
     if type(given) is kind and kind in (int, float):
@@ -315,5 +313,5 @@ def _convert(given: object, kind: type, origin: str) -> Value:
             return typing.cast(Value, kind(given))
         except ValueError:
             pass
-    wanted = {int: "a whole number, such as 200", float: "a number, such as 0.003", str: "a text"}[kind]
+    wanted = {int: "a whole number, such as 200", float: "a number, such as 0.003", str: "a text in quotes"}[kind]
     raise ConfigError(f"{origin}: {given!r} is not {wanted}")

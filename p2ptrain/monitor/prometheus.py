@@ -61,6 +61,7 @@ class PrometheusSink:
             self._server, self._thread = start_http_server(port, host, self._registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--prometheus {endpoint}: {_explain(error)}") from None
+        self._thread.name = "p2ptrain-prometheus"
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
 

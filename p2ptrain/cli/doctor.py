@@ -26,8 +26,8 @@ def doctor(settings: Settings, as_json: bool) -> None:
     """Say whether a peer would work here, and whether others can reach it.
 
     A line for each check: ✓ as it should be, ! a peer works, but not as well as it could, ✗ a peer would not work;
-    and below it what to do. Nothing is changed, and no run is joined. It takes about six seconds, and ends with
-    status 1 when a peer would not work.
+    and below it what to do. Nothing is changed, and no run is joined. It takes about ten seconds, half a minute where
+    an initial peer cannot dial back, and ends with status 1 when a peer would not work.
 
     \b
     Before a first run:

@@ -24,7 +24,7 @@ from p2ptrain.settings import Settings
 # A router that maps ports answers within seconds; one that does not never will.
 MAPPING_S = 4.0
 # Start of the daemon, dials, and the question for the time, each with a limit of its own.
-PROBE_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 90.0
 FIND_RUN_S = 5.0
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
@@ -62,7 +62,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
         return
     yield reach.check_daemon(found)
     yield reach.check_addresses(found.maddrs)
-    yield reach.check_reachable(config.network, found.maddrs)
+    yield reach.check_reachable(config.network, found)
     yield from reach.check_initial_peers(found.peers)
     yield reach.check_clock(found.peers)
     if run_finding is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from p2ptrain.doctor.finding import Finding, Mark
 from p2ptrain.doctor.machine import Machine
+from p2ptrain.monitor.words import count, size
 
 # The oldest that setup.cfg takes; hivemind's daemon and its messages change between versions.
 LEAST = {"Python": "3.11", "torch": "2.4", "hivemind": "1.1.12"}
@@ -61,7 +62,7 @@ def check_versions(machine: Machine) -> Finding:
 
 
 def check_threads(machine: Machine) -> Finding:
-    text = f"{_count(machine.cores, 'core')}, {_count(machine.threads, 'thread')} of torch"
+    text = f"{count(machine.cores, 'core')}, {count(machine.threads, 'thread')} of torch"
     if machine.threads > machine.cores:
         return Finding(
             "processor", Mark.WARNING, f"{text}: they are in each other's way", f"add --threads {machine.cores}"
@@ -136,11 +137,5 @@ def _is_older(version: str, least: str) -> bool:
     return [int(part) for part in re.findall(r"\d+", version)[:3]] < [int(part) for part in least.split(".")]
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")
-
-
 def _size(size_bytes: float | None) -> str:
-    if size_bytes is None:
-        return "an unknown amount"
-    return f"{size_bytes / 1e6:.0f} MB" if size_bytes < 0.95e9 else f"{size_bytes / 1e9:,.1f} GB"
+    return "an unknown amount" if size_bytes is None else size(size_bytes)

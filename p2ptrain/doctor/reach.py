@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.doctor.finding import Finding, Mark
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.words import count, short_id
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
+from p2ptrain.network.dialback import DialBack
 from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.protocol.reachability import Scope, scope_of
 
@@ -83,9 +85,19 @@ def check_addresses(maddrs: Sequence[str]) -> Finding:
     return Finding("addresses", Mark.OK, text)
 
 
-def check_reachable(config: NetworkConfig, maddrs: Sequence[str]) -> Finding:
-    """Whether peers elsewhere can dial us, as far as addresses tell; whether they do was not tried."""
-    port = next((_port(maddr) for maddr in config.host_maddrs if _port(maddr) not in ("", "0")), "")
+def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
+    """Whether peers elsewhere can dial us: tried, where an initial peer would; else as far as addresses tell."""
+    for peer in found.peers:
+        tried, said = peer.dialled_back
+        if tried is DialBack.REACHED:
+            return Finding("reachable", Mark.OK, f"from anywhere: {short_id(peer.peer_id)} dialled back to {said}")
+        if tried is DialBack.FAILED:
+            text = (
+                f"not from outside: {short_id(peer.peer_id)} could not dial back, as a firewall or NAT is between; "
+                "with others that nobody can dial, this peer exchanges through those that can be"
+            )
+            return Finding("reachable", Mark.WARNING, text, _forward(config, found.maddrs))
+    maddrs = found.maddrs
     kinds = {kind_of(maddr) for maddr in maddrs}
     if config.announce_maddrs:
         announced = ", ".join(config.announce_maddrs)
@@ -95,22 +107,15 @@ def check_reachable(config: NetworkConfig, maddrs: Sequence[str]) -> Finding:
         )  # fmt: skip
     if Kind.PUBLIC in kinds:
         public = next(maddr for maddr in maddrs if kind_of(maddr) is Kind.PUBLIC)
-        return Finding(
-            "reachable", Mark.WARNING, f"{_host(public)} is a public address; whether a firewall is before it was not "
-            "tested", _try_it(config, public.rpartition("/p2p/")[0] if port else f"/ip4/{_host(public)}/tcp/31337"),
-        )  # fmt: skip
+        listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/31337"
+        text = f"{_host(public)} is a public address; whether a firewall is before it was not tested"
+        return Finding("reachable", Mark.WARNING, text, _try_it(config, listening))
     if kinds <= {Kind.LOOPBACK, Kind.LINK}:
         return Finding("reachable", Mark.WARNING, "from this machine alone", "see addresses, above")
-    forward = (
-        f"forward TCP port {port or 31337} of the router to this machine, then: p2ptrain join "
-        f"--host-maddrs /ip4/0.0.0.0/tcp/{port or 31337} --announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/{port or 31337}"
-    )
-    if Kind.CARRIER in kinds:
-        forward = "the provider shares one address among many: ask for one of your own, or use IPv6"
     return Finding(
         "reachable", Mark.WARNING,
         "from this network; from elsewhere only by peers that have a public address, once this one has dialled them "
-        "(NAT, and no port mapped by the router)", forward,
+        "(NAT, and no port mapped by the router)", _forward(config, maddrs),
     )  # fmt: skip
 
 
@@ -121,7 +126,7 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
     enough = any(peer.answered_s is not None for peer in peers)
     bad = Mark.WARNING if enough else Mark.FAILED
     for peer in peers:
-        where = f"{_host(peer.maddrs[0])} ({_short(peer.peer_id)})"
+        where = f"{_host(peer.maddrs[0])} ({short_id(peer.peer_id)})"
         if peer.failure:
             yield Finding(
                 "initial peer", bad, f"{where} cannot be reached: {peer.failure}",
@@ -145,12 +150,12 @@ def check_clock(peers: Sequence[InitialPeer]) -> Finding:
     if not skews:
         return Finding("clock", Mark.OK, "compared with nobody's: that takes an initial peer that answers")
     peer_id, worst = max(skews.items(), key=lambda item: abs(item[1]))
-    off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} that of {_short(peer_id)}"
+    off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} that of {short_id(peer_id)}"
     if abs(worst) > MAX_CLOCK_SKEW_S:
         return Finding("clock", Mark.FAILED, f"{off}; {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
     if abs(worst) > UNEASY_SKEW_S:
         return Finding("clock", Mark.WARNING, f"{off}; up to {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
-    return Finding("clock", Mark.OK, f"as that of {_count_peers(len(skews))}, to within {max(abs(worst), 0.1):.1f} s")
+    return Finding("clock", Mark.OK, f"as that of {count(len(skews), 'peer')}, to within {max(abs(worst), 0.1):.1f} s")
 
 
 def check_run(run_id: str, found: RunConfig | None, members: int, refusal: ConfigError | None) -> Finding:
@@ -169,7 +174,22 @@ def check_run(run_id: str, found: RunConfig | None, members: int, refusal: Confi
             "run", Mark.WARNING, f"nobody who takes part in run {run_id!r} was found: join would start it",
             "see that --run-id is that of the others",
         )  # fmt: skip
-    return Finding("run", Mark.OK, f"{run_id!r}: {_count_peers(members)}, model {found.model or 'of a program'}")
+    return Finding("run", Mark.OK, f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
+
+
+def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:
+    """How to be reached behind a router."""
+    if any(kind_of(maddr) is Kind.CARRIER for maddr in maddrs):
+        return "the provider shares one address among many: ask for one of your own, or use IPv6"
+    port = _fixed_port(config) or 31337
+    return (
+        f"forward TCP port {port} of the router to this machine, then: p2ptrain join "
+        f"--host-maddrs /ip4/0.0.0.0/tcp/{port} --announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/{port}"
+    )
+
+
+def _fixed_port(config: NetworkConfig) -> str:
+    return next((_port(maddr) for maddr in config.host_maddrs if _port(maddr) not in ("", "0")), "")
 
 
 def _try_it(config: NetworkConfig, maddr: str) -> str:
@@ -189,11 +209,3 @@ def _host(maddr: str) -> str:
 def _port(maddr: str) -> str:
     parts = maddr.split("/")
     return parts[4] if len(parts) > 4 else ""
-
-
-def _short(peer_id: str) -> str:
-    return f"…{peer_id[-6:]}"
-
-
-def _count_peers(number: int) -> str:
-    return f"{number} peer" + ("" if number == 1 else "s")

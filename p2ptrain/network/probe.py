@@ -1,6 +1,7 @@
 """A look at the network with a daemon of its own: what a peer here would be seen under, and whom it would reach.
 
-It takes an identity that nobody has seen, leaves nothing behind, and asks the initial peers for nothing but the time.
+It takes an identity that nobody has seen, leaves nothing behind, and asks the initial peers for two things: the time,
+and to be dialled back.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import peer_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.diagnosis import explain_dial
+from p2ptrain.network.dialback import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.scratch import scratch_directory
@@ -33,6 +35,7 @@ class InitialPeer:
         reached_s: seconds until the encrypted connection stood.
         answered_s: seconds that a question and its answer took then; None when it did not answer as part of a DHT.
         clock_ahead_s: how much our clock is ahead of its, at least; below 0: behind. None when it did not answer.
+        dialled_back: whether it could dial us, and the address, or what it said.
     """
 
     peer_id: str
@@ -41,6 +44,7 @@ class InitialPeer:
     reached_s: float = 0.0
     answered_s: float | None = None
     clock_ahead_s: float | None = None
+    dialled_back: tuple[DialBack, str] = (DialBack.UNKNOWN, "")
 
 
 @dataclass
@@ -80,6 +84,14 @@ async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
                         nursery.start_soon(_reach, daemon.control_path, p2p, peer)
                     await trio.sleep(mapping_s)
                 found.maddrs = await own_maddrs(daemon.control_path, identity.peer_id)
+                # One after the other: the first that would try is enough, and each gives its time for it.
+                for peer in found.peers:
+                    if peer.answered_s is not None:
+                        peer.dialled_back = await dial_back(
+                            daemon.control_path, peer.peer_id, identity.peer_id, found.maddrs
+                        )
+                    if peer.dialled_back[0] is not DialBack.UNKNOWN:
+                        break
             finally:
                 with trio.CancelScope(shield=True):
                     await from_asyncio(p2p.shutdown())

@@ -38,10 +38,10 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         assert {finding.mark for finding in found.values()} == {Mark.OK}
         assert not any(finding.remedy for finding in found.values())
     # 8.3 x the parameters in fp32 and the libraries; five vectors in a checkpoint, four checkpoints at once.
-    assert _findings(GOOD)["memory"].text == "16.0 GB free; gpt2-124m takes 4.6 GB in a round, and its batch on top"
-    assert _findings(GOOD)["disk"].text == "100.0 GB free for p2ptrain-r; checkpoints of gpt2-124m take 10.0 GB"
-    assert _findings(GPU)["memory"].text == "16.0 GB free; gpt2-124m takes 2.6 GB in a round, and its batch on top"
-    assert _findings(GPU)["GPU memory"].text == "140.0 GB free; gpt2-124m takes 2.0 GB, and its batch on top"
+    assert _findings(GOOD)["memory"].text == "16 GB free; gpt2-124m takes 4.6 GB in a round, and its batch on top"
+    assert _findings(GOOD)["disk"].text == "100 GB free for p2ptrain-r; checkpoints of gpt2-124m take 10 GB"
+    assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m takes 2.6 GB in a round, and its batch on top"
+    assert _findings(GPU)["GPU memory"].text == "140 GB free; gpt2-124m takes 2.0 GB, and its batch on top"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         (replace(GOOD, memory_bytes=4_000_000_000), "auto", "memory", Mark.FAILED, "4.0 GB free", "--model"),
         (replace(GOOD, memory_bytes=5_000_000_000), "auto", "memory", Mark.WARNING, "5.0 GB free", "--batch-size 1"),
         (replace(GPU, gpu_bytes=1_000_000_000), "auto", "GPU memory", Mark.FAILED, "1.0 GB free", "nvidia-smi"),
-        (replace(GOOD, disk_bytes=9_000_000_000), "auto", "disk", Mark.WARNING, "take 10.0 GB", "larger disk"),
+        (replace(GOOD, disk_bytes=9_000_000_000), "auto", "disk", Mark.WARNING, "take 10 GB", "larger disk"),
         (replace(GOOD, writable=False), "auto", "disk", Mark.FAILED, "p2ptrain-r cannot be written", "--out"),
         (replace(GOOD, open_files=256), "auto", "open files", Mark.WARNING, "256 allowed", "ulimit -n 4096"),
         (replace(GOOD, open_files=64), "auto", "open files", Mark.FAILED, "64 allowed", "ulimit -n 4096"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from p2ptrain.config import NetworkConfig, RunConfig
-from p2ptrain.doctor.finding import Mark
+from p2ptrain.doctor.finding import Finding, Mark
 from p2ptrain.doctor.reach import (
     Kind,
     check_addresses,
@@ -17,7 +19,8 @@ from p2ptrain.doctor.reach import (
     kind_of,
 )
 from p2ptrain.errors import ConfigError
-from p2ptrain.network.probe import InitialPeer
+from p2ptrain.network.dialback import DialBack
+from p2ptrain.network.probe import InitialPeer, Probe
 
 LOOPBACK, PRIVATE = "/ip4/127.0.0.1/tcp/4001/p2p/QmMe", "/ip4/192.168.1.5/tcp/4001/p2p/QmMe"
 PUBLIC = "/ip4/8.8.8.8/tcp/4001/p2p/QmMe"
@@ -57,24 +60,38 @@ def test_addresses_are_listed_by_kind() -> None:
 
 def test_who_reaches_us_by_rule() -> None:
     config = NetworkConfig()
-    behind_nat = check_reachable(config, [PRIVATE, LOOPBACK])
+    behind_nat = check_reachable(config, Probe(0.1, [PRIVATE, LOOPBACK]))
     assert behind_nat.text.startswith("from this network; from elsewhere only by peers that have a public address")
     assert "forward TCP port 31337 of the router" in behind_nat.remedy
     fixed = NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",))
-    assert "--announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/4001" in check_reachable(fixed, [PRIVATE]).remedy
-    assert "one of your own" in check_reachable(config, ["/ip4/100.64.3.4/tcp/1", PRIVATE]).remedy
-    assert check_reachable(config, [LOOPBACK]).text == "from this machine alone"
+    assert "--announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/4001" in check_reachable(fixed, Probe(0.1, [PRIVATE])).remedy
+    assert "one of your own" in check_reachable(config, Probe(0.1, ["/ip4/100.64.3.4/tcp/1", PRIVATE])).remedy
+    assert check_reachable(config, Probe(0.1, [LOOPBACK])).text == "from this machine alone"
 
 
 def test_what_was_not_tested_is_said_with_how_to_test_it() -> None:
-    public = check_reachable(NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",)), [PUBLIC])
+    public = check_reachable(NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",)), Probe(0.1, [PUBLIC]))
     assert public.text == "8.8.8.8 is a public address; whether a firewall is before it was not tested"
     assert public.remedy == (
         "here: p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001 · on a machine elsewhere: "
         "p2ptrain doctor --initial-peers /ip4/8.8.8.8/tcp/4001/p2p/ID-THAT-IT-PRINTED"
     )
-    announced = check_reachable(NetworkConfig(announce_maddrs=("/dns4/example.org/tcp/4001",)), [PRIVATE])
+    announced = check_reachable(NetworkConfig(announce_maddrs=("/dns4/example.org/tcp/4001",)), Probe(0.1, [PRIVATE]))
     assert announced.text == "announced as /dns4/example.org/tcp/4001; not tested from outside"
+
+
+def test_who_reaches_us_where_it_was_tried() -> None:
+    def tried(result: DialBack, said: str) -> Finding:
+        peer = replace(THERE, dialled_back=(result, said))
+        return check_reachable(NetworkConfig(), Probe(0.1, [PRIVATE], [GONE, peer]))
+
+    reached = tried(DialBack.REACHED, "/ip4/8.8.4.4/tcp/4001")
+    assert (reached.mark, reached.text) == (Mark.OK, "from anywhere: …Abcdef dialled back to /ip4/8.8.4.4/tcp/4001")
+    failed = tried(DialBack.FAILED, "dial failed")
+    assert failed.mark is Mark.WARNING
+    assert failed.text.startswith("not from outside: …Abcdef could not dial back")
+    assert "forward TCP port" in failed.remedy
+    assert tried(DialBack.UNKNOWN, "too many dials").text.startswith("from this network")
 
 
 def test_ports() -> None:

@@ -155,6 +155,11 @@ class Process:
         return self._output.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
 
     @property
+    def shown(self) -> str:
+        """What it has printed, without what moves a cursor or colours."""
+        return CONTROL.sub("", self.output)
+
+    @property
     def typed_out(self) -> bytes:
         """All that its terminal was sent, as it is."""
         return self._output.read_bytes()
@@ -166,7 +171,7 @@ class Process:
     @property
     def join_line(self) -> str:
         """The line that it prints for others to paste; empty as long as it has not."""
-        lines = CONTROL.sub("", self.output).splitlines(keepends=True)
+        lines = self.shown.splitlines(keepends=True)
         # A live view has it once more, in pieces where the terminal is narrow.
         whole = [line for line in lines if line.startswith("p2ptrain join ") and not line.rstrip().endswith("\\")]
         return whole[0].strip() if whole and whole[0].endswith("\n") else ""

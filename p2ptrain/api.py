@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from p2ptrain.config import NetworkConfig, resolve_run
 from p2ptrain.errors import ConfigError
 from p2ptrain.lobby import Lobby
 from p2ptrain.model import ModelParts
+from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer import Peer
 
 # How long a joiner looks for the run before it concludes that it is the first.
@@ -87,6 +89,7 @@ def join(
     announce_maddrs: Sequence[str] = (),
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
     metrics: str | Path | None = None,
+    prometheus: int | str | None = None,
     resume: dict[str, Any] | None = None,
     on_status: Callable[[str], None] | None = None,
 ) -> Peer:
@@ -110,6 +113,7 @@ def join(
         announce_maddrs: addresses to tell others, behind port forwarding.
         peer_timeout_s: the longest that a silent peer counts as there; limits below it are learnt.
         metrics: file to append the metrics stream to.
+        prometheus: port (on loopback), or "HOST:PORT", to serve figures for Prometheus on; None for nowhere.
         resume: what `peer.state_dict()` returned before a restart; load your model and optimizer yourself.
         on_status: called with what the joining peer is doing, whenever that changes.
 
@@ -145,23 +149,25 @@ def join(
     explicit = {name: value for name, value in given.items() if value is not None}
     resolve_run(explicit, None)  # refuse bad values before anything is started
     ModelParts(model)
-    lobby = Lobby.open(
-        NetworkConfig(
-            initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs), announce_maddrs=tuple(announce_maddrs),
-            identity=None if identity is None else str(identity), peer_timeout_s=peer_timeout_s,
-        )
-    )  # fmt: skip
-    try:
+    with ExitStack() as failing:
+        sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
+        lobby = failing.enter_context(
+            Lobby.open(
+                NetworkConfig(
+                    initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs),
+                    announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
+                    peer_timeout_s=peer_timeout_s,
+                )
+            )
+        )  # fmt: skip
         found = lobby.find_run(run_id, FIND_RUN_S) if initial_peers else None
         run = resolve_run(explicit, found)
         if found is None and total_steps is None:
             run = dataclasses.replace(run, total_steps=0)
         peer = lobby.enter(
-            model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), resume_state=resume,
-            on_status=on_status,
+            model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
+            resume_state=resume, on_status=on_status,
         )  # fmt: skip
-    except BaseException:
-        lobby.close()
-        raise
+        failing.pop_all()  # from here on they go with the peer
     peer.on_leave(lobby.close)
     return peer

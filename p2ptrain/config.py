@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from p2ptrain.endpoint import parse_endpoint
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.presets import PRESETS
 
@@ -349,6 +350,7 @@ class PeerConfig:
         threads: CPU threads for torch; 0 leaves the choice to torch.
         out: directory for identity, metrics and checkpoints; None for `p2ptrain-<run id>`.
         metrics: file that gets one JSON line per event; None for `metrics.jsonl` in the out directory.
+        prometheus: PORT (on loopback) or HOST:PORT to serve figures for Prometheus on; None for nowhere.
         seed: of this peer's stream of training windows; None derives it from the identity.
         shard: the part of the text to train on, in runs that have parts; None chooses one by the identity.
         eval_every: inner steps of the run between two measurements on the held-out text.
@@ -368,6 +370,7 @@ class PeerConfig:
     threads: int = 0
     out: str | None = None
     metrics: str | None = None
+    prometheus: str | None = None
     seed: int | None = None
     shard: int | None = None
     # One evaluation of the demo model takes as long as about six of its steps: 100 keeps it near 5 %. A guess else.
@@ -386,6 +389,10 @@ class PeerConfig:
         _check_positive("checkpoint_minutes", self.checkpoint_minutes)
         if self.dashboard is not None:
             _check(0 <= self.dashboard < 65536, "dashboard", self.dashboard, "from 0 to 65535 (0: any free one)")
+        _check(
+            self.prometheus is None or parse_endpoint(self.prometheus) is not None,
+            "prometheus", self.prometheus, "PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100",
+        )  # fmt: skip
         if self.seed is not None:
             _check_count("seed", self.seed, 0)
         if self.shard is not None:

@@ -27,6 +27,7 @@ from p2ptrain.protocol.handover import StepReport
 from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.observer import Observer, Own, Sighting
+from p2ptrain.protocol.others import OtherPeer
 from p2ptrain.protocol.packing import pack_value, unpack_head
 from p2ptrain.protocol.standing import Restored
 from p2ptrain.watch import Watch, off_loop
@@ -48,7 +49,7 @@ STATE_TIMEOUT_S = 120.0
 class Peer:
     """One member of a run. Made by `p2ptrain.join` or `Lobby.enter`; a context manager that leaves at its end.
 
-    Every attribute and method is for the training thread.
+    Every attribute and method is for the training thread, but `others`, `alive` and `status`, which any may read.
 
     Attributes:
         run: the run's settings.
@@ -82,6 +83,7 @@ class Peer:
         self._records = Sinks([records, self._journal])
         self._on_leave: Callable[[], None] = lambda: None
         self._left = False
+        self._status = ""
         self._failed: Exception | None = None
         self._scope: trio.CancelScope | None = None
         self._ended = threading.Event()
@@ -131,6 +133,7 @@ class Peer:
         """
         start = time.monotonic()
         report = self._exchange.step(samples)
+        self._note_status()
         self.record(
             "step", step=self._exchange.run_step, loss=loss, tokens=samples,
             step_s=round(self._exchange.step_s, 6), exchange_s=round(time.monotonic() - start, 6),
@@ -160,6 +163,11 @@ class Peer:
     def alive_maddrs(self) -> list[str]:
         """Addresses of the other live peers: what to join through after a restart."""
         return list(self._node.alive_maddrs)
+
+    @property
+    def others(self) -> list[OtherPeer]:
+        """The other live peers: what each does now, and where it stands. For any thread."""
+        return self._node.others
 
     @property
     def maddrs(self) -> list[str]:
@@ -305,16 +313,23 @@ class Peer:
         finally:
             self._ended.set()
 
+    def _note_status(self) -> str | None:
+        """Record what we do now where that has changed since the last time, and return it; else None."""
+        status = self._node.status
+        if status == self._status:
+            return None
+        self._status = status
+        self.record("status", status=status)
+        return status
+
     def _await_ready(self, on_status: Callable[[str], None]) -> None:
-        last = ""
         while not self._node.ready.is_set():
             if self.failure is not None:
                 raise self.failure
             if (mismatch := self._node.links.mismatch) is not None and not self._node.alive:
                 raise RunMismatchError(mismatch)
-            if self._node.status != last:
-                last = self._node.status
-                on_status(last)
+            if (status := self._note_status()) is not None:
+                on_status(status)
             self._exchange.idle()
             self._ended.wait(POLL_S)
 

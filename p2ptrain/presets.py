@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# The models that come with p2ptrain; their shapes, and where those are from, are in `models/registry.py`.
+MODELS = ("gpt-demo", "gpt-small", "gpt2-124m", "diloco-60m", "diloco-150m", "diloco-400m")
 PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
     # DiLoCo, table 5, and the model and the length of its main experiment (section 3). Sequences of 1,024 tokens
     # (same table) come with the model.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,12 @@ from p2ptrain import checkpoint
 from p2ptrain.addresses import join_line, read_initial_peers, write_addresses
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.data import VOCAB_SIZE, Corpus, Shards, load_corpus
+from p2ptrain.doctor.quick import quick_look
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.interrupt import stop_on_signals
 from p2ptrain.models import build, check_name, context_length
+from p2ptrain.monitor.prometheus import PrometheusSink
+from p2ptrain.monitor.sinks import Sink
 from p2ptrain.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.rundir import claim_out
 from p2ptrain.settings import Settings
@@ -44,13 +47,24 @@ FIND_RUN_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Callable[[Progress], None]) -> None:
+def join_run(
+    settings: Settings,
+    *,
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+    on_status: Callable[[str], None] | None = None,
+    sinks: Sequence[Sink] = (),
+    on_peer: Callable[[Peer], None] = lambda peer: None,
+) -> None:
     """Take part in a run until it ends or Ctrl-C.
 
     Args:
         settings: merged from flags, environment and TOML.
         say: shows one line to the user.
         on_progress: shows how training goes on, every few seconds.
+        on_status: shows what the peer does while it enters the run; None: it is said like all else.
+        sinks: who gets the peer's events besides its metrics file.
+        on_peer: called with the peer once it has entered the run.
 
     Raises:
         ConfigError: something the user gave cannot work.
@@ -67,6 +81,11 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
     corpus = load_corpus(config.data)
 
     with ExitStack() as stack:
+        watching = list(sinks)
+        if config.prometheus is not None:
+            prometheus = stack.enter_context(closing(PrometheusSink(config.prometheus)))
+            watching.append(prometheus)
+            say(f"figures for Prometheus at {prometheus.url}")
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = checkpoint.load_newest(out)
@@ -80,6 +99,8 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
+        for finding in quick_look(out, run.model, config.device):
+            say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (p2ptrain doctor tells more)")
         model = _build_model(run, saved)
         if config.init_from:
             _start_from(config.init_from, model, found, saved, out, lobby.knows_others, say)
@@ -98,10 +119,12 @@ def join_run(settings: Settings, *, say: Callable[[str], None], on_progress: Cal
                 run,
                 optimizer=trainer.optimizer,
                 metrics=Path(config.metrics or out / METRICS_FILE),
+                sinks=watching,
                 resume_state=saved.state["peer"] if saved else None,
-                on_status=say,
+                on_status=on_status or say,
             )
         )
+        on_peer(peer)
         if config.write_addresses:
             write_addresses(Path(config.write_addresses), peer.maddrs)
         if shards is not None:

@@ -158,6 +158,7 @@ TRAINING_SETTINGS = (
     Setting("threads", PeerConfig, "N", "CPU threads for torch; 0 leaves it to torch."),
     Setting("out", PeerConfig, "DIR", "Identity, metrics and checkpoints. [default: p2ptrain-<run id>]"),
     Setting("metrics", PeerConfig, "FILE", "One JSON line per event. [default: metrics.jsonl in --out]"),
+    Setting("prometheus", PeerConfig, "[HOST:]PORT", "Serve figures for Prometheus there; on 127.0.0.1 without HOST."),
     Setting("seed", PeerConfig, "N", "Seed of this peer's own share of the text. [default: from its identity]"),
     Setting("shard", PeerConfig, "N", "Part of the text to train on, from 0. [default: from its identity]"),
     Setting("eval_every", PeerConfig, "N", "Steps between two measurements on the held-out text."),
@@ -312,5 +313,5 @@ def _convert(given: object, kind: type, origin: str) -> Value:
             return typing.cast(Value, kind(given))
         except ValueError:
             pass
-    wanted = {int: "a whole number, such as 200", float: "a number, such as 0.003", str: "a text"}[kind]
+    wanted = {int: "a whole number, such as 200", float: "a number, such as 0.003", str: "a text in quotes"}[kind]
     raise ConfigError(f"{origin}: {given!r} is not {wanted}")

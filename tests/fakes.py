@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.sinks import Sink
 
 MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmFake"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmFake"
@@ -127,6 +128,7 @@ class FakeLobby:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         metrics: Path | None = None,
+        sinks: Sequence[Sink] = (),
         resume_state: Mapping[str, Any] | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> FakePeer:

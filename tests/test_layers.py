@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "p2ptrain"
 
 # Each may import what stands above it. A new module gets its place here.
 LAYERS: list[set[str]] = [
-    {"errors", "version", "interrupt", "memory", "plots", "presets"},
+    {"endpoint", "errors", "version", "interrupt", "memory", "plots", "presets"},
     {"config"},
     {"algorithms"},
     {"model", "protocol"},
@@ -25,7 +25,7 @@ LAYERS: list[set[str]] = [
     {"peer"},
     {"lobby"},
     {"api", "generation", "pretrained", "trainer"},
-    {"sharding", "training"},
+    {"doctor", "sharding", "training"},
     {"dashboard"},
     {"session", "simulation"},
     {"demo", "reproduction"},

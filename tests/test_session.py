@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import socket
 import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -68,6 +71,21 @@ def test_a_founder_trains_and_prints_the_line_for_others(lobby: type[FakeLobby])
     assert lobby.peer.run.total_steps == 2
     assert lobby.peer.left == "finished"
     assert [path.name for path in checkpoint.checkpoints(Path("p2ptrain-r"))] == ["checkpoint-2"]
+
+
+def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(lobby: type[FakeLobby]) -> None:
+    (line,) = (line for line in _join(steps="1", prometheus="0") if "Prometheus" in line)
+    url = line.removeprefix("figures for Prometheus at ")
+    with pytest.raises(URLError):
+        urlopen(url, timeout=10)
+
+
+def test_a_port_in_use_is_said_before_the_network_is_touched(lobby: type[FakeLobby]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--prometheus {port}: another program uses that port"):
+            _join(steps="1", prometheus=str(port))
+    assert lobby.opened is None
 
 
 def test_a_joiner_takes_over_the_runs_settings(lobby: type[FakeLobby]) -> None:

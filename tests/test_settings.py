@@ -64,6 +64,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "threads": ("1", 1),
     "out": ("here", "here"),
     "metrics": ("m.jsonl", "m.jsonl"),
+    "prometheus": ("0.0.0.0:9100", "0.0.0.0:9100"),
     "seed": ("5", 5),
     "shard": ("6", 6),
     "eval_every": ("11", 11),

@@ -12,6 +12,8 @@ from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
 from p2ptrain.settings import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from p2ptrain.training import Progress
 
 SECTIONS = {
@@ -23,7 +25,8 @@ SECTIONS = {
 
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
-def join(settings: Settings) -> None:
+@click.option("--plain", is_flag=True, help="Print lines instead of a live view; the default without a terminal.")
+def join(settings: Settings, plain: bool) -> None:
     """Start a run, or take part in one, and train.
 
     Without --initial-peers a new run starts, and the line is printed that others paste to join it. A joiner takes
@@ -40,7 +43,40 @@ def join(settings: Settings) -> None:
     """
     from p2ptrain.session import join_run
 
-    join_run(settings, say=_say, on_progress=lambda progress: _say(format_progress(progress)))
+    if not plain and (console := _live_console()) is not None:
+        _join_live(settings, console)
+    else:
+        join_run(settings, say=_say, on_progress=lambda progress: _say(format_progress(progress)))
+
+
+def _live_console() -> Console | None:
+    """The terminal, where it can show a live view; looking for one costs nothing where there is none."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    from p2ptrain.monitor.terminal import is_worth_it
+
+    console = Console(highlight=False)
+    return console if is_worth_it(console, os.environ) else None
+
+
+def _join_live(settings: Settings, console: Console) -> None:
+    from p2ptrain.addresses import join_line
+    from p2ptrain.monitor.liveview import LiveView
+    from p2ptrain.monitor.terminal import open_terminal
+    from p2ptrain.session import join_run
+
+    view = LiveView()
+    with open_terminal(console, view) as terminal:
+        join_run(
+            settings,
+            say=terminal.say,
+            on_progress=lambda progress: None,  # the view shows it
+            on_status=view.say_status,
+            sinks=[view],
+            on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model)),
+        )
 
 
 def _say(text: str) -> None:

@@ -11,9 +11,11 @@ import sys
 import click
 
 from p2ptrain.cli.bootstrap import bootstrap
+from p2ptrain.cli.completion import completion
 from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.demo import demo
+from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.peers import peers
@@ -40,7 +42,9 @@ def cli() -> None:
     """
 
 
-for command in (demo, join, bootstrap, peers, dashboard, generate, simulate, reproduce, config):
+for command in (
+    demo, join, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config, completion,
+):  # fmt: skip
     cli.add_command(command)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from p2ptrain.cli.completion import completer
 from p2ptrain.settings import SETTINGS, Setting, merge
 
 EVERY_WAY = (
@@ -53,7 +55,12 @@ def takes_settings(sections: Mapping[str, Sequence[Setting]]) -> Callable[[Calla
         for name in reversed(names):
             decorated = _option(SETTINGS[name])(decorated)
         return click.option(
-            "-c", "--config", "config_file", metavar="FILE", help="TOML file with settings [or P2PTRAIN_CONFIG]."
+            "-c",
+            "--config",
+            "config_file",
+            metavar="FILE",
+            help="TOML file with settings [or P2PTRAIN_CONFIG].",
+            shell_complete=lambda context, parameter, incomplete: [CompletionItem(incomplete, type="file")],
         )(decorated)
 
     return decorate
@@ -69,4 +76,11 @@ def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., N
     default = setting.default
     shown = " ".join(default) if isinstance(default, tuple) else default
     text = setting.help if shown in (None, "") else f"{setting.help} [default: {shown}]"
-    return click.option(setting.flag, setting.name, metavar=setting.metavar, multiple=setting.kind is tuple, help=text)
+    return click.option(
+        setting.flag,
+        setting.name,
+        metavar=setting.metavar,
+        multiple=setting.kind is tuple,
+        help=text,
+        shell_complete=completer(setting),
+    )

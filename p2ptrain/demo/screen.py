@@ -9,12 +9,12 @@ from rich.text import Text
 
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import Happening, SwarmView
+from p2ptrain.monitor.tables import loss_text, new_table, status_text
 from p2ptrain.monitor.words import clock, count, size
 
 # From this width on there is room for everything.
 WIDE = 110
 MIN_HAPPENINGS = 3
-STATUS_STYLES = {"training": "green", "last round": "cyan", "finished": "cyan", "killed": "bold red"}
 
 
 def render(swarm: SwarmView, now_s: float, *, width: int, height: int) -> RenderableType:
@@ -56,7 +56,7 @@ def _progress(swarm: SwarmView, width: int) -> RenderableType:
 
 
 def _table(swarm: SwarmView, *, wide: bool) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = new_table()
     table.add_column("peer", no_wrap=True)
     for name in ("step", "loss", *(["held-out"] if wide else []), "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -69,7 +69,7 @@ def _table(swarm: SwarmView, *, wide: bool) -> Table:
 
 
 def _row(peer: PeerView, *, wide: bool) -> list[str | Text]:
-    status = Text(peer.status, STATUS_STYLES.get(peer.status, "yellow"))
+    status = status_text(peer.doing or peer.status if peer.status == "training" else peer.status)
     name = f"{peer.number}  {peer.peer_id[-6:]}" if wide else str(peer.number)
     if peer.own_steps == 0:
         return [name, *[""] * (10 if wide else 8), status]
@@ -77,16 +77,12 @@ def _row(peer: PeerView, *, wide: bool) -> list[str | Text]:
     exchange = f"{peer.exchange_ms:.1f}" if peer.is_up else ""
     fragments = [f"{number:,}" for number in (peer.sent, peer.merged, sum(peer.skipped.values()))]
     cells = [
-        name, f"{peer.step:,}", _loss(peer.loss), _loss(peer.held_out_loss), speed, *fragments,
+        name, f"{peer.step:,}", loss_text(peer.loss), loss_text(peer.held_out_loss), speed, *fragments,
         str(peer.round), size(peer.bytes_sent), exchange,
     ]  # fmt: skip
     if not wide:
         del cells[7], cells[3]
     return [*cells, status]
-
-
-def _loss(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.3f}"
 
 
 def _happening(happening: Happening, width: int) -> Text:

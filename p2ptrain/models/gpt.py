@@ -39,6 +39,13 @@ class GPTConfig:
         """Width of all heads together."""
         return self.heads * (self.head_size or self.width // self.heads)
 
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of a `GPT` of this shape, counted without building one."""
+        width, attention = self.width, self.attention_width
+        block = 4 * width + 3 * attention * (width + 1) + width * (attention + 1) + width * (8 * width + 5)
+        return (self.vocab_size + self.context + 2) * width + self.layers * block
+
 
 class GPT(nn.Module):
     """Maps tokens to the logits of each next token. Attribute `context` is the longest sequence it takes."""

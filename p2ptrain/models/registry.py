@@ -65,6 +65,14 @@ def check_name(name: str) -> None:
     _find_factory(name)
 
 
+def count_parameters(name: str, *, vocab_size: int) -> int:
+    """Parameters of a model: those of presets without building them. Raises ConfigError as `build` does."""
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return replace(preset, vocab_size=preset.vocab_size or vocab_size).num_parameters
+    return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
+
+
 def context_length(model: nn.Module) -> int:
     """The length in tokens of the windows that `model` is trained on: its attribute `context`, or 64."""
     context = getattr(model, "context", DEFAULT_CONTEXT)

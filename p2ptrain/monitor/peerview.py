@@ -25,6 +25,7 @@ class PeerView:
         number: 1 for the first; what people see.
         status: "starting", "joining", "training", "last round", "finished"; or what whoever follows the swarm sets:
             "killed", "too late", "gone".
+        doing: what it says that it does, such as "round 7: sending 3/4"; empty where it does not say.
         founded: whether the run began with it.
         adopted: whether it has stood on the run's state since its start.
         step: the run's step that it has reached.
@@ -47,6 +48,7 @@ class PeerView:
     number: int
     peer_id: str = ""
     status: str = "starting"
+    doing: str = ""
     founded: bool = False
     adopted: bool = False
     step: int = 0
@@ -140,6 +142,8 @@ class PeerView:
                     self.held_out.add(event["t"], event["loss"])
             case "peers":
                 self.alive = frozenset(event["alive"])
+            case "status":
+                self.doing = event["status"]
             case "stop":
                 self.status, self.stop_reason = "finished", event["reason"]
 

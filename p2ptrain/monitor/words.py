@@ -22,3 +22,19 @@ def clock(seconds: float) -> str:
     """`1:05` for 65 seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def duration(seconds: float) -> str:
+    """`48 s`, `12 min`, `3 h 05 min`, `4 d 03 h`: as precise as a forecast deserves."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def short_id(peer_id: str) -> str:
+    """The end of a peer id, which differs where the beginnings are alike."""
+    return f"…{peer_id[-6:]}"

@@ -16,6 +16,7 @@ _warning_name = logging.getLevelName(logging.WARNING)
 
 from hivemind.dht import DHTNode  # noqa: E402
 from hivemind.dht.crypto import RSASignatureValidator  # noqa: E402
+from hivemind.dht.protocol import DHTProtocol  # noqa: E402
 from hivemind.dht.validation import DHTRecord  # noqa: E402
 from hivemind.hivemind_cli import __path__ as cli_path  # noqa: E402
 from hivemind.p2p import P2P, PeerID  # noqa: E402
@@ -34,6 +35,7 @@ logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "CRIT
 __all__ = [
     "P2P",
     "DHTNode",
+    "DHTProtocol",
     "DHTRecord",
     "MSGPackSerializer",
     "Multiaddr",

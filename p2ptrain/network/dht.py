@@ -19,6 +19,7 @@ from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.network._hivemind import (
     P2P,
     DHTNode,
+    DHTProtocol,
     DHTRecord,
     MSGPackSerializer,
     Multiaddr,
@@ -239,19 +240,25 @@ async def _create_node(p2p: P2P, identity: Identity, connected: Collection[str])
 async def _check_clock(node: DHTNode, connected: Collection[str]) -> None:
     """Compare our clock with that of each initial peer that answers. Raises ConfigError when one differs too much."""
     for peer_id in connected:
-        asked = get_dht_time()
-        try:
-            stub = node.protocol.get_stub(PeerID.from_base58(peer_id))
-            ping = await from_asyncio(stub.rpc_ping(dht_pb2.PingRequest(), timeout=NODE_TIMEOUT_S))
-        except Exception as error:  # one of several may be gone again; that one has answered is known
-            logger.debug("%s did not answer a ping: %r", peer_id, error)
-            continue
-        ahead_s = max(asked - ping.dht_time, 0.0) - max(ping.dht_time - get_dht_time(), 0.0)
-        if abs(ahead_s) > MAX_CLOCK_SKEW_S:
+        ahead_s = await clock_ahead_s(node.protocol.p2p, peer_id)
+        if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_SKEW_S:
             raise ConfigError(
                 f"this machine's clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} that of "
                 f"initial peer {peer_id}; they may differ by {MAX_CLOCK_SKEW_S:g} s: set the time of both, best by NTP"
             )
+
+
+async def clock_ahead_s(p2p: P2P, peer_id: str) -> float | None:
+    """How many seconds our clock is at least ahead of a peer's (below 0: behind); None when it does not answer."""
+    asked = get_dht_time()
+    try:
+        # The class's own method, below the one of that name that needs a node.
+        stub = super(DHTProtocol, DHTProtocol).get_stub(p2p, PeerID.from_base58(peer_id))
+        ping = await from_asyncio(stub.rpc_ping(dht_pb2.PingRequest(), timeout=NODE_TIMEOUT_S))
+    except Exception as error:  # what hivemind raises is any of half a dozen types
+        logger.debug("%s did not answer a ping: %r", peer_id, error)
+        return None
+    return float(max(asked - ping.dht_time, 0.0) - max(ping.dht_time - get_dht_time(), 0.0))
 
 
 async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: Mapping[str, list[str]]) -> None:

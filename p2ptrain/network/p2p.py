@@ -148,13 +148,7 @@ class LibP2P:
         self._break_streams("the network was closed")
 
     async def _refresh_maddrs(self) -> None:
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
-        response = await ask(self._control_path, request, CONTROL_TIMEOUT_S)
-        found = []
-        for address in response.identify.addrs:
-            with contextlib.suppress(Exception):  # a kind of address that hivemind's parser does not know
-                found.append(Multiaddr(address))
-        self._maddrs = dialable(found, self.peer_id)
+        self._maddrs = await own_maddrs(self._control_path, self.peer_id)
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Follow our addresses; a daemon that hangs is ended, and so replaced."""
@@ -173,6 +167,16 @@ class LibP2P:
         await daemon.exited.wait()
         self._go_offline()
         self._break_streams("the libp2p daemon has died")
+
+
+async def own_maddrs(control_path: str, peer_id: str) -> list[str]:
+    """The addresses of a daemon, as it knows them itself, loopback last. Raises PeerLostError."""
+    response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
+    found = []
+    for address in response.identify.addrs:
+        with contextlib.suppress(Exception):  # a kind of address that hivemind's parser does not know
+            found.append(Multiaddr(address))
+    return dialable(found, peer_id)
 
 
 @contextlib.asynccontextmanager

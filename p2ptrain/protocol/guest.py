@@ -20,6 +20,7 @@ from p2ptrain.protocol.link import Link
 from p2ptrain.protocol.links import GUEST, Links
 from p2ptrain.protocol.membership import BUCKETS, decode_record, member_key
 from p2ptrain.protocol.messages import Beat, Hello, Message
+from p2ptrain.protocol.others import shown
 from p2ptrain.protocol.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.transport import Directory, PeerId, Transport
 
@@ -111,7 +112,9 @@ async def list_members(transport: Transport, directory: Directory, run_id: str) 
                 await trio.sleep(0.02)
             if (beat := link.beat) is not None:
                 infos.append(
-                    MemberInfo(peer_id, maddrs, role, beat.status, beat.step, beat.round, beat.lineage, beat.speed)
+                    MemberInfo(
+                        peer_id, maddrs, role, shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
+                    )
                 )
 
     async with guest_links(transport, run_id) as links:

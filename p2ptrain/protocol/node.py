@@ -34,6 +34,7 @@ from p2ptrain.protocol.messages import (
     Message,
     Request,
 )
+from p2ptrain.protocol.others import OtherPeer, describe
 from p2ptrain.protocol.packing import pack_value
 from p2ptrain.protocol.rounds.engine import RoundEngine
 from p2ptrain.protocol.standing import ModelAccess, Restored, Standing
@@ -156,6 +157,11 @@ class Node:
         """What this peer is doing now, for people."""
         return self.engine.phase if self.ready.is_set() else self.standing.status
 
+    @property
+    def others(self) -> list[OtherPeer]:
+        """The other live peers of the run, as their last beats say. For any thread."""
+        return describe(link for link in list(self.links.live.values()) if link.hello.role == TRAINER)
+
     # --- what the parts ask of their node -----------------------------------------------------------------------------
 
     def trainers(self) -> Sequence[PeerId]:
@@ -219,6 +225,7 @@ class Node:
     def on_link(self, link: Link) -> None:
         link.make_beat(self.make_beat)
         if link.hello.role == TRAINER:
+            logger.info("met %s", link.peer_id)
             self._departed.discard(link.peer_id)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()

@@ -110,7 +110,7 @@ class Standing:
     @property
     def status(self) -> str:
         """What a joining peer is doing, for people."""
-        return f"downloading state {self._download.progress:.0%}" if self._download else "joining"
+        return f"downloading state {100 * self._download.progress:.0f} %" if self._download else "joining"
 
     # --- at the start -------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from p2ptrain.settings import SETTINGS
 from p2ptrain.training import Progress
 from tests.fakes import MADDR, FakeLobby, FakeMember
 
-COMMANDS = (["join"], ["bootstrap"], ["peers"], ["dashboard"], ["generate"], ["config", "show"])
+COMMANDS = (["join"], ["bootstrap"], ["peers"], ["dashboard"], ["doctor"], ["generate"], ["config", "show"])
 
 
 @pytest.fixture

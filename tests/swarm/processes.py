@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import shlex
 import signal
 import subprocess
@@ -31,6 +32,8 @@ Event = dict[str, Any]
 DEADLINE_S = 150.0
 POLL_S = 0.05
 CTRL_C = b"\x03"
+# What moves a terminal's cursor, or colours what is on it.
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def _as_from_a_shell() -> None:
@@ -152,14 +155,26 @@ class Process:
         return self._output.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
 
     @property
+    def shown(self) -> str:
+        """What it has printed, without what moves a cursor or colours."""
+        return CONTROL.sub("", self.output)
+
+    @property
+    def typed_out(self) -> bytes:
+        """All that its terminal was sent, as it is."""
+        return self._output.read_bytes()
+
+    @property
     def errors(self) -> str:
         return self._errors.read_text(encoding="utf-8", errors="replace")
 
     @property
     def join_line(self) -> str:
         """The line that it prints for others to paste; empty as long as it has not."""
-        lines = [line for line in self.output.splitlines(keepends=True) if line.startswith("p2ptrain join ")]
-        return lines[0].strip() if lines and lines[0].endswith("\n") else ""
+        lines = self.shown.splitlines(keepends=True)
+        # A live view has it once more, in pieces where the terminal is narrow.
+        whole = [line for line in lines if line.startswith("p2ptrain join ") and not line.rstrip().endswith("\\")]
+        return whole[0].strip() if whole and whole[0].endswith("\n") else ""
 
     def events(self, kind: str) -> list[Event]:
         """Its metrics so far: the events of a kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,7 +75,8 @@ def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
-    with p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, metrics=tmp_path / "a.jsonl", **RUN) as a:
+    records = tmp_path / "a.jsonl"
+    with p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, metrics=records, prometheus=0, **RUN) as a:
         assert all(maddr.endswith(f"/p2p/{a.peer_id}") for maddr in a.maddrs)
         first = Loop(cnn_a, a)
         train_until(lambda: a.round >= 2, first)
@@ -95,6 +97,10 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
             train_until(lambda: first.rounds[-1].status == "committed" and second.rounds, first, second)
             assert set(first.rounds[-1].contributors) == {a.peer_id, b.peer_id}
             assert (a.alive, b.alive) == ([b.peer_id], [a.peer_id])
+            (other,) = a.others
+            assert (other.peer_id, other.speed > 0, other.rtt_s > 0) == (b.peer_id, True, True)
+            train_until(lambda: {other.status for other in a.others} == {"training"}, first, second)
+            train_until(lambda: a.others[0].round >= 2, first, second)
             train_until(lambda: same_tensors(a.anchor_state_dict(), b.anchor_state_dict()), first, second)
             train_until(lambda: any(report.merged for report in first.reports), first, second)
         train_until(lambda: a.alive == [], first)
@@ -103,8 +109,15 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
     shared = anchors[0].keys() & anchors[1].keys()
     assert shared
     assert all(anchors[0][key] == anchors[1][key] for key in shared)
-    events = {json.loads(line)["event"] for line in (tmp_path / "a.jsonl").read_text().splitlines()}
-    assert events >= {"start", "step", "fragments", "round", "peers", "stop"}
+    events = {json.loads(line)["event"] for line in records.read_text().splitlines()}
+    assert events >= {"start", "status", "step", "fragments", "round", "peers", "stop"}
+
+
+def test_a_port_that_is_taken_is_said_and_nothing_is_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(p2ptrain.ConfigError, match=f"--prometheus {port}: another program uses that port"):
+            p2ptrain.join(cnn(0), prometheus=port, **RUN)
 
 
 def test_an_exception_of_the_loop_leaves_the_run_and_comes_out_unchanged() -> None:

@@ -7,6 +7,8 @@ import socket
 import time
 from pathlib import Path
 
+import pyte
+
 from p2ptrain import checkpoint
 from tests.swarm.processes import CTRL_C, Process, Swarm, assert_anchors_agree
 
@@ -20,6 +22,7 @@ def test_paste_the_line_leave_by_ctrl_c_and_continue(swarm: Swarm, tmp_path: Pat
     line = swarm.until(lambda: first.join_line)
     second = swarm.start(line, directory=tmp_path, terminal=True, settings=SETTINGS)
     swarm.until(lambda: first.rounds(by=2) and second.rounds(by=2))
+    swarm.until(lambda: f"…{second.peer_id[-6:]}   training" in first.shown)
 
     step = leave_by_ctrl_c(second, tmp_path / "p2ptrain-p2ptrain-2")
     swarm.until(lambda: f"lost {second.peer_id}: it left the run" in first.output)
@@ -41,6 +44,28 @@ def test_paste_the_line_leave_by_ctrl_c_and_continue(swarm: Swarm, tmp_path: Pat
     assert alone.peer_id == first.peer_id
     assert alone.events("step")[0]["step"] == step + 1
     assert alone.events("adopt")[0]["anchor_sha256"] == first.rounds()[-1]["anchor_sha256"]
+
+
+def test_a_run_from_beginning_to_end_as_its_terminal_shows_it(swarm: Swarm) -> None:
+    peer = swarm.start("p2ptrain join --steps 60 --sync-every 20", terminal=True)
+    plain = swarm.start("p2ptrain join --steps 60 --sync-every 20 --plain", terminal=True)
+    assert (peer.wait(), plain.wait()) == (0, 0)
+    screen = pyte.HistoryScreen(80, 24, history=1000)
+    pyte.ByteStream(screen).feed(peer.typed_out)
+    above = ["".join(line[column].data for column in range(80)) for line in screen.history.top]
+    text = "\n".join(line.rstrip() for line in [*above, *screen.display])
+    # The log and what was said, the last frame, and the last word, in this order.
+    order = [
+        "others join with:",
+        "round 0 solo",
+        "run p2ptrain · step 60/60",
+        "loss ",
+        "this one  left: ",
+    ]
+    places = [text.rindex(part) for part in [*order, "finished at step 60, saved in"]]
+    assert places == sorted(places)
+    assert b"\x1b" not in plain.typed_out
+    assert "step 60/60 · loss " in plain.output
 
 
 def test_ctrl_c_while_it_looks_for_its_initial_peer(swarm: Swarm) -> None:

@@ -96,6 +96,7 @@ class Participation:
         self._host = host
         self._inbox_send, self._inbox = trio.open_memory_channel[Message](64)
         self._reductions: list[Reduction] | None = None
+        self._to_send = self._unsent = 0
         self._early: deque[tuple[PeerId, Contribution, bytes]] = deque()
 
     # --- what others send ---------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Participation:
         Raises RoundFailedError, PeerLostError or WireError, maybe in a group, when this attempt ends otherwise.
         """
         host, call = self._host, self.call
-        host.phase = f"round {call.round}: joining"
+        host.phase = f"round {call.round}: gathering"
         own = await host.snapshot(call.window_s)
         host.tell(self.attempt.leader, self._join(own))
         first = await self._next_order()
@@ -159,7 +160,7 @@ class Participation:
             self.attempt.leader,
             Ready(call.lineage, call.round, self.attempt, host.incarnation, record_sha256(proposal.record)),
         )
-        host.phase = f"round {call.round}: ready"
+        host.phase = f"round {call.round}: agreeing"
         await self._next_order()
 
     async def _next_order(self) -> Message:
@@ -206,7 +207,6 @@ class Participation:
         ]
         while self._early:
             self.contribute(*self._early.popleft())
-        self._host.phase = f"round {roster.round}: sending"
         reduced: Reduce | None = None
         # Sending goes on while we reduce for others: the leader goes on when all is done.
         async with trio.open_nursery() as nursery:
@@ -225,6 +225,8 @@ class Participation:
         """Encode and stream every part to its reducer, all reducers at once."""
         host = self._host
         encoded = [trio.Semaphore(0) for _ in roster.parts]
+        self._unsent = self._to_send = sum(len(chunk_bounds(part.start, part.stop)) for part in roster.parts)
+        host.phase = f"round {roster.round}: sending 0/{self._to_send}"
         async with trio.open_nursery() as nursery:
             for part, ready in zip(roster.parts, encoded, strict=True):
                 nursery.start_soon(self._send_part, part, own, ready)
@@ -249,6 +251,14 @@ class Participation:
                 self.contribute(part.reducer, message, own.chunks[start])
             else:
                 await link.send_bulk(message, own.chunks[start], Traffic.ROUND, compress=True)
+            self._note_sent()
+
+    def _note_sent(self) -> None:
+        """Another chunk is on its way. Who averages meanwhile says that: it is what the others wait for."""
+        self._unsent -= 1
+        sending = f"round {self.call.round}: sending"
+        if self._host.phase.startswith(sending):
+            self._host.phase = f"{sending} {self._to_send - self._unsent}/{self._to_send}"
 
     async def _reduce(self, order: Reduce) -> None:
         """Average exactly the contributors that the leader names, part by part, and serve the result."""

@@ -1,0 +1,53 @@
+"""`p2ptrain doctor`: whether a peer would work on this machine, and who would reach it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import click
+
+from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.settings import NETWORK_SETTINGS, SETTINGS, Settings
+
+SECTIONS = {
+    "The run": (SETTINGS["run_id"], SETTINGS["model"]),
+    "The network": [setting for setting in NETWORK_SETTINGS if setting.name not in ("identity", "write_addresses")],
+    "This machine": tuple(SETTINGS[name] for name in ("device", "threads", "out")),
+}
+WOULD_NOT_WORK = 1
+
+
+@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
+@takes_settings(SECTIONS)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+def doctor(settings: Settings, as_json: bool) -> None:
+    """Say whether a peer would work here, and whether others can reach it.
+
+    A line for each check: ✓ as it should be, ! a peer works, but not as well as it could, ✗ a peer would not work;
+    and below it what to do. Nothing is changed, and no run is joined. It takes about ten seconds, half a minute where
+    an initial peer cannot dial back, and ends with status 1 when a peer would not work.
+
+    \b
+    Before a first run:
+        p2ptrain doctor
+    Before joining, or when joining fails:
+        p2ptrain doctor --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
+    """
+    from p2ptrain.doctor.examine import examine, texts
+    from p2ptrain.doctor.finding import Mark, works
+
+    logging.getLogger("p2ptrain").setLevel(logging.ERROR)
+    findings = list(examine(settings))
+    if as_json:
+        report = {"works": works(findings), "checks": [finding.to_dict() for finding in findings]}
+        click.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        for line in texts(findings):
+            click.echo(line)
+        failed, warned = (sum(finding.mark is mark for finding in findings) for mark in (Mark.FAILED, Mark.WARNING))
+        verdict = "a peer works here" if not failed else "a peer would not work here"
+        click.echo(f"{verdict}: {len(findings)} checks, {failed} failed, {warned} with a warning")
+    if not works(findings):
+        sys.exit(WOULD_NOT_WORK)

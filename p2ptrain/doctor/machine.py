@@ -1,0 +1,117 @@
+"""What this machine has, read in a few milliseconds and without the network."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from p2ptrain.version import __version__
+
+# Those that the versions of are asked for in every report of a bug.
+PACKAGES = ("torch", "hivemind")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts; None where the system does not tell.
+
+    Attributes:
+        versions: by name, "" for a package that is not installed; Python's and ours with them.
+        cores: that this process may use.
+        threads: of torch.
+        memory_bytes: that can be had without swapping, within the limit of a container.
+        disk_bytes: free for this user where `out` is or will be.
+        writable: whether files can be made there.
+        open_files: how many this process may have open.
+        gpu: the name of the first GPU that torch sees.
+        gpu_bytes: free on it.
+    """
+
+    versions: dict[str, str]
+    cores: int
+    threads: int
+    memory_bytes: int | None
+    disk_bytes: int | None
+    writable: bool
+    open_files: int | None
+    gpu: str | None
+    gpu_bytes: int | None
+
+
+def read_machine(out: Path, *, gpu: bool) -> Machine:
+    """Look at this machine.
+
+    Args:
+        out: a peer's directory, which need not exist.
+        gpu: whether to look at the GPU, which takes memory of it.
+    """
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    has_gpu = gpu and torch.cuda.is_available()
+    return Machine(
+        versions={"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+        | {"p2ptrain": __version__},
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        memory_bytes=_memory_bytes(),
+        disk_bytes=_disk_bytes(place),
+        writable=place.is_dir() and os.access(place, os.W_OK | os.X_OK),
+        open_files=_open_files(),
+        gpu=torch.cuda.get_device_name(0) if has_gpu else None,
+        gpu_bytes=torch.cuda.mem_get_info(0)[0] if has_gpu else None,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cores() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = (_read(Path("/sys/fs/cgroup/cpu.max")) or "max").partition(" ")
+    if quota.isdecimal() and period.strip().isdecimal():
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+def _memory_bytes() -> int | None:
+    if sys.platform != "linux":
+        return None
+    lines = (_read(Path("/proc/meminfo")) or "").splitlines()
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    limit, used = (_read(Path("/sys/fs/cgroup") / name) or "" for name in ("memory.max", "memory.current"))
+    if limit.isdecimal() and used.isdecimal():  # a container's, of version 2
+        free.append(max(0, int(limit) - int(used)))
+    return min(free, default=None)
+
+
+def _disk_bytes(place: Path) -> int | None:
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def _open_files() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None

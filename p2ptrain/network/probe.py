@@ -1,0 +1,112 @@
+"""A look at the network with a daemon of its own: what a peer here would be seen under, and whom it would reach.
+
+It takes an identity that nobody has seen, leaves nothing behind, and asks the initial peers for two things: the time,
+and to be dialled back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import trio
+
+from p2ptrain.config import NetworkConfig
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network._hivemind import P2P, Multiaddr
+from p2ptrain.network.addresses import by_peer_id, check_initial_peers
+from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial
+from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.daemon import peer_flags, run_daemon
+from p2ptrain.network.dht import clock_ahead_s
+from p2ptrain.network.diagnosis import explain_dial
+from p2ptrain.network.dialback import DialBack, dial_back
+from p2ptrain.network.identity import hold_identity
+from p2ptrain.network.p2p import own_maddrs
+from p2ptrain.network.scratch import scratch_directory
+
+
+@dataclass
+class InitialPeer:
+    """What came of reaching one.
+
+    Attributes:
+        maddrs: its addresses, as given.
+        failure: why it was not reached; "" when it was.
+        reached_s: seconds until the encrypted connection stood.
+        answered_s: seconds that a question and its answer took then; None when it did not answer as part of a DHT.
+        clock_ahead_s: how much our clock is ahead of its, at least; below 0: behind. None when it did not answer.
+        dialled_back: whether it could dial us, and the address, or what it said.
+    """
+
+    peer_id: str
+    maddrs: list[str]
+    failure: str = ""
+    reached_s: float = 0.0
+    answered_s: float | None = None
+    clock_ahead_s: float | None = None
+    dialled_back: tuple[DialBack, str] = (DialBack.UNKNOWN, "")
+
+
+@dataclass
+class Probe:
+    """What a look gave. `maddrs`: own addresses as libp2p finds them, the router's mapping included where there is one.
+
+    `started_s`: how long the daemon took to start.
+    """
+
+    started_s: float
+    maddrs: list[str] = field(default_factory=list)
+    peers: list[InitialPeer] = field(default_factory=list)
+
+
+async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
+    """Start a daemon as a peer's would be, and look around.
+
+    Args:
+        config: how to listen, and whom to reach. Its identity is not used.
+        mapping_s: how long a router may take to map a port.
+
+    Raises:
+        ConfigError: an address makes no sense, or the daemon does not start.
+        PeerLostError: the daemon ended on the way.
+    """
+    check_initial_peers(config.initial_peers)
+    with scratch_directory() as scratch, hold_identity(None, scratch) as identity:
+        began_s = trio.current_time()
+        flags = peer_flags(config, identity.path)
+        async with run_daemon(flags, scratch / "p2pd.sock", config.startup_timeout_s) as daemon:
+            found = Probe(trio.current_time() - began_s)
+            found.peers = [InitialPeer(*item) for item in by_peer_id(config.initial_peers).items()]
+            p2p = await from_asyncio(P2P.replicate(Multiaddr(f"/unix{daemon.control_path}")))
+            try:
+                async with trio.open_nursery() as nursery:
+                    for peer in found.peers:
+                        nursery.start_soon(_reach, daemon.control_path, p2p, peer)
+                    await trio.sleep(mapping_s)
+                found.maddrs = await own_maddrs(daemon.control_path, identity.peer_id)
+                # One after the other: the first that would try is enough, and each gives its time for it.
+                for peer in found.peers:
+                    if peer.answered_s is not None:
+                        peer.dialled_back = await dial_back(
+                            daemon.control_path, peer.peer_id, identity.peer_id, found.maddrs
+                        )
+                    if peer.dialled_back[0] is not DialBack.UNKNOWN:
+                        break
+            finally:
+                with trio.CancelScope(shield=True):
+                    await from_asyncio(p2p.shutdown())
+            return found
+
+
+async def _reach(control_path: str, p2p: P2P, peer: InitialPeer) -> None:
+    began_s = trio.current_time()
+    try:
+        await dial(control_path, peer.peer_id, peer.maddrs, DIAL_TIMEOUT_S)
+    except PeerLostError as error:
+        peer.failure = explain_dial(str(error))
+        return
+    peer.reached_s = trio.current_time() - began_s
+    began_s = trio.current_time()
+    peer.clock_ahead_s = await clock_ahead_s(p2p, peer.peer_id)
+    if peer.clock_ahead_s is not None:
+        peer.answered_s = trio.current_time() - began_s

@@ -1,0 +1,44 @@
+"""Whether others can dial this machine is tried for real: for one on the internet, and one behind a router."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.links.namespaces import Machine, Wires
+from tests.swarm.processes import Swarm
+
+
+def _reachable(machine: Machine, addresses: Path, directory: Path) -> str:
+    """The doctor's line about it, as a person there reads it."""
+    command = [sys.executable, "-m", "p2ptrain", "doctor", "--device", "cpu", "--threads", "1"]
+    flags = ["--initial-peers", str(addresses), "--host-maddrs", f"/ip4/{machine.address}/tcp/4001"]
+    done = subprocess.run(
+        [*machine.enter, *command, *flags], cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if re.match(". reachable", line))
+    return line
+
+
+@pytest.mark.long  # an answer that dialling back failed comes after 15 s
+def test_a_peer_is_asked_to_dial_back(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
+    bootstrap_machine, open_machine, private_machine = net.machine(), net.machine(), net.behind_nat()
+    bootstrap = swarm.start(
+        "p2ptrain bootstrap", enter=bootstrap_machine.enter,
+        settings={"host_maddrs": f"/ip4/{bootstrap_machine.address}/tcp/4001"},
+    )  # fmt: skip
+    swarm.until(lambda: bootstrap.addresses.exists())
+    line = _reachable(open_machine, bootstrap.addresses, tmp_path)
+    assert line.startswith("✓ reachable")
+    assert line.endswith(f" dialled back to /ip4/{open_machine.address}/tcp/4001")
+    line = _reachable(private_machine, bootstrap.addresses, tmp_path)
+    assert line.startswith("! reachable")
+    assert "could not dial back" in line

@@ -94,14 +94,14 @@ def overview() -> str:
             d.dot(left + i * step, y, 3, colour)
     for when, source, target in (
         (1, 0, 1), (2, 2, 1), (3, 1, 0), (4, 0, 2), (5, 1, 2), (6, 2, 0), (7, 0, 1), (8, 1, 0), (9, 2, 1), (15, 0, 1),
-        (15.5, 3, 1), (16.8, 0, 1), (17.8, 1, 0), (20.2, 3, 0), (21, 1, 3), (22, 0, 3),
+        (14.7, 3, 1), (16.8, 0, 1), (17.8, 1, 0), (21.4, 3, 0), (22, 1, 3), (23, 0, 3),
         (28, 1, 0), (29, 3, 1), (30, 0, 3), (31, 1, 0),
     ):  # fmt: skip
         towards = 6 if target > source else -6
         x = left + when * step
         d.arrow(x, lanes[source] + towards, x + 0.7 * step, lanes[target] - towards, colour=COLOURS[source])
-    d.box(left + 18 * step - 52, lanes[2] + 14, 128, 20, line=PAPER)
-    d.text(left + 18 * step - 48, lanes[2] + 28, "crashes: nobody waits", colour=RED, size=12)
+    d.box(left + 18 * step - 60, lanes[2] + 14, 128, 20, line=PAPER)
+    d.text(left + 18 * step - 58, lanes[2] + 28, "crashes: nobody waits", colour=RED, size=12)
     d.text(left + 4.2 * step, lanes[3] + 5, "joins: downloads the state", colour=VIOLET, size=13)
     d.arrow(rounds[0] + 3.2 * step, lanes[1] + 26, left + 14.2 * step, lanes[3] - 8, colour=QUIET, dashes="4 3")
     d.cross(left + 18 * step, lanes[2])
@@ -144,7 +144,7 @@ def gossip() -> str:
     d.text(610, 208, "θ ← θ + ½ (received − θ)", mono=True, size=14)
     d.line((24, 262), (836, 262), colour=LINE)
     d.text(24, 286, "Skipped and counted:", bold=True)
-    d.text(184, 286, "of an earlier epoch · older than p · delay = 0.15 · further off than 4 × the usual · too many")
+    d.text(190, 286, "of an earlier epoch · older than p · delay = 0.15 · further off than 4 × the usual · too many")
     d.text(24, 310, "Nobody waits for a fragment, and nobody answers one.", colour=QUIET)
     return d.svg()
 

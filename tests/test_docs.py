@@ -184,6 +184,14 @@ def test_code_blocks_are_in_their_language(page: str) -> None:
             tomllib.loads(text)
 
 
+def test_the_program_on_choosing_prints_the_table_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ((_, program),) = (fence for fence in read("docs/choosing.md").fences if fence[0] == "python")
+    exec(program, {})
+    rows = capsys.readouterr().out
+    assert rows.count("\n") == 9
+    assert rows in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_tests_that_are_named_exist(page: str) -> None:
     """`p2ptrain/….py`, `tests/….py::test_…`; below `tests/` without saying so where the page says that."""

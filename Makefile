@@ -19,8 +19,8 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check p2ptrain tests examples benchmarks docs
-	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs
+	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures
+	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs/pictures
 	$(BIN)/mypy
 
 # What is made of the code: the page of settings and the pictures.

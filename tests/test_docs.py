@@ -5,6 +5,7 @@ Pages are parsed, not searched by lines, so that what is code and what is text i
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import runpy
@@ -24,6 +25,7 @@ from markdown_it.token import Token
 
 from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
+from p2ptrain.protocol.messages import KINDS
 from p2ptrain.reference import SECTIONS, reasons, reference
 from p2ptrain.settings import SETTINGS
 
@@ -212,6 +214,13 @@ def test_files_and_tests_that_are_named_exist(page: str) -> None:
             if name:
                 end = r"\w*" if more else r"\b"
                 assert re.search(rf"def {name}{end}", found[0].read_text(encoding="utf-8")), f"{page} names {span}"
+
+
+def test_the_protocol_page_names_every_message_with_its_fields() -> None:
+    page = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
+    for kind, message in KINDS.items():
+        fields = ", ".join(field.name for field in dataclasses.fields(message))
+        assert f"| {kind} | {message.__name__} | {fields} |" in page
 
 
 def test_the_configuration_page_is_current() -> None:

@@ -342,7 +342,9 @@ class PageConfig:
 
     # Whoever can reach the page sees the run: that is for the user to decide.
     host: str = "127.0.0.1"
+    # Where people look for a page of their own machine.
     port: int = 8080
+    # Addresses and localhost are enough, and a page of somebody else's cannot be asked for under its name.
     page_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -398,6 +400,7 @@ class PeerConfig:
     checkpoint_minutes: float = 10.0
     # For scripts and containers; people copy the line that is printed.
     write_addresses: str | None = None
+    # No port is opened unasked.
     dashboard: int | None = None
 
     def __post_init__(self) -> None:

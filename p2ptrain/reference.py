@@ -15,6 +15,7 @@ from p2ptrain.presets import PRESETS
 from p2ptrain.settings import (
     CONFIG_VARIABLE,
     NETWORK_SETTINGS,
+    PAGE_SETTINGS,
     RUN_SETTINGS,
     TRAINING_SETTINGS,
     Owner,
@@ -40,12 +41,14 @@ prints every setting and where it came from; it takes the options of `p2ptrain j
 
 What belongs to [the run](#the-run) is the same on every peer: the founder decides, joiners take it over, and a joiner
 that gives another value is refused by name. What belongs to [the network](#the-network) and to
-[this machine](#this-machine) is each peer's own.
+[this machine](#this-machine) is each peer's own. [The page](#the-page) is that of
+`p2ptrain dashboard`.
 """
 SECTIONS: Sequence[tuple[str, Sequence[Setting]]] = (
     ("The run", RUN_SETTINGS),
     ("The network", NETWORK_SETTINGS),
     ("This machine", TRAINING_SETTINGS),
+    ("The page", PAGE_SETTINGS),
 )
 
 

@@ -228,7 +228,8 @@ def test_the_configuration_page_is_current() -> None:
     assert page == reference(), "make docs writes it anew"
 
 
-def test_every_default_has_its_reason() -> None:
+def test_every_setting_is_on_the_page_and_every_default_has_its_reason() -> None:
+    assert [setting.name for _, settings in SECTIONS for setting in settings] == list(SETTINGS)
     for _, settings in SECTIONS:
         for setting in settings:
             assert reasons(setting.owner)[setting.field_name], setting.name

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 MINUTES := 20
 SEEDS := 500
 
-.PHONY: demo test test-long lint bench soak storms links reproduce reproduce-full clean
+.PHONY: demo test test-long lint docs bench soak storms links reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -19,9 +19,14 @@ test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check p2ptrain tests examples benchmarks
-	$(BIN)/ruff format --check p2ptrain tests examples benchmarks
+	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures
+	$(BIN)/ruff format --check p2ptrain tests examples benchmarks docs/pictures
 	$(BIN)/mypy
+
+# What is made of the code: the page of settings and the pictures.
+docs: $(STAMP)
+	$(BIN)/p2ptrain config reference > docs/configuration.md
+	$(BIN)/python docs/pictures/draw.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -105,8 +105,10 @@ class RunConfig:
         run_seed: seeds the initial weights, the fragment partition and the shards.
     """
 
+    # A first run needs no name. Who wants two on one bootstrap node gives them names.
     run_id: str = "p2ptrain"
     protocol_version: int = PROTOCOL_VERSION
+    # The command line has a model of its own as default, which learns something within minutes on one slow core.
     model: str = ""
     model_layout: str = ""
     data: str = ""
@@ -118,6 +120,7 @@ class RunConfig:
     weight_decay: float = 0.1
     # DiLoCo, section 3.1: 500 is the paper's trade-off between loss and bytes; the demo model's runs are short.
     sync_every: int = 200
+    # Both papers keep H. The other two are SPARTA's open question.
     sync_schedule: str = "fixed"
     # 0.5 %: the larger of the SPARTA paper's two settings.
     fragment_fraction: float = 0.005
@@ -125,35 +128,43 @@ class RunConfig:
     fragment_selection: str = "cyclic"
     # int8 raw weights with a scale per block cost no loss (measured); int4 does.
     fragment_codec: str = "int8"
+    # A ramp ended with the same loss (reproduced: s9).
     fragment_schedule: str = "fixed"
+    # Waiting never helps. It shows what a slow link would cost.
     fragment_delay: int = 0
     # p · delay = 0.05 costs 0.01 nats, 0.15 costs 0.03 (measured in simulation).
     max_staleness: float = 0.15
     # One push to a random peer needs no agreement with anybody, and mixes as fast per byte as pairs do.
     topology: str = "push"
     fan_out: int = 1
+    # A quarter of fp32's bytes at no loss (reproduced: codecs); so was int4, at an eighth, not tried on a large model.
     round_codec: str = "int8"
     # SparseLoCo: 1 to 3 %.
     round_density: float = 0.02
+    # Half of the values pruned saved bytes and cost 1.3 % of perplexity (reproduced: d14): not unasked.
     prune_fraction: float = 0.0
     # Measured with unequal speeds: 2.341 → 2.300.
     round_weights: str = "tokens"
+    # Both papers' mean. The disjoint merge was better here (reproduced: d18) and worse in DiLoCo, on larger models.
     round_mean: str = "weighted"
     # DiLoCo saw no significant gain from averaging them, at three times the bytes.
     inner_moments: str = "local"
-    # Left out once a peer goes on (the paper's rule, and best with Nesterov); twice, it has drifted too far (DESIGN).
+    # Left out once a peer goes on (the paper's rule, and best with Nesterov); twice, it has drifted too far.
     max_missed_rounds: int = 1
     # 124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test.
     round_timeout_s: float = 1800.0
     # DiLoCo, table 5: Nesterov, 0.7 and 0.9. The others there: sgd 0.5, sgdm 0.3 and 0.9, adam 0.3 and 0.9.
     outer_optimizer: str = "nesterov"
     outer_lr: float = 0.7
+    # DiLoCo saw no change from a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).
     outer_lr_schedule: str = "constant"
+    # As outer_lr.
     outer_momentum: float = 0.9
     # In a swarm that anybody may leave, shards of absent peers would never be seen. The papers' settings want them.
     num_shards: int = 0
     # DiLoCo's experiments default to clusters, "the more challenging use case"; iid costs no training beforehand.
     sharding: str = "iid"
+    # Any number does: runs that are to be compared share it.
     run_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -298,10 +309,13 @@ class NetworkConfig:
             quick: this is the upper bound of what is learnt.
     """
 
+    # Without anybody to join, a new run starts.
     initial_peers: tuple[str, ...] = ()
     # All interfaces: others on the network are to reach us. Port 0: any free one.
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    # The addresses of this machine's network cards, and what others see, are told unasked.
     announce_maddrs: tuple[str, ...] = ()
+    # With the rest of what this peer keeps, so that the same command again is the same peer.
     identity: str | None = None
     # hivemind's 15 s is too short on busy machines (a known complaint); errors are due within 30 s.
     startup_timeout_s: float = 25.0
@@ -329,7 +343,9 @@ class PageConfig:
 
     # Whoever can reach the page sees the run: that is for the user to decide.
     host: str = "127.0.0.1"
+    # Where people look for a page of their own machine.
     port: int = 8080
+    # Addresses and localhost are enough, and a page of somebody else's cannot be asked for under its name.
     page_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -360,24 +376,35 @@ class PeerConfig:
     """
 
     network: NetworkConfig = NetworkConfig()
+    # The defaults are the demo model's. A paper's are for models of its size.
     preset: str | None = None
     # On every machine that can run this program, and English enough to show a model that learns.
     data: str = "stdlib"
+    # Random weights, from run_seed.
     init_from: str | None = None
-    # ALGORITHMS.md, section 4: the demo model, tuned for one slow core.
+    # Tuned with the demo model, for one slow core.
     batch_size: int = 4
+    # A GPU where torch sees one.
     device: str = "auto"
+    # torch takes every core. Where several peers share a machine, 1 each is faster.
     threads: int = 0
+    # One directory a run, below the current one; a second peer there takes the next free number.
     out: str | None = None
+    # With the rest of what this peer keeps.
     metrics: str | None = None
+    # Nothing is served that nobody asked for.
     prometheus: str | None = None
+    # Peers differ, and each goes on with its own text after a restart.
     seed: int | None = None
+    # As the seed: no two people need agree, though two peers may come to share one.
     shard: int | None = None
     # One evaluation of the demo model takes as long as about six of its steps: 100 keeps it near 5 %. A guess else.
     eval_every: int = 100
     # A guess: ten minutes of one peer's work is little in a swarm, which keeps the weights anyway.
     checkpoint_minutes: float = 10.0
+    # For scripts and containers; people copy the line that is printed.
     write_addresses: str | None = None
+    # No port is opened unasked.
     dashboard: int | None = None
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"memory_network", "network"},
     {"addresses", "checkpoint", "data", "monitor", "rundir"},
     {"settings", "watch"},
-    {"models"},
+    {"models", "reference"},
     {"peer"},
     {"lobby"},
     {"api", "generation", "pretrained", "trainer"},

@@ -1,4 +1,4 @@
-"""`p2ptrain config`: what the settings are, and where each came from."""
+"""`p2ptrain config`: what the settings are, where each came from, and the page that explains them."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def show(settings: Settings, as_json: bool) -> None:
     value_width = max(map(len, texts.values()))
     for name, text in texts.items():
         click.echo(f"{name:<{width}}  {text:<{value_width}}  {settings.sources[name]}")
+
+
+@config.command()
+def reference() -> None:
+    """Print a page in Markdown on every setting: what it does, how it is given, its default and the reason for it.
+
+    \b
+        p2ptrain config reference > docs/configuration.md
+    """
+    from p2ptrain.reference import reference
+
+    click.echo(reference(), nl=False)
 
 
 def _text(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Finding, running and telling the experiments of `examples/paper`."""
+"""Finding, running and telling the experiments of `papers/`, which are a part of the package."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from p2ptrain.simulation.arms import simulate_arms
 from p2ptrain.simulation.experiment import Experiment, parse_experiments
 from p2ptrain.simulation.records import Records
 
-# Beside the package in a clone; an installed package has none, and experiments are given as files.
-DIRECTORY = Path(__file__).parents[2] / "examples" / "paper"
+DIRECTORY = Path(__file__).parent / "papers"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Outcome:
 
 
 def known_reproductions() -> list[str]:
-    """Names of all experiments in a clone, sorted."""
+    """Names of all experiments, sorted."""
     return sorted((path.stem for path in DIRECTORY.glob("*.toml")), key=lambda name: (name[0] != "s", len(name), name))
 
 
@@ -59,9 +58,7 @@ def read_reproduction(name: str) -> Reproduction:
     """One experiment by its name, or by the path of its file. Raises ConfigError."""
     path = Path(name) if name.endswith(".toml") else DIRECTORY / f"{name.lower()}.toml"
     if not path.exists():
-        known = known_reproductions()
-        hint = did_you_mean(name, known) if known else "give the path of a TOML file"
-        raise ConfigError(f"no experiment {name!r}; {hint}")
+        raise ConfigError(f"no experiment {name!r}; {did_you_mean(name, known_reproductions())}")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,333 @@
+"""The pictures of the documentation: `python docs/pictures/draw.py` (or `make docs`) writes them beside this file.
+
+Each function returns one SVG. The picture of the layers is drawn from the list in tests/test_layers.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+HERE = Path(__file__).parent
+INK, QUIET, LINE, PAPER = "#1f2933", "#616e7c", "#cbd2d9", "#ffffff"
+BLUE, ORANGE, GREEN, RED, VIOLET = "#1f6feb", "#c2570c", "#1a7f37", "#c62828", "#7c3aed"
+TINT = {BLUE: "#e7f0ff", ORANGE: "#fdeee1", GREEN: "#e4f5e8", RED: "#fdeaea", VIOLET: "#f1eafe"}
+COLOURS = (BLUE, ORANGE, GREEN, VIOLET)
+
+
+class Drawing:
+    """Collects shapes; y grows downwards."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self._size, self._title = (width, height), title
+        self._shapes: list[str] = []
+
+    def text(
+        self, x: float, y: float, words: str, *, size: int = 13, colour: str = INK, anchor: str = "start",
+        bold: bool = False, mono: bool = False,
+    ) -> None:  # fmt: skip
+        family = ' font-family="ui-monospace, Menlo, DejaVu Sans Mono, monospace"' if mono else ""
+        weight = ' font-weight="600"' if bold else ""
+        self._shapes.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}"{weight}{family}>'
+            f"{escape(words)}</text>"
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, *, fill: str = PAPER, line: str = LINE) -> None:
+        self._shapes.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" stroke="{line}"/>'
+        )
+
+    def line(self, *points: tuple[float, float], colour: str = INK, width: float = 1.5, dashes: str = "") -> None:
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        stroke = f'stroke="{colour}" stroke-width="{width:g}"{dashed}'
+        self._shapes.append(f'<polyline points="{path}" fill="none" {stroke}/>')
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float, *, colour: str = INK, dashes: str = "") -> None:
+        self.line((x1, y1), (x2, y2), colour=colour, dashes=dashes)
+        angle = math.atan2(y2 - y1, x2 - x1)
+        back = [(x2 - 8 * math.cos(angle + turn), y2 - 8 * math.sin(angle + turn)) for turn in (0.4, -0.4)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x2, y2), *back])
+        self._shapes.append(f'<polygon points="{path}" fill="{colour}"/>')
+
+    def dot(self, x: float, y: float, radius: float, colour: str) -> None:
+        self._shapes.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{colour}"/>')
+
+    def cross(self, x: float, y: float, colour: str = RED) -> None:
+        for direction in (-1, 1):
+            self.line((x - 6, y - 6 * direction), (x + 6, y + 6 * direction), colour=colour, width=2.5)
+
+    def svg(self) -> str:
+        width, height = self._size
+        size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+                'font-family="system-ui, Helvetica, DejaVu Sans, sans-serif">',
+                f"<title>{escape(self._title)}</title>",
+                f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}" stroke="{LINE}"/>',
+                *self._shapes,
+                "</svg>\n",
+            ]
+        )
+
+
+def overview() -> str:
+    """Four peers over two intervals: steps, fragments between them, rounds in the background, one lost, one joining."""
+    d = Drawing(860, 400, "Four peers train: fragments at every step, a round every H steps, one is lost, one joins")
+    top, gap, left, step = 80, 62, 110, 22
+    lanes = [top + gap * i for i in range(4)]
+    rounds = (left + 11 * step, left + 24 * step)
+    for x in rounds:
+        d.box(x, top - 34, 3.2 * step, gap * 3 + 68, fill="#f3f4f6")
+    d.text(rounds[0] + 1.6 * step, top - 42, "round 0", anchor="middle", bold=True)
+    d.text(rounds[1] + 1.6 * step, top - 42, "round 1", anchor="middle", bold=True)
+    lives = ((0, 33), (0, 33), (0, 18), (14.2, 33))
+    for lane, (y, colour, life) in enumerate(zip(lanes, COLOURS, lives, strict=True)):
+        d.text(20, y + 5, f"peer {'ABCD'[lane]}", colour=colour, bold=True)
+        d.line((left + life[0] * step, y), (left + life[1] * step, y), colour=colour, width=2)
+        for i in range(math.ceil(life[0]), math.floor(life[1])):
+            d.dot(left + i * step, y, 3, colour)
+    for when, source, target in (
+        (1, 0, 1), (2, 2, 1), (3, 1, 0), (4, 0, 2), (5, 1, 2), (6, 2, 0), (7, 0, 1), (8, 1, 0), (9, 2, 1), (15, 0, 1),
+        (14.7, 3, 1), (16.8, 0, 1), (17.8, 1, 0), (21.4, 3, 0), (22, 1, 3), (23, 0, 3),
+        (28, 1, 0), (29, 3, 1), (30, 0, 3), (31, 1, 0),
+    ):  # fmt: skip
+        towards = 6 if target > source else -6
+        x = left + when * step
+        d.arrow(x, lanes[source] + towards, x + 0.7 * step, lanes[target] - towards, colour=COLOURS[source])
+    d.box(left + 18 * step - 60, lanes[2] + 14, 128, 20, line=PAPER)
+    d.text(left + 18 * step - 58, lanes[2] + 28, "crashes: nobody waits", colour=RED, size=12)
+    d.text(left + 4.2 * step, lanes[3] + 5, "joins: downloads the state", colour=VIOLET, size=13)
+    d.arrow(rounds[0] + 3.2 * step, lanes[1] + 26, left + 14.2 * step, lanes[3] - 8, colour=QUIET, dashes="4 3")
+    d.cross(left + 18 * step, lanes[2])
+    for x, members in ((rounds[0], (0, 1, 2)), (rounds[1], (0, 1, 3))):
+        for lane in members:
+            d.line((x, lanes[lane]), (x + 1.6 * step, lanes[1] + 31), (x + 3.2 * step, lanes[lane]), colour=QUIET)
+        d.dot(x + 1.6 * step, lanes[1] + 31, 6, INK)
+    y = top + gap * 3 + 62
+    d.dot(left, y, 3, BLUE)
+    d.text(left + 12, y + 4, "a step of this peer's own, on its own data")
+    d.arrow(left + 300, y, left + 322, y, colour=BLUE)
+    d.text(left + 330, y + 4, "a fragment: p of the weights, to one random peer")
+    d.dot(left, y + 26, 6, INK)
+    d.text(left + 12, y + 30, "the mean of the outer gradients: the new anchor, the same bytes on every member")
+    return d.svg()
+
+
+def gossip() -> str:
+    """A fragment from its sender's weights into its receiver's."""
+    d = Drawing(860, 330, "A fragment: one slot of the sender's blocks, found again by the receiver, mixed by half")
+    d.text(24, 34, "sender", colour=BLUE, bold=True)
+    d.text(610, 34, "receiver", colour=ORANGE, bold=True)
+    slot = {2, 7, 12, 21, 27, 32, 41, 46}
+    for x0, colour in ((24, BLUE), (610, ORANGE)):
+        for block in range(50):
+            x, y = x0 + 22 * (block % 10), 50 + 22 * (block // 10)
+            d.box(x, y, 19, 19, fill=colour if block in slot else TINT[colour], line=LINE)
+    d.text(24, 184, "all parameters in blocks of 64;", colour=QUIET)
+    d.text(24, 202, "dark: the blocks of slot s of cycle c,", colour=QUIET)
+    d.text(24, 220, "1/p slots to a cycle, shuffled by a", colour=QUIET)
+    d.text(24, 238, "keyed bijection from the run's seed", colour=QUIET)
+    d.box(278, 56, 300, 92, fill="#f3f4f6")
+    d.text(290, 78, "header: lineage, round, cycle, slot", mono=True, size=12)
+    d.text(290, 98, "scales: one bfloat16 a block", mono=True, size=12)
+    d.text(290, 118, "values: 64 × int8 a block", mono=True, size=12)
+    d.text(290, 138, "no indices: both sides compute them", size=12, colour=QUIET)
+    d.arrow(248, 102, 276, 102, colour=BLUE)
+    d.arrow(580, 102, 607, 102, colour=BLUE)
+    d.text(610, 184, "at its next step, in the same blocks:", colour=QUIET)
+    d.text(610, 208, "θ ← θ + ½ (received − θ)", mono=True, size=14)
+    d.line((24, 262), (836, 262), colour=LINE)
+    d.text(24, 286, "Skipped and counted:", bold=True)
+    d.text(190, 286, "of an earlier epoch · older than p · delay = 0.15 · further off than 4 × the usual · too many")
+    d.text(24, 310, "Nobody waits for a fragment, and nobody answers one.", colour=QUIET)
+    return d.svg()
+
+
+def sequence(
+    title: str, actors: Sequence[tuple[str, str]], steps: Sequence[tuple[int, int, str] | str], *, width: int = 860,
+) -> str:  # fmt: skip
+    """Messages between actors from top to bottom; a text alone is a heading across, (i, i, …) a note at an actor."""
+    height = 76 + 30 * len(steps)
+    d = Drawing(width, height, title)
+    xs = [110 + (width - 220) * i / (len(actors) - 1) for i in range(len(actors))]
+    for x, (name, colour) in zip(xs, actors, strict=True):
+        d.line((x, 52), (x, height - 16), colour=LINE)
+        d.box(x - 90, 20, 180, 30, fill=TINT[colour], line=colour)
+        d.text(x, 40, name, colour=colour, anchor="middle", bold=True)
+    for row, step in enumerate(steps):
+        y = 84 + 30 * row
+        if isinstance(step, str):
+            d.box(16, y - 15, width - 32, 22, fill="#f3f4f6")
+            d.text(width / 2, y, step, anchor="middle", colour=QUIET, bold=True, size=12)
+            continue
+        source, target, words = step
+        colour = actors[source][1]
+        if source == target:
+            wide = 6.6 * len(words) + 16
+            x = min(max(xs[source] - wide / 2, 12), width - 12 - wide)
+            d.box(x, y - 15, wide, 22, fill=TINT[colour], line=colour)
+            d.text(x + wide / 2, y, words, anchor="middle", size=12)
+            continue
+        d.arrow(xs[source], y + 4, xs[target], y + 4, colour=colour)
+        d.text((xs[source] + xs[target]) / 2, y - 2, words, anchor="middle", size=12)
+    return d.svg()
+
+
+def round_() -> str:
+    """One attempt at a round, from due to landed."""
+    return sequence(
+        "One round: joining, sending, averaging, deciding, landing",
+        [("member", BLUE), ("leader (a member)", VIOLET), ("reducers (members)", ORANGE)],
+        [
+            (0, 1, "Due: H steps are done"),
+            (1, 0, "Call: join within the window"),
+            (0, 0, "snapshot of the weights; training goes on"),
+            (0, 1, "Join: a promise, tokens, speed, whom I am linked to"),
+            (1, 0, "Roster: who takes part, who averages which part"),
+            "the outer gradient, anchor − weights, in parts",
+            (0, 2, "Contribution: each part to its reducer, in chunks of 1024 blocks, int8"),
+            (2, 1, "Arrived: who is complete, who has stalled"),
+            (1, 2, "Reduce: one set of contributors for all parts"),
+            (2, 1, "Reduced: hash of the encoded mean"),
+            "two phases: nobody commits what a quorum does not hold",
+            (1, 0, "Propose: the record, with the part hashes"),
+            (2, 0, "the parts of the mean, checked by hash"),
+            (0, 1, "Ready"),
+            (1, 0, "Commit: Ready came from a quorum"),
+            (0, 0, "landing, inside peer.step(): the same new anchor on every member"),
+        ],
+    )
+
+
+def joining() -> str:
+    """From an address to the first step."""
+    return sequence(
+        "Joining: from an address to the first step",
+        [("joiner", VIOLET), ("initial peer", ORANGE), ("members of the run", BLUE)],
+        [
+            (0, 1, "dial, by the address that was pasted"),
+            (0, 1, "look up the members' keys in the DHT"),
+            (1, 0, "addresses, each signed by its peer"),
+            (0, 2, "as a guest: what are the run's settings?"),
+            (2, 0, "settings; compared with those that were given"),
+            (0, 0, "the model is built, its layout checked"),
+            (0, 2, "Hello with the run digest: another digest is refused, with the reason"),
+            (0, 2, "head, and the list of chunk hashes"),
+            (2, 0, "chunks of anchor and momentum, from all members at once"),
+            (0, 0, "each checked by hash; a lost donor is replaced; rounds meanwhile are applied"),
+            (0, 0, "first step; in the next round it is a contributor"),
+        ],
+    )
+
+
+def epochs() -> str:
+    """What an epoch is to a fragment, and what a lineage is to a partition."""
+    d = Drawing(860, 420, "Epochs: fragments of an earlier round are dropped. Lineages: halves become one again")
+    d.text(24, 34, "Epochs", bold=True, size=15)
+    for y, name, colour, landings in ((80, "peer A", BLUE, (280, 600)), (150, "peer B", ORANGE, (330, 650))):
+        d.text(24, y + 5, name, colour=colour, bold=True)
+        d.line((100, y), (836, y), colour=colour, width=2)
+        for number, x in enumerate(landings):
+            d.line((x, y - 16), (x, y + 16), colour=INK, width=3)
+            d.text(x, y - 21 if y == 80 else y + 30, f"round {number} lands", anchor="middle", size=12)
+    d.arrow(160, 86, 180, 144, colour=BLUE)
+    d.text(190, 118, "same epoch: mixed", colour=GREEN)
+    d.arrow(575, 144, 625, 86, colour=ORANGE)
+    d.cross(625, 86)
+    d.text(836, 122, "sent before: dropped", colour=RED, anchor="end")
+    d.text(
+        24,
+        204,
+        "Mixing it would bring back what the round has just averaged out. A fragment of a later round",
+        colour=QUIET,
+    )
+    d.text(24, 222, "than the receiver's waits until the receiver has landed too.", colour=QUIET)
+    d.line((24, 240), (836, 240), colour=LINE)
+    d.text(24, 268, "Lineages", bold=True, size=15)
+    d.line((60, 320), (300, 320), colour=BLUE, width=3)
+    for x, n in ((100, 0), (180, 1), (260, 2)):
+        d.dot(x, 320, 7, BLUE)
+        d.text(x, 306, f"round {n}", anchor="middle", size=12)
+    d.line((300, 320), (340, 300), (660, 300), (700, 320), (836, 320), colour=BLUE, width=3)
+    d.line((300, 320), (340, 360), (480, 360), colour=QUIET, width=2, dashes="5 4")
+    d.line((480, 360), (660, 360), colour=ORANGE, width=3)
+    d.line((660, 360), (700, 322), colour=ORANGE, width=2, dashes="5 4")
+    for x, y, n, colour in ((420, 300, 3, BLUE), (560, 300, 4, BLUE), (560, 360, 3, ORANGE), (770, 320, 5, BLUE)):
+        d.dot(x, y, 7, colour)
+        d.text(x, y - 14, f"round {n}", anchor="middle", size=12)
+    d.text(300, 288, "the network is cut", anchor="middle", size=12, colour=RED)
+    d.text(700, 288, "healed", anchor="middle", size=12, colour=GREEN)
+    d.text(340, 384, "the half without a quorum trains on; after", size=12, colour=QUIET)
+    d.text(340, 400, "max(60 s, 3 intervals) it begins a lineage of its own", size=12, colour=QUIET)
+    d.text(714, 352, "more tokens wins;", size=12, colour=QUIET)
+    d.text(714, 368, "the others take", size=12, colour=QUIET)
+    d.text(714, 384, "its anchor", size=12, colour=QUIET)
+    return d.svg()
+
+
+# What each name of the layer list is, in a few words.
+WORDS = {
+    "algorithms": "what to send, how it is coded, mixed and averaged: torch and numpy only",
+    "protocol": "links, gossip, rounds, state: trio only, no clock or socket of its own",
+    "network": "the same over libp2p: the only package that imports hivemind",
+    "memory_network": "the same in memory, with faults",
+    "config": "the run's settings, hashed; the machine's own",
+    "settings": "flags, variables, TOML, presets",
+    "peer": "joins a training loop to a node on the background thread",
+    "simulation": "many peers in one process, virtual time",
+    "training": "the loop behind join",
+    "cli": "one file a command, no logic",
+}
+
+
+def layers() -> str:
+    """The list of tests/test_layers.py, lowest layer first."""
+    source = (HERE.parents[1] / "tests/test_layers.py").read_text(encoding="utf-8")
+    (found,) = [
+        node.value for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "LAYERS"
+    ]  # fmt: skip
+    assert found is not None
+    rows: list[set[str]] = ast.literal_eval(found)
+    height = 66 + 38 * len(rows)
+    d = Drawing(860, height, "The layers of the package: each may import what stands above it")
+    d.text(24, 30, "Each row may import what stands above it, and nothing below (tests/test_layers.py).", colour=QUIET)
+    d.arrow(30, height - 24, 30, 50, colour=QUIET)
+    for row, names in enumerate(rows):
+        x, y = 56.0, 44 + 38 * row
+        words = [f"{name}: {WORDS[name]}" for name in sorted(names) if name in WORDS]
+        for name in sorted(names):
+            wide = 7.4 * len(name) + 20
+            colour = GREEN if name == "algorithms" else ORANGE if name in ("network", "memory_network") else BLUE
+            d.box(x, y, wide, 28, fill=TINT[colour], line=colour)
+            d.text(x + wide / 2, y + 19, name, anchor="middle", mono=True, size=12)
+            x += wide + 8
+        if len(words) == 1:
+            d.text(x + 8, y + 19, words[0].partition(": ")[2], size=12, colour=QUIET)
+        else:
+            for line, text in enumerate(words):
+                d.text(x + 8, y + 12 + 15 * line, text, size=12, colour=QUIET)
+    return d.svg()
+
+
+def pictures() -> dict[str, str]:
+    """Every picture, by file name."""
+    return {
+        "overview.svg": overview(),
+        "gossip.svg": gossip(),
+        "round.svg": round_(),
+        "joining.svg": joining(),
+        "epochs.svg": epochs(),
+        "layers.svg": layers(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in pictures().items():
+        (HERE / name).write_text(text, encoding="utf-8")

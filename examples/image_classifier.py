@@ -1,11 +1,11 @@
 """A CNN that two peers train on handwritten digits, though the first sees only 0 to 4 and the second only 5 to 9.
 
 Alone, neither learns the digits that it never sees. Together both know all ten, and no image leaves its machine.
-Needs scikit-learn, which brings the images. Both peers in one terminal:
+Both peers in one terminal, for half a minute:
 
-    python examples/image_classifier.py --demo
+    python examples/image_classifier.py
 
-In two terminals, or on two machines: start it without --demo in one, and paste the line that it prints in the other.
+In two terminals, or on two machines: start it with --wait in one, and paste the line that it prints in the other.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import p2ptrain
 BATCH_SIZE = 256
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--demo", action="store_true", help="start the second peer as well")
+parser.add_argument("--wait", action="store_true", help="let somebody else start the second peer")
 parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS", help="where the first peer is")
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
 parser.add_argument("--steps", type=int, default=600, help="training steps of each peer")
@@ -65,8 +65,8 @@ with p2ptrain.join(
     diloco=p2ptrain.DiLoCo(sync_every=60), total_steps=arguments.steps,
 ) as peer:  # fmt: skip
     line = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
-    second = subprocess.Popen([*line, "--host", arguments.host]) if arguments.demo else None
-    if not (second or is_second):
+    second = None if arguments.wait or is_second else subprocess.Popen([*line, "--host", arguments.host])
+    if arguments.wait:
         print("the second peer is started by:", shlex.join(line), sep="\n", flush=True)
     while not peer.alive:
         time.sleep(0.1)

@@ -10,6 +10,7 @@ same is: p2ptrain join --init-from FILE.safetensors
 """
 
 import argparse
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS", help="where another peer is")
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
 parser.add_argument("--checkpoint", type=Path, default="digits.safetensors", help="weights to start from")
-parser.add_argument("--steps", type=int, default=1000, help="length of the run")
+parser.add_argument("--steps", type=int, default=10_000, help="length of the run")
 arguments = parser.parse_args()
 
 pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
@@ -64,10 +65,11 @@ if not arguments.initial_peers:
         optimizer.state.clear()
     model.load_state_dict(load_file(arguments.checkpoint))
 
-with p2ptrain.join(
+peer = p2ptrain.join(
     model, run_id="finetune", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
-    diloco=p2ptrain.DiLoCo(sync_every=100), total_steps=arguments.steps,
-) as peer:  # fmt: skip
+    diloco=p2ptrain.DiLoCo(sync_every=500), total_steps=arguments.steps,
+)  # fmt: skip
+with contextlib.suppress(KeyboardInterrupt), peer:
     line = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
     print("others join by:", shlex.join(line), sep="\n", flush=True)
     report(f"at step {peer.run_step}")

@@ -29,6 +29,7 @@ parser.add_argument("--steps", type=int, default=600, help="length of the run")
 parser.add_argument("--out", default="gpt2", help="directory for checkpoints")
 parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
 options = parser.parse_args()
+Path(options.out).mkdir(exist_ok=True)
 
 TINY = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 256}
 model = GPT2LMHeadModel(GPT2Config(**(TINY if options.tiny else {}), bos_token_id=0, eos_token_id=0))
@@ -51,7 +52,8 @@ class Windows(torch.utils.data.IterableDataset):
 arguments = TrainingArguments(
     options.out, max_steps=options.steps, per_device_train_batch_size=8, gradient_accumulation_steps=2,
     learning_rate=3e-3 if options.tiny else 4e-4, lr_scheduler_type="cosine", warmup_steps=options.steps // 20,
-    logging_steps=20, save_steps=200, save_total_limit=2, disable_tqdm=True, report_to=[],
+    logging_steps=20, save_steps=100, save_total_limit=2, disable_tqdm=True, report_to=[],
+    dataloader_pin_memory=torch.cuda.is_available(),
 )  # fmt: skip
 model.to(arguments.device)  # before joining: the Trainer would move it away from the run
 with p2ptrain.join(

@@ -25,7 +25,7 @@ import p2ptrain
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS", help="where another peer is")
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
-parser.add_argument("--steps", type=int, default=3000, help="length of the run")
+parser.add_argument("--steps", type=int, default=20_000, help="length of the run")
 arguments = parser.parse_args()
 
 if "RANK" not in os.environ:  # started without torchrun: an island of one
@@ -40,7 +40,7 @@ dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=date
 model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1)).to(device)
 with contextlib.suppress(KeyboardInterrupt), p2ptrain.join(
     model, run_id="island", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
-    diloco=p2ptrain.DiLoCo(sync_every=300), total_steps=arguments.steps,
+    diloco=p2ptrain.DiLoCo(sync_every=1000), total_steps=arguments.steps,
     process_group=dist.group.WORLD,
 ) as peer:  # fmt: skip
     if peer.rank == 0:

@@ -27,7 +27,7 @@ parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS",
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
 parser.add_argument("--checkpoint", type=Path, default="corpus.pt", help="file to save to and to continue from")
 parser.add_argument("--shard", default="0/1", help="which part of the text to read, of how many")
-parser.add_argument("--steps", type=int, default=500, help="length of the run")
+parser.add_argument("--steps", type=int, default=2000, help="length of the run")
 options = parser.parse_args()
 BATCH, CONTEXT, PIECE = 8, 64, 100_000
 files = [path for path in sorted(options.folder.rglob("*")) if path.suffix in (".txt", ".md", ".py")]

@@ -77,14 +77,13 @@ def trainer(peer: Peer, out: Path, **arguments: Any) -> Trainer:
     callback: Any = P2PCallback(peer)  # type: ignore[arg-type]
     return Trainer(
         GPT2LMHeadModel(CONFIG), TrainingArguments(str(out), **settings | arguments), train_dataset=Windows(),
-        callbacks=[callback],
+        eval_dataset=[next(iter(Windows()))], callbacks=[callback],
     )  # fmt: skip
 
 
 def test_one_exchange_a_step_of_the_optimizer_and_the_means_that_the_trainer_logs(tmp_path: Path) -> None:
     peer = Peer()
     run = trainer(peer, tmp_path, eval_strategy="steps", eval_steps=8)
-    run.eval_dataset = [next(iter(Windows()))]
     run.train()
     assert peer.samples == [6] * LENGTH
     logs = [log for log in run.state.log_history if "loss" in log]

@@ -5,8 +5,7 @@ yours a checkpoint is made first. Half a minute:
 
     python examples/finetune.py
 
-Paste the line that it prints into a second terminal, or run it on another machine. For a model of the command line the
-same is: p2ptrain join --init-from FILE.safetensors
+Paste the line that it prints into a second terminal, or run it on another machine. (p2ptrain join has --init-from.)
 """
 
 import argparse

@@ -60,7 +60,6 @@ with contextlib.suppress(KeyboardInterrupt), p2ptrain.join(
             print(f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.6f}", flush=True)
     peer.wait_finished(60)
     weights = torch.nn.utils.parameters_to_vector(model.parameters())
-    print(
-        f"rank {peer.rank} of {peer.size}: step {peer.run_step}, norm of the weights {weights.norm():.6f}", flush=True
-    )
+    # One string a line: the processes share a terminal.
+    print(f"rank {peer.rank}: step {peer.run_step}, norm of the weights {weights.norm():.6f}\n", end="", flush=True)
 dist.destroy_process_group()

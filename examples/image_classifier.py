@@ -1,11 +1,11 @@
 """A CNN that two peers train on handwritten digits, though the first sees only 0 to 4 and the second only 5 to 9.
 
 Alone, neither learns the digits that it never sees. Together both know all ten, and no image leaves its machine.
-Needs scikit-learn, which brings the images. Both peers in one terminal:
+Both peers in one terminal, for half a minute:
 
-    python examples/image_classifier.py --demo
+    python examples/image_classifier.py
 
-In two terminals, or on two machines: start it without --demo in one, and paste the line that it prints in the other.
+In two terminals, or on two machines: start it with --wait in one, and paste the line that it prints in the other.
 """
 
 import argparse
@@ -21,24 +21,23 @@ from torch import nn
 
 import p2ptrain
 
-BATCH_SIZE = 256
-
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--demo", action="store_true", help="start the second peer as well")
+parser.add_argument("--wait", action="store_true", help="let somebody else start the second peer")
 parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS", help="where the first peer is")
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
 parser.add_argument("--steps", type=int, default=600, help="training steps of each peer")
 arguments = parser.parse_args()
-is_second = bool(arguments.initial_peers)
+digits = "5 to 9" if arguments.initial_peers else "0 to 4"
 
 pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-images = pixels.float().reshape(-1, 1, 8, 8) / 16
-mine = (labels[:1400] >= 5) == is_second
+images = pixels.float().reshape(-1, 1, 8, 8) / 16  # nobody trains on the last 397
+mine = (labels[:1400] >= 5) == bool(arguments.initial_peers)
 my_images, my_labels = images[:1400][mine], labels[:1400][mine]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    batch = torch.randint(len(my_images), (BATCH_SIZE,))
+    batch = torch.randint(len(my_images), (256,))
+    model.train()
     loss = nn.functional.cross_entropy(model(my_images[batch]), my_labels[batch])
     loss.backward()
     optimizer.step()
@@ -47,7 +46,6 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def accuracy(model: nn.Module) -> str:
-    """Of all ten digits, on images that nobody trained on."""
     return f"{(model.eval()(images[1400:]).argmax(1) == labels[1400:]).float().mean():.0%}"
 
 
@@ -65,15 +63,17 @@ with p2ptrain.join(
     diloco=p2ptrain.DiLoCo(sync_every=60), total_steps=arguments.steps,
 ) as peer:  # fmt: skip
     line = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
-    second = subprocess.Popen([*line, "--host", arguments.host]) if arguments.demo else None
-    if not (second or is_second):
+    second = None if arguments.wait or arguments.initial_peers else subprocess.Popen([*line, "--host", arguments.host])
+    if arguments.wait:
         print("the second peer is started by:", shlex.join(line), sep="\n", flush=True)
     while not peer.alive:
         time.sleep(0.1)
     while peer.run_step < arguments.steps:
         train_step(alone, optimizer_alone)
-        peer.step(loss=train_step(model, optimizer), samples=BATCH_SIZE)
+        report = peer.step(loss=train_step(model, optimizer), samples=256)
+        if report.round is not None:
+            print(f"the peer of {digits}: step {peer.run_step}, knows {accuracy(model)} of all ten digits", flush=True)
     peer.wait_finished(timeout_s=60)
-print("the peer of", "5 to 9:" if is_second else "0 to 4:", accuracy(alone), "alone,", accuracy(model), "together")
+print(f"the peer of {digits}: {accuracy(alone)} alone, {accuracy(model)} together", flush=True)
 if second:
     second.wait()

@@ -28,7 +28,7 @@ peer = p2ptrain.join(
     run_id="minimal",
     initial_peers=arguments.initial_peers,
     host_maddrs=[arguments.host],
-    diloco=p2ptrain.DiLoCo(sync_every=200),
+    diloco=p2ptrain.DiLoCo(sync_every=500),
 )
 with contextlib.suppress(KeyboardInterrupt), peer:
     line = shlex.join([sys.executable, __file__, "--initial-peers", *peer.maddrs])

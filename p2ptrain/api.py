@@ -7,16 +7,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from p2ptrain.config import NetworkConfig, resolve_run
 from p2ptrain.errors import ConfigError
+from p2ptrain.island import Island
 from p2ptrain.lobby import Lobby
 from p2ptrain.model import ModelParts
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer import Peer
+from p2ptrain.ranks import device_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # How long a joiner looks for the run before it concludes that it is the first.
 FIND_RUN_S = 5.0
@@ -92,7 +98,8 @@ def join(
     prometheus: int | str | None = None,
     resume: dict[str, Any] | None = None,
     on_status: Callable[[str], None] | None = None,
-) -> Peer:
+    process_group: ProcessGroup | None = None,
+) -> Peer | Island:
     """Join a run with a model of your own, or start it when there are no initial peers.
 
     Trainable parameters are exchanged, tied ones once; frozen ones must be equal on all peers; persistent buffers are
@@ -116,6 +123,11 @@ def join(
         prometheus: port (on loopback), or "HOST:PORT", to serve figures for Prometheus on; None for nowhere.
         resume: what `peer.state_dict()` returned before a restart; load your model and optimizer yourself.
         on_status: called with what the joining peer is doing, whenever that changes.
+        process_group: the processes of torch.distributed that are this one peer; each of them calls this, with the same
+            arguments. Only rank 0 is on the network, and its word counts. The group's timeout must cover the joining.
+
+    Returns:
+        A `Peer`; with a process group an `Island`, which has the same methods.
 
     Raises:
         ConfigError: an argument cannot work, or the network or the run cannot be reached; the message says what to do.
@@ -148,26 +160,43 @@ def join(
     }
     explicit = {name: value for name, value in given.items() if value is not None}
     resolve_run(explicit, None)  # refuse bad values before anything is started
-    ModelParts(model)
-    with ExitStack() as failing:
-        sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
-        lobby = failing.enter_context(
-            Lobby.open(
-                NetworkConfig(
-                    initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs),
-                    announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
-                    peer_timeout_s=peer_timeout_s,
-                )
+    if isinstance(model, DistributedDataParallel):
+        if process_group is None:
+            raise ConfigError(
+                "model is in DistributedDataParallel: give process_group=, or the model inside, its .module"
             )
-        )  # fmt: skip
-        found = lobby.find_run(run_id, FIND_RUN_S) if initial_peers else None
-        run = resolve_run(explicit, found)
-        if found is None and total_steps is None:
-            run = dataclasses.replace(run, total_steps=0)
-        peer = lobby.enter(
-            model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
-            resume_state=resume, on_status=on_status,
-        )  # fmt: skip
-        failing.pop_all()  # from here on they go with the peer
-    peer.on_leave(lobby.close)
-    return peer
+        model = model.module
+    ModelParts(model)
+
+    def enter() -> Peer:
+        with ExitStack() as failing:
+            sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
+            lobby = failing.enter_context(
+                Lobby.open(
+                    NetworkConfig(
+                        initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs),
+                        announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
+                        peer_timeout_s=peer_timeout_s,
+                    )
+                )
+            )  # fmt: skip
+            found = lobby.find_run(run_id, FIND_RUN_S) if initial_peers else None
+            run = resolve_run(explicit, found)
+            if process_group is not None and run.inner_moments == "averaged":
+                raise ConfigError(
+                    "inner_moments = 'averaged': does not reach the other processes of an island; leave process_group "
+                    "out, or take part in a run with inner_moments = 'local'"
+                )
+            if found is None and total_steps is None:
+                run = dataclasses.replace(run, total_steps=0)
+            peer = lobby.enter(
+                model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
+                resume_state=resume, on_status=on_status,
+            )  # fmt: skip
+            failing.pop_all()  # from here on they go with the peer
+        peer.on_leave(lobby.close)
+        return peer
+
+    if process_group is None:
+        return enter()
+    return Island(model, process_group, enter, device=device_of(process_group, model))

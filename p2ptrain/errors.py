@@ -1,7 +1,8 @@
 """Every error of the project, named by whose fault it is.
 
 A message gives the value, the rule it broke and the fix. The command line turns a `ConfigError` into one line and
-exit status 2; the others are normal life between volunteers' machines and never leave `Peer.step()`.
+exit status 2; the others are normal life between volunteers' machines and never leave `Peer.step()`. Only an `Island`
+that has lost one of its own processes cannot go on, and raises `PeerLostError`.
 """
 
 
@@ -22,7 +23,7 @@ class WireError(P2PTrainError):
 
 
 class PeerLostError(P2PTrainError):
-    """A peer cannot be reached, or went away while we waited for it."""
+    """A peer cannot be reached, or went away while we waited for it; or a process of our own island did."""
 
 
 class CheckpointError(P2PTrainError):

@@ -39,6 +39,7 @@ class ModelParts:
                 raise ConfigError(
                     f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
                 )
+        self._model = model
         self.names = [name for name, _ in trainable]
         self.parameters = [parameter for _, parameter in trainable]
         self.tensors = [parameter.data for parameter in self.parameters]
@@ -46,6 +47,18 @@ class ModelParts:
         self.layout_sha256 = _layout_sha256(model)
         persistent = model.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+
+    def check_in_place(self) -> None:
+        """Raises ConfigError when the parameters have moved since: what is exchanged would no longer be the model."""
+        try:
+            now = self._model.get_parameter(self.names[0]).data_ptr()
+        except AttributeError:
+            now = -1
+        if now != self.tensors[0].data_ptr():
+            raise ConfigError(
+                "the model was moved after it had joined the run (to another device, or into a wrapper that copies its "
+                "parameters); move it first, then join"
+            )
 
     def averaged(self, run: RunConfig, optimizer: torch.optim.Optimizer | None) -> MomentView | None:
         """What the run's rounds average where that is more than the parameters; None where it is just these.

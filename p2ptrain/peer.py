@@ -23,7 +23,7 @@ from p2ptrain.monitor.sinks import Sink, Sinks
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.handover import StepReport
+from p2ptrain.protocol.handover import Changes, StepReport
 from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.observer import Observer, Own, Sighting
@@ -130,8 +130,12 @@ class Peer:
 
         Returns:
             What was sent, merged and skipped, the round that landed (or None), and the seconds it took.
+
+        Raises:
+            ConfigError: the model's parameters lie elsewhere than when it joined.
         """
         start = time.monotonic()
+        self._parts.check_in_place()
         report = self._exchange.step(samples)
         self._note_status()
         self.record(
@@ -139,6 +143,10 @@ class Peer:
             step_s=round(self._exchange.step_s, 6), exchange_s=round(time.monotonic() - start, 6),
         )  # fmt: skip
         return report
+
+    def take_changes(self) -> Changes:
+        """What the last step, and what has landed since this was last asked, changed in the weights."""
+        return self._exchange.take_changes()
 
     def wait_finished(self, timeout_s: float) -> bool:
         """After the last step: wait until the run's last round has landed. False when it has not within the time."""

@@ -240,3 +240,13 @@ def test_buffers_that_do_not_fit_are_refused_and_change_nothing(data: bytes) -> 
     with pytest.raises(WireError):
         ModelParts(model).load_buffers(data)
     assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in before.items())
+
+
+@pytest.mark.parametrize("move", [nn.Module.double, lambda model: model.to("meta"), lambda model: model.half().float()])
+def test_a_model_that_is_moved_later_is_noticed(move) -> None:
+    model = nn.Linear(3, 2)
+    parts = ModelParts(model)
+    parts.check_in_place()
+    move(model)
+    with pytest.raises(ConfigError, match="move it first, then join"):
+        parts.check_in_place()

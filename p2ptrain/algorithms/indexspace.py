@@ -103,9 +103,9 @@ class IndexSpace:
 class ParameterView:
     """Live parameters, seen through the flat layout.
 
-    The tensors stay the caller's: they are changed in place by `mix`, `write` and `add`, rounded to their own dtype,
-    and never re-pointed. Contiguous ones (any float dtype, any device) are used where they lie; others go through a
-    copy. All methods belong to the thread that trains.
+    The tensors stay the caller's: they are changed in place by `scatter`, `mix`, `write` and `add`, rounded to their
+    own dtype, and never re-pointed. Contiguous ones (any float dtype, any device) are used where they lie; others go
+    through a copy. All methods belong to the thread that trains.
     """
 
     def __init__(self, space: IndexSpace, tensors: Sequence[torch.Tensor]) -> None:
@@ -132,6 +132,20 @@ class ParameterView:
         return gathered.cpu()
 
     @torch.no_grad()
+    def scatter(self, plan: Plan, values: torch.Tensor) -> None:
+        """Set the plan's blocks to `values`, (n, 64) float32, only read: θ = values there."""
+        for piece, rows, index in self._walk(plan, values.to(self._device)):
+            tensor = self.tensors[piece.tensor]
+            target = tensor.contiguous()
+            if piece.is_tail:
+                tail = _tail(target)
+                tail.copy_(rows[0, : len(tail)])
+            else:
+                _full_blocks(target).index_copy_(0, index.to(target.device), rows.to(target))
+            if target is not tensor:
+                tensor.copy_(target)
+
+    @torch.no_grad()
     def rms(self, plan: Plan) -> float:
         """Root mean square of the parameters in the plan's blocks, padding not counted."""
         return _rms(self.gather(plan), plan)
@@ -146,7 +160,7 @@ class ParameterView:
             received: (n, 64) float32 CPU, finite; only read.
             weight: one for all, or (n, 1) float32 CPU.
         """
-        self._scatter(plan, self.gather(plan).lerp_(received, weight))
+        self.scatter(plan, self.gather(plan).lerp_(received, weight))
 
     @torch.no_grad()
     def mix_clipped(
@@ -165,7 +179,7 @@ class ParameterView:
         own = self.gather(plan)
         rms = _rms(self._without_padding(plan, received - own), plan)
         if math.isfinite(rms) and (max_rms is None or rms <= max_rms):
-            self._scatter(plan, own.lerp_(received, weight))
+            self.scatter(plan, own.lerp_(received, weight))
         return rms
 
     @torch.no_grad()
@@ -191,19 +205,6 @@ class ParameterView:
         """Each piece of the plan with its rows of `rows`, (n, 64), and its block numbers within the tensor."""
         index = plan.index.to(rows.device)
         return zip(plan.pieces, torch.split(rows, plan.sizes), torch.split(index, plan.sizes), strict=True)
-
-    def _scatter(self, plan: Plan, values: torch.Tensor) -> None:
-        """θ = values, (n, 64), in the plan's blocks."""
-        for piece, rows, index in self._walk(plan, values.to(self._device)):
-            tensor = self.tensors[piece.tensor]
-            target = tensor.contiguous()
-            if piece.is_tail:
-                tail = _tail(target)
-                tail.copy_(rows[0, : len(tail)])
-            else:
-                _full_blocks(target).index_copy_(0, index.to(target.device), rows.to(target))
-            if target is not tensor:
-                tensor.copy_(target)
 
     def _without_padding(self, plan: Plan, rows: torch.Tensor) -> torch.Tensor:
         """`rows`, (n, 64), with the padding set to zero in place."""

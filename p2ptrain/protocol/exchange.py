@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
@@ -23,6 +24,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.handover import (
     Arrival,
+    Changes,
     Epoch,
     Landing,
     Push,
@@ -112,6 +114,8 @@ class Exchange:
         self._told_due = False
         self.steps = 0
         self._tokens = 0
+        self._rewritten = False
+        self._mixed: list[npt.NDArray[np.int64]] = []
 
     # --- the node's side ----------------------------------------------------------------------------------------
 
@@ -205,6 +209,7 @@ class Exchange:
             self.step_s = took if self.step_s == 0 else STEP_TIME_DECAY * self.step_s + (1 - STEP_TIME_DECAY) * took
         self.steps += 1
         self._tokens += samples
+        self._mixed.clear()
         report = self._land()
         merged, skipped = self._merge(start)
         sent = self._gather(start)
@@ -222,6 +227,14 @@ class Exchange:
         self._snapshot(self._clock())
         return report
 
+    def take_changes(self) -> Changes:
+        """What the last step, and what has landed since this was last asked, wrote to the weights."""
+        blocks = np.unique(np.concatenate(self._mixed)) if self._mixed else np.zeros(0, np.int64)
+        changes = Changes(self._rewritten, blocks)
+        self._rewritten = False
+        self._mixed.clear()
+        return changes
+
     def _land(self) -> RoundReport | None:
         landing = self._landing
         if landing is None:
@@ -233,6 +246,7 @@ class Exchange:
         elif landing.kind == "write":
             assert landing.buffer is not None
             self.averaged.write(landing.buffer)
+        self._rewritten |= landing.kind != "keep"
         self.epoch = landing.epoch
         # The next round is counted from the snapshot, so that the time a round takes is not added to each interval.
         self._base_at_steps = self.steps if landing.snapshot_steps is None else landing.snapshot_steps
@@ -303,6 +317,7 @@ class Exchange:
         rms = self.view.mix_clipped(arrival.plan, arrival.values, weights, limit)
         if rms <= limit:
             self._clip.accept(rms)
+            self._mixed.append(arrival.plan.blocks)
             return True
         self._clip.refuse(limit)
         return False

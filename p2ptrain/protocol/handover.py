@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from p2ptrain.algorithms.indexspace import Plan
@@ -128,3 +130,11 @@ class StepReport:
     exchange_s: float = 0.0
     round: RoundReport | None = None
     finished: bool = False
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the swarm has written to the weights: to all of them, or to `blocks`, (n,) int64, sorted."""
+
+    everything: bool = False
+    blocks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -104,6 +104,11 @@ def test_every_operation_agrees_with_the_plain_flat_vector(layout, dtype: torch.
     mask = flatten([torch.ones(shape) for shape in SHAPES])
     torch.testing.assert_close(flatten(tensors), expected * mask, rtol=tolerance, atol=tolerance)
 
+    others = [layout(torch.zeros_like(tensor)) for tensor in tensors]
+    make_view(others).scatter(plan, view.gather(plan))
+    assert torch.equal(flatten(others)[plan.blocks], flatten(tensors)[plan.blocks])
+    assert flatten(others).count_nonzero() == flatten(tensors)[plan.blocks].count_nonzero()
+
     change = torch.randn(before.shape, generator=torch.Generator().manual_seed(2))
     exact = [t.detach().clone().double() for t in tensors]
     view.add(change)

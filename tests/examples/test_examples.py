@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.swarm.processes import CTRL_C, Process, Swarm
@@ -17,7 +18,7 @@ LOOPBACK = "--host /ip4/127.0.0.1/tcp/0"
 def test_an_example_is_short_and_says_how_to_run_it(example: Path) -> None:
     text = example.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 80
-    assert f"\n    python examples/{example.name}" in text.split('"""')[1]
+    assert re.search(rf"\n    (python|torchrun .*) examples/{example.name}", text.split('"""')[1])
 
 
 def test_two_peers_of_the_minimal_example(swarm: Swarm) -> None:
@@ -33,7 +34,7 @@ def test_two_peers_of_the_minimal_example(swarm: Swarm) -> None:
 
 
 def test_together_two_image_classifiers_know_what_each_was_not_shown(swarm: Swarm) -> None:
-    demo = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --demo --steps 300 {LOOPBACK}")
+    demo = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --steps 300 {LOOPBACK}")
     assert demo.wait() == 0, swarm.report()
     results = re.findall(r"the peer of (. to .): (\d+)% alone, (\d+)% together", demo.output)
     assert {digits for digits, _, _ in results} == {"0 to 4", "5 to 9"}
@@ -42,12 +43,92 @@ def test_together_two_image_classifiers_know_what_each_was_not_shown(swarm: Swar
 
 
 def test_the_second_image_classifier_is_started_by_the_line_of_the_first(swarm: Swarm) -> None:
-    first = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --steps 5 {LOOPBACK}")
+    first = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --wait --steps 5 {LOOPBACK}")
     line = swarm.until(lambda: line_after("the second peer is started by:", first))
     second = swarm.start(f"{line} {LOOPBACK}")
     assert [first.wait(), second.wait()] == [0, 0], swarm.report()
     assert "the peer of 0 to 4:" in first.output
     assert "the peer of 5 to 9:" in second.output
+
+
+def test_two_peers_of_a_gpt2_under_the_trainer_of_transformers(swarm: Swarm) -> None:
+    first = swarm.start(f"python {EXAMPLES / 'huggingface_gpt2.py'} --tiny --steps 3000 {LOOPBACK}", terminal=True)
+    line = swarm.until(lambda: line_after("others join by:", first))
+    second = swarm.start(f"{line} {LOOPBACK}", terminal=True)
+    two = [first, second]
+    swarm.until(lambda: all("'peers': 2" in peer.output for peer in two) and "checkpoint-100" in saved(first))
+    for peer in two:
+        peer.press(CTRL_C)
+    assert [peer.wait() for peer in two] == [0, 0], swarm.report()
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", first.output)]
+    assert losses[-1] < losses[0]
+    assert "left at step" in second.output
+    assert (first.directory / "gpt2" / "checkpoint-100" / "p2ptrain.safetensors").exists()
+
+
+def test_the_processes_of_an_island_end_with_the_same_weights(swarm: Swarm) -> None:
+    island = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} --steps 1200 {LOOPBACK}")
+    assert island.wait() == 0, swarm.report()
+    assert line_after("others join by:", island)
+    ranks = re.findall(r"rank (.): (step 1200, norm of the weights [\d.]+)\n", island.output)
+    assert {rank for rank, _ in ranks} == {"0", "1"}
+    assert len({where for _, where in ranks}) == 1, ranks
+
+
+def test_an_island_that_loses_a_process_ends(swarm: Swarm) -> None:
+    island = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} {LOOPBACK}")
+    swarm.until(lambda: "round 0" in island.output)
+    island.killed = True
+    (rank_1,) = (p for p in psutil.Process(island.pid).children() if p.environ().get("RANK") == "1")
+    rank_1.kill()
+    assert island.wait() != 0
+
+
+def test_a_checkpoint_is_tuned_by_its_owner_and_by_one_who_has_none(swarm: Swarm) -> None:
+    first = swarm.start(f"python {EXAMPLES / 'finetune.py'} --steps 100000 {LOOPBACK}", terminal=True)
+    line = swarm.until(lambda: line_after("others join by:", first))
+    second = swarm.start(f"{line} {LOOPBACK}", terminal=True)
+    two = [first, second]
+    swarm.until(lambda: accuracies(second))
+    for peer in two:
+        peer.press(CTRL_C)
+    assert [peer.wait() for peer in two] == [0, 0], swarm.report()
+    (upright, lying), (_, learnt) = accuracies(first)
+    assert lying < 50 < 80 < upright
+    assert learnt > 80
+    joined, _ = accuracies(second)
+    assert max(joined) > 80  # it came with weights at random
+    assert [(peer.directory / "digits.safetensors").exists() for peer in two] == [True, False]
+
+
+def test_a_corpus_is_learnt_left_and_taken_up_again(swarm: Swarm, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(3):
+        (texts / f"{number}.txt").write_text(f"The {number} quick brown foxes jump over the lazy dog. " * 3000)
+    command = f"python {EXAMPLES / 'own_corpus.py'} {texts} --steps 500 {LOOPBACK}"
+    first = swarm.start(command, terminal=True)
+    line = swarm.until(lambda: line_after("others join by:", first))
+    second = swarm.start(f"{line} {LOOPBACK}", terminal=True)
+    swarm.until(lambda: "committed by 2" in first.output and "committed by 2" in second.output)
+    first.press(CTRL_C)
+    second.press(CTRL_C)
+    assert [first.wait(), second.wait()] == [0, 0], swarm.report()
+    again = swarm.start(command, directory=first.directory)
+    assert again.wait() == 0, swarm.report()
+    rounds = [[int(number) for number in re.findall(r"round (\d+)", peer.output)] for peer in (first, again)]
+    assert rounds[1][0] > rounds[0][-1]  # it goes on where it was, alone
+    assert float(again.output.split()[-1]) < 1
+
+
+def saved(process: Process) -> list[str]:
+    """The checkpoints that a Trainer has written."""
+    return [path.parent.name for path in process.directory.glob("gpt2/*/p2ptrain.safetensors")]
+
+
+def accuracies(process: Process) -> list[tuple[int, int]]:
+    """What a process printed of upright digits and of lying ones, in percent."""
+    return [(int(a), int(b)) for a, b in re.findall(r"(\d+)% of the upright digits, (\d+)% of", process.output)]
 
 
 def line_after(heading: str, process: Process) -> str:

@@ -526,3 +526,28 @@ def test_the_age_of_what_was_merged_is_told_in_own_steps() -> None:
     assert merged == 1
     # 0.05 s on the way and one step of 0.1 s until it was merged.
     assert age_steps == pytest.approx(1.5, abs=0.2)
+
+
+def test_changes_are_the_blocks_that_were_merged_or_everything_that_landed() -> None:
+    bench = Bench()
+    assert (bench.exchange.take_changes().everything, len(bench.exchange.take_changes().blocks)) == (False, 0)
+    bench.steps(2)
+    bench.receive("b", blocks=(5, 1))
+    bench.receive("c", blocks=(5, 7))
+    bench.receive("d", blocks=(3,), epoch=Epoch("L", 2))  # too old a round: not merged
+    bench.step()
+    assert bench.exchange.take_changes().blocks.tolist() == [1, 5, 7]
+    bench.receive("b", blocks=(4,))
+    bench.step()
+    bench.step()  # those of a step that nobody asked about are forgotten
+    assert bench.exchange.take_changes().blocks.tolist() == []
+
+
+@pytest.mark.parametrize(("kind", "everything"), [("keep", False), ("add", True), ("write", True)])
+def test_a_landing_changes_everything_unless_it_keeps_the_weights(kind: str, everything: bool) -> None:
+    bench = Bench()
+    bench.exchange.land(landing(kind=kind, buffer=None if kind == "keep" else bench.flat()))
+    bench.exchange.idle()
+    bench.step()
+    assert bench.exchange.take_changes().everything == everything
+    assert not bench.exchange.take_changes().everything

@@ -1,0 +1,152 @@
+"""A `transformers.Trainer` that takes part in a run: one exchange after every optimizer step.
+
+    with p2ptrain.join(model, run_id="gpt2", total_steps=arguments.max_steps) as peer:
+        Trainer(model, arguments, train_dataset=…, callbacks=[P2PCallback(peer)]).train()
+
+The block leaves the run, whatever the Trainer ends with. In a run with a length the position in the run is what counts:
+the learning rate follows it, so that a late joiner goes on where the others are, and the Trainer stops at its end.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.island import Island
+from p2ptrain.peer import Peer
+
+# The peer's part of a Trainer's checkpoint.
+STATE_FILE = "p2ptrain.safetensors"
+# As `p2ptrain join` waits (guess).
+LAST_ROUND_TIMEOUT_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class P2PCallback(TrainerCallback):
+    """Calls `peer.step()` for a Trainer, however many batches it accumulates for a step of the optimizer.
+
+    Checkpoints of the Trainer get the peer's part, and `train(resume_from_checkpoint=True)` takes it up again, unless
+    the run is further by then: the run's weights are taken then. What the Trainer logs says the round and the peers,
+    and its mean losses go to the metrics stream.
+
+    Rounds weigh a peer by the examples that it has trained on, or by tokens with
+    `TrainingArguments(include_num_input_tokens_seen="all")`; do the same on all peers.
+    """
+
+    def __init__(self, peer: Peer | Island) -> None:
+        """
+        Args:
+            peer: joined with the model that the Trainer trains, on the device that it trains on
+                (`model.to(arguments.device)`), as the Trainer moves it there otherwise.
+        """
+        self._peer = peer
+        self._loss: float | None = None
+        self._tokens_seen = 0
+        self._told_failure = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raises ConfigError when the Trainer's length is not the run's."""
+        length = self._peer.run.total_steps
+        if length and state.max_steps != length:
+            raise ConfigError(
+                f"the Trainer's length is {state.max_steps} steps, that of run {self._peer.run.run_id!r} {length}: "
+                f"give TrainingArguments(max_steps={length})"
+            )
+        if state.global_step:
+            self._resume(_checkpoint(args, state) / STATE_FILE, kwargs["model"])
+        self._tokens_seen = state.num_input_tokens_seen
+        self._follow_the_run(state, control, kwargs["lr_scheduler"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        report = self._peer.step(self._loss, self._samples(args, state))
+        self._loss = None
+        if report.round is not None:
+            logger.info("round %d %s", report.round.round, report.round.status)
+        if self._peer.failure is not None and not self._told_failure:
+            self._told_failure = True
+            logger.warning("cut off from the run, training goes on alone: %s", self._peer.failure)
+        self._follow_the_run(state, control, kwargs["lr_scheduler"])
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The Trainer means its losses over the steps between two logs; the mean is recorded with the next step."""
+        logs = kwargs["logs"]
+        self._loss = logs.get("loss")
+        logs |= {"round": self._peer.round, "peers": 1 + len(self._peer.alive)}
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if "eval_loss" in kwargs["metrics"]:
+            self._peer.record("eval", step=self._peer.run_step, loss=kwargs["metrics"]["eval_loss"])
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if args.should_save and (saved := self._peer.state_dict()):
+            tensors = {"anchor": saved["anchor"]} | {f"moment {i}": m for i, m in enumerate(saved["moments"])}
+            place = {"head": saved["head"], "run_step": str(saved["run_step"])}
+            save_file(tensors, _checkpoint(args, state) / STATE_FILE, metadata=place)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """At the end of the run its last round averages everybody's weights: what is saved now is the common model."""
+        if 0 < self._peer.run.total_steps <= self._peer.run_step:
+            self._peer.wait_finished(LAST_ROUND_TIMEOUT_S)
+
+    def _samples(self, args: TrainingArguments, state: TrainerState) -> int:
+        """What the last step of the optimizer trained on, on this process."""
+        if args.include_num_input_tokens_seen == "no":
+            return int(args.train_batch_size * args.gradient_accumulation_steps)
+        tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
+        return int(tokens // args.world_size)
+
+    def _follow_the_run(self, state: TrainerState, control: TrainerControl, scheduler: object) -> None:
+        """Where the run has a length: learn as fast as its position asks for, and end where it ends."""
+        length, position = self._peer.run.total_steps, self._peer.run_step
+        if not length:
+            return
+        # One more than are left: of ours, a step of the run may need several.
+        state.max_steps = state.global_step + length - position + 1
+        control.should_training_stop |= position >= length
+        if isinstance(scheduler, LambdaLR) and scheduler.last_epoch != position:
+            scheduler.load_state_dict(
+                scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1}
+            )
+            scheduler.step()
+
+    def _resume(self, file: Path, model: torch.nn.Module) -> None:
+        """After the Trainer has loaded a checkpoint into the model, which stood on the run's weights."""
+        if file.exists() and self._peer.load_state_dict(_read(file)):
+            return
+        logger.info("the run is further than the checkpoint: its weights are taken")
+        anchor = self._peer.anchor_state_dict()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in anchor:
+                    parameter.copy_(anchor[name])
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer keeps its checkpoint of this step."""
+    return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A `Peer.state_dict()`."""
+    with safe_open(file, framework="pt") as saved:
+        place, names = saved.metadata(), sorted(saved.keys())
+        moments = [saved.get_tensor(name) for name in names if name != "anchor"]
+        return {
+            "head": place["head"],
+            "run_step": int(place["run_step"]),
+            "anchor": saved.get_tensor("anchor"),
+            "moments": moments,
+        }

@@ -1,0 +1,137 @@
+"""A real Trainer with a tiny model; the peer is a stand-in that counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from p2ptrain.config import RunConfig
+from p2ptrain.errors import ConfigError
+from p2ptrain.integrations.transformers import STATE_FILE, P2PCallback
+from p2ptrain.protocol.handover import StepReport
+from tests.fakes import FakePeer
+
+CONFIG = GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
+LENGTH = 8
+
+
+class Peer(FakePeer):
+    """Its run goes on `pace` steps with every step of ours, from `at` on."""
+
+    def __init__(self, total_steps: int = 0, *, at: int = 0, pace: float = 1.0) -> None:
+        super().__init__(RunConfig(total_steps=total_steps))
+        self.position, self.pace, self.samples = float(at), pace, list[int]()
+        self.restored: dict[str, Any] | None = None
+        self.waited = False
+
+    @property
+    def run_step(self) -> int:  # type: ignore[override]
+        return int(self.position)
+
+    @run_step.setter
+    def run_step(self, step: int) -> None:
+        pass
+
+    def step(self, loss: float | None = None, samples: int = 0) -> StepReport:  # type: ignore[override]
+        super().step(loss)
+        self.position += self.pace
+        self.samples.append(samples)
+        return StepReport()
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        self.waited = True
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        moments = [torch.full((2, 64), 2.0), torch.full((2, 64), 3.0)]
+        return {"head": "ab12", "run_step": self.run_step, "anchor": torch.ones(2, 64), "moments": moments}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        self.restored = state
+        if self.run_step <= state["run_step"]:
+            self.position = state["run_step"]
+            return True
+        return False
+
+    def anchor_state_dict(self) -> dict[str, torch.Tensor]:
+        return {"transformer.wte.weight": torch.full((16, 8), 0.5)}
+
+
+class Windows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {"input_ids": (ids := torch.arange(8)), "labels": ids}
+
+
+def trainer(peer: Peer, out: Path, **arguments: Any) -> Trainer:
+    torch.manual_seed(0)
+    settings = {
+        "max_steps": LENGTH, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "learning_rate": 0.1,
+        "lr_scheduler_type": "linear", "logging_steps": 2, "save_steps": 4, "use_cpu": True, "disable_tqdm": True,
+        "report_to": [],
+    }  # fmt: skip
+    callback: Any = P2PCallback(peer)  # type: ignore[arg-type]
+    return Trainer(
+        GPT2LMHeadModel(CONFIG), TrainingArguments(str(out), **settings | arguments), train_dataset=Windows(),
+        eval_dataset=[next(iter(Windows()))], callbacks=[callback],
+    )  # fmt: skip
+
+
+def test_one_exchange_a_step_of_the_optimizer_and_the_means_that_the_trainer_logs(tmp_path: Path) -> None:
+    peer = Peer()
+    run = trainer(peer, tmp_path, eval_strategy="steps", eval_steps=8)
+    run.train()
+    assert peer.samples == [6] * LENGTH
+    logs = [log for log in run.state.log_history if "loss" in log]
+    assert peer.losses == [None, None, logs[0]["loss"], None, logs[1]["loss"], None, logs[2]["loss"], None]
+    (event,) = peer.events
+    assert (event[0], event[1]["step"]) == ("eval", LENGTH)
+    assert not peer.waited  # a run without end
+
+
+def test_tokens_are_counted_where_the_trainer_counts_them(tmp_path: Path) -> None:
+    peer = Peer()
+    trainer(peer, tmp_path, include_num_input_tokens_seen="all").train()
+    assert peer.samples == [2 * 3 * 8] * LENGTH
+
+
+@pytest.mark.parametrize(("at", "pace", "steps"), [(0, 1.0, 8), (5, 1.0, 3), (0, 2.0, 4), (0, 0.5, 16)])
+def test_the_trainer_ends_with_the_run_and_learns_by_its_position(
+    tmp_path: Path, at: int, pace: float, steps: int
+) -> None:
+    peer = Peer(LENGTH, at=at, pace=pace)
+    run = trainer(peer, tmp_path, logging_steps=1, save_strategy="no")
+    run.train()
+    assert len(peer.losses) == steps
+    assert peer.waited
+    rates = [log["learning_rate"] for log in run.state.log_history if "loss" in log]
+    assert rates == pytest.approx([0.1 * (1 - int(at + step * pace) / LENGTH) for step in range(steps)])
+
+
+def test_another_length_than_the_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"give TrainingArguments\(max_steps=9\)"):
+        trainer(Peer(9), tmp_path).train()
+
+
+@pytest.mark.parametrize("run_is_at", [0, 7])
+def test_a_checkpoint_holds_the_peers_part_and_the_further_one_counts(tmp_path: Path, run_is_at: int) -> None:
+    before = Peer(LENGTH)
+    trainer(before, tmp_path, save_steps=3).train()
+    assert (tmp_path / "checkpoint-6" / STATE_FILE).exists()
+
+    for late in tmp_path.glob("checkpoint-[78]*"):
+        (late / "trainer_state.json").unlink()
+        late.rename(tmp_path / "gone")
+    peer = Peer(LENGTH, at=run_is_at)
+    again = trainer(peer, tmp_path, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert peer.restored is not None
+    assert (peer.restored["head"], peer.restored["run_step"]) == ("ab12", 6)
+    assert [float(tensor[0, 0]) for tensor in (peer.restored["anchor"], *peer.restored["moments"])] == [1.0, 2.0, 3.0]
+    assert len(peer.losses) == (2 if run_is_at == 0 else 1)
+    embedding = again.model.transformer.wte.weight
+    assert (embedding.mean() > 0.25) == (run_is_at == 7)  # that of the run, or that of the checkpoint

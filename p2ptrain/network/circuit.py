@@ -61,8 +61,9 @@ def decode(body: bytes) -> Fields:
         if not size or not more or tag & 7 not in (0, 2) or (tag & 7 == 2 and value > len(body)):
             raise PeerLostError("malformed relay message")
         if tag & 7 == 2:
-            value, body = body[:value], body[value:]
-        fields[tag >> 3] = value
+            fields[tag >> 3], body = body[:value], body[value:]
+        else:
+            fields[tag >> 3] = value
     return fields
 
 

@@ -307,6 +307,7 @@ class NetworkConfig:
         startup_timeout_s: how long the libp2p daemon may take to start.
         peer_timeout_s: the longest that a silent peer counts as there. It is lost sooner where its link used to be
             quick: this is the upper bound of what is learnt.
+        relay_peers: peers behind NAT that may be reached through this machine, if it has a public address; 0 for none.
     """
 
     # Without anybody to join, a new run starts.
@@ -321,6 +322,8 @@ class NetworkConfig:
     startup_timeout_s: float = 25.0
     # Half a minute: a laptop that swaps or a route that changes is back by then (guess).
     peer_timeout_s: float = 30.0
+    # Each circuit takes up to 2 MB of buffers here, and what it carries comes in and goes out (guess).
+    relay_peers: int = 32
 
     def __post_init__(self) -> None:
         _check(len(self.host_maddrs) > 0, "host_maddrs", self.host_maddrs, "at least one address to listen on")
@@ -329,6 +332,7 @@ class NetworkConfig:
             _finite(self.peer_timeout_s) and self.peer_timeout_s >= 3,
             "peer_timeout_s", self.peer_timeout_s, "at least 3 (a peer shows life every second)",
         )  # fmt: skip
+        _check_count("relay_peers", self.relay_peers, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

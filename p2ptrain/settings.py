@@ -145,6 +145,7 @@ NETWORK_SETTINGS = (
     Setting("identity", NetworkConfig, "FILE", "This peer's private key, made when missing. [default: in --out]"),
     Setting("startup_timeout_s", NetworkConfig, "SECONDS", "How long the libp2p daemon may take to start."),
     Setting("peer_timeout_s", NetworkConfig, "SECONDS", "The longest that a silent peer counts as there."),
+    Setting("relay_peers", NetworkConfig, "N", "Peers behind NAT that others may reach through this one; 0 for none."),
     Setting("write_addresses", PeerConfig, "FILE", "Write this peer's addresses there, for others' --initial-peers."),
 )  # fmt: skip
 TRAINING_SETTINGS = (

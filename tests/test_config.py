@@ -86,6 +86,12 @@ def test_a_peer_that_shows_life_every_second_cannot_be_lost_sooner() -> None:
         NetworkConfig(peer_timeout_s=2.5)
 
 
+def test_a_peer_relays_for_some_or_none() -> None:
+    assert NetworkConfig(relay_peers=0).relay_peers == 0
+    with pytest.raises(ConfigError, match="relay_peers = -1"):
+        NetworkConfig(relay_peers=-1)
+
+
 def test_a_peer_must_listen_somewhere() -> None:
     with pytest.raises(ConfigError, match="host_maddrs"):
         NetworkConfig(host_maddrs=())

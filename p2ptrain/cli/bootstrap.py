@@ -21,11 +21,11 @@ POLL_S = 0.2
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
 def bootstrap(settings: Settings) -> None:
-    """Help peers to find each other, without training.
+    """Help peers to find and to reach each other, without training.
 
     A run lives on while any peer does, but the address that people were told may be that of a peer that left. A
     bootstrap node keeps one address: its identity is kept in a file (p2ptrain-bootstrap/identity.key), so give it a
-    fixed port.
+    fixed port. With a public address it also passes on what peers behind NAT send to each other (--relay-peers).
 
     \b
     On a machine that others can reach:

@@ -10,12 +10,17 @@ from collections.abc import Iterable
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
+from p2ptrain.protocol.reachability import is_public
 
 # A machine with many interfaces reports about ten; each costs up to a 5 s dial.
 MAX_HINTS = 16
+# What stands before a peer id inside a binary multiaddr.
+P2P_CODE = b"\xa5\x03"
 HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
 EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
 
+# Any address out there: to find our own on the way to it, not to send anything.
+_OUT_THERE = {"0.0.0.0": ("8.8.8.8", 9), "::": ("2001:4860:4860::8888", 9)}
 # Where one is found that listens everywhere; other addresses may be a router's, with another port.
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LISTEN_REMEDIES = {
@@ -66,6 +71,11 @@ def check_announce_maddrs(maddrs: Iterable[str]) -> None:
             )
 
 
+def has_public_address(host_maddrs: Iterable[str], announce_maddrs: Iterable[str]) -> bool:
+    """Whether this machine listens on a public address of its own, or on one that the user announces."""
+    return is_public(announce_maddrs) or is_public(map(_as_seen_outside, host_maddrs))
+
+
 def port_of(maddr: Multiaddr) -> int | None:
     """The TCP or UDP port of a multiaddr, None when it has none."""
     for protocol in maddr.protocols():
@@ -105,7 +115,7 @@ def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
     encoded = []
     for text in itertools.islice(maddrs, MAX_HINTS):
         try:
-            encoded.append(Multiaddr(text.removesuffix(f"/p2p/{peer_id}")).to_bytes())
+            encoded.append(_to_bytes(text.removesuffix(f"/p2p/{peer_id}")))
         except Exception:  # the parser raises whatever it stumbles over
             continue
     return encoded
@@ -124,12 +134,37 @@ def peer_id_bytes(peer_id: str) -> bytes:
     return bytes(PeerID.from_base58(peer_id).to_bytes())
 
 
+def _to_bytes(maddr: str) -> bytes:
+    """A multiaddr in p2pd's binary form. hivemind writes a relay's peer id in it as a CID, which p2pd does not take."""
+    way, *relayed = maddr.split("/p2p/")
+    encoded = bytes(Multiaddr(way).to_bytes())
+    for text in relayed:
+        relay, slash, rest = text.partition("/")
+        identity = peer_id_bytes(relay)
+        encoded += P2P_CODE + bytes([len(identity)]) + identity + Multiaddr(slash + rest).to_bytes()
+    return encoded
+
+
 def _parse(what: str, text: str, example: str) -> Multiaddr:
     try:
         return Multiaddr(text)
     except Exception as error:  # the parser raises whatever it stumbles over
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"{what} {text!r} is not a multiaddr ({reason}); write it like {example}") from None
+
+
+def _as_seen_outside(host_maddr: str) -> str:
+    """The address by which packets would leave, for one that listens everywhere; else the address itself."""
+    _, family, host, *rest = host_maddr.split("/")
+    if host not in _OUT_THERE:
+        return host_maddr
+    with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET, socket.SOCK_DGRAM) as trial:
+        try:
+            trial.connect(_OUT_THERE[host])  # sends nothing
+            host = str(trial.getsockname()[0])
+        except OSError:  # no way out
+            host = _LOOPBACK_OF[host]
+    return "/".join(["", family, host, *rest])
 
 
 def _is_loopback(maddr: str) -> bool:

@@ -11,6 +11,7 @@ into a bounded buffer that wakes the trio task: no asyncio task per read, and ba
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import p2pd_pb2
+from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
 
 # Bytes received but not yet taken. Beyond it we stop reading, and p2pd and then the peer come to a halt.
@@ -116,7 +118,7 @@ class DaemonSocket:
         """Send one protobuf message, length-prefixed."""
         assert self._transport is not None
         body = message.SerializeToString()
-        self._transport.write(_varint(len(body)) + body)
+        self._transport.write(varint(len(body)) + body)
 
     async def first_message(self) -> bytes:
         """Wait for p2pd's first message. Raises PeerLostError when the connection ends before."""
@@ -174,7 +176,7 @@ class DaemonSocket:
 
     def _take_message(self) -> None:
         data = b"".join(self._chunks)
-        size, start = _read_varint(data)
+        size, start = read_varint(data)
         if size > MAX_MESSAGE_BYTES:
             self.fail(f"the libp2p daemon sent a message of {size} bytes")
             return
@@ -243,6 +245,19 @@ async def ask_for_stream(path: str, request: Any, timeout_s: float) -> tuple[Any
     raise PeerLostError(f"timeout: no answer within {timeout_s:g} s")
 
 
+async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) -> DaemonSocket:
+    """Have p2pd open a stream to a peer that it is connected with, or knows an address of. The caller closes it.
+
+    Raises:
+        PeerLostError: the peer cannot be reached, does not speak the protocol, or not in time.
+    """
+    opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
+    request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+    _, stream = await ask_for_stream(path, request, timeout_s)
+    stream.remote = peer_id
+    return stream
+
+
 async def _connect(path: str) -> DaemonSocket:
     loop = asyncio.get_running_loop()
     try:
@@ -252,7 +267,7 @@ async def _connect(path: str) -> DaemonSocket:
     return socket
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)
@@ -261,8 +276,8 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _read_varint(data: bytes) -> tuple[int, int]:
-    """The number and how many bytes it took; (0, 0) while its end has not arrived."""
+def read_varint(data: bytes) -> tuple[int, int]:
+    """Protobuf's way to write a number: it, and how many bytes it took; (0, 0) while its end has not arrived."""
     value = 0
     for index, byte in enumerate(data[:10]):
         value |= (byte & 0x7F) << (7 * index)

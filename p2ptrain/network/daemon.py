@@ -93,11 +93,13 @@ def peer_flags(config: NetworkConfig, identity_path: Path) -> dict[str, str]:
         "announceAddrs": ",".join(config.announce_maddrs),
         # libp2p's own DHT, in which daemons look up each other's addresses; "server" works without internet.
         "dhtServer": "1",
-        # Behind NAT: learn our public address, ask the router for a port, and let peers reach us over a relay.
+        # Behind NAT: learn our public address, ask the router for a port, and dial and be dialled over relays.
         "autonat": "1",
         "natPortMap": "1",
         "relay": "1",
         "connManager": "1",
+        # See relay.py.
+        "relayService": "0",
     }
 
 

@@ -9,12 +9,19 @@ from dataclasses import dataclass
 
 from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
-from p2ptrain.network.addresses import check_announce_maddrs, check_host_maddrs, check_initial_peers
+from p2ptrain.network.addresses import (
+    check_announce_maddrs,
+    check_host_maddrs,
+    check_initial_peers,
+    has_public_address,
+)
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import refuse_taken_identity
 from p2ptrain.network.dht import HivemindDirectory
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import LibP2P, open_libp2p
+from p2ptrain.network.relay import Relay
+from p2ptrain.network.relays import Relays
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.supervisor import Events, Supervisor
 
@@ -71,7 +78,11 @@ async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
             await refuse_taken_identity(config, identity.peer_id, scratch)
         control_path = scratch / "p2pd.sock"
         directory = HivemindDirectory(identity)
-        transport = await stack.enter_async_context(open_libp2p(identity.peer_id, str(control_path), scratch))
+        public = has_public_address(config.host_maddrs, config.announce_maddrs)
+        relays = None if public else Relays(str(control_path))
+        relay = Relay(str(control_path), config.relay_peers) if public and config.relay_peers else None
+        libp2p = open_libp2p(identity.peer_id, str(control_path), scratch, relays, relay)
+        transport = await stack.enter_async_context(libp2p)
         supervisor = Supervisor(config, identity, control_path, transport, directory)
         background = await stack.enter_async_context(open_background())
         await background.start(supervisor.run)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import trio
 
 from p2ptrain.errors import PeerLostError
+from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.addresses import dialable, peer_id_bytes
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.control import DaemonSocket, ask, ask_for_stream
+from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
+from p2ptrain.network.relay import Relay
+from p2ptrain.network.relays import RENEW_EVERY_S, Relays
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ REFRESH_MADDRS_S = 15.0
 # A daemon that has not answered so many times in a row, each for CONTROL_TIMEOUT_S, hangs and is ended. Only awake time
 # counts: on a machine that slept it answers at once.
 MAX_UNANSWERED = 3
+# Those whom we dial first have just been dialled, and answer within a round trip; more than this does not hold us up.
+FIRST_PLACES_S = 2.0
 
 
 class LibP2P:
@@ -48,8 +52,12 @@ class LibP2P:
         peer_id: our identity, base58.
     """
 
-    def __init__(self, peer_id: str, control_path: str, streams_path: str) -> None:
+    def __init__(
+        self, peer_id: str, control_path: str, streams_path: str, relays: Relays | None, relay: Relay | None
+    ) -> None:
         self.peer_id = peer_id
+        self._relays = relays
+        self._relay = relay
         self._control_path = control_path
         self._streams_path = streams_path
         self._online = trio.Event()
@@ -73,7 +81,7 @@ class LibP2P:
             PeerLostError: it cannot be reached, does not speak our protocol, or took more than 10 s.
         """
         try:
-            peer = peer_id_bytes(peer_id)
+            peer_id_bytes(peer_id)
         except ValueError:
             raise PeerLostError(f"{peer_id!r} is no peer id") from None
         deadline = trio.current_time() + OPEN_TIMEOUT_S
@@ -81,10 +89,8 @@ class LibP2P:
             await self._online.wait()
         if maddrs:
             await dial(self._control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
-        opening = p2pd_pb2.StreamOpenRequest(peer=peer, proto=[PROTOCOL_NAME], timeout=math.ceil(OPEN_TIMEOUT_S))
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-        _, stream = await ask_for_stream(self._control_path, request, deadline - trio.current_time())
-        self._own(stream, peer_id)
+        stream = await open_stream(self._control_path, peer_id, PROTOCOL_NAME, deadline - trio.current_time())
+        self._own(stream)
         return stream
 
     async def accept(self) -> DaemonSocket:
@@ -98,14 +104,20 @@ class LibP2P:
         Raises:
             PeerLostError: the daemon does not answer.
         """
+        protocols = [PROTOCOL_NAME] if self._relay is None else [PROTOCOL_NAME, circuit.HOP]
         handler = p2pd_pb2.StreamHandlerRequest(
-            addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=[PROTOCOL_NAME], balanced=False
+            addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=protocols, balanced=False
         )
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         try:
             await ask(self._control_path, request, CONTROL_TIMEOUT_S)
+            with trio.move_on_after(FIRST_PLACES_S):
+                await self._renew_places()
             await self._refresh_maddrs()
             async with open_background() as background:
+                background.start_soon(self._keep_places)
+                if self._relay is not None:
+                    background.start_soon(self._relay.serve)
                 background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()
@@ -114,15 +126,18 @@ class LibP2P:
             self._go_offline()
             await self._close_streams()
 
-    def _own(self, stream: DaemonSocket, peer_id: str) -> None:
-        stream.remote = peer_id
+    def _own(self, stream: DaemonSocket) -> None:
         self._streams.add(stream)
         stream.on_lost = self._streams.discard
 
     def _take(self, stream: DaemonSocket, message: bytes) -> None:
-        """p2pd has connected to us and named the peer: hand the stream to whoever accepts."""
+        """p2pd has connected to us and named the peer: hand the stream to whoever accepts, or to the relay."""
         info = p2pd_pb2.StreamInfo.FromString(message)
-        self._own(stream, PeerID(info.peer).to_base58())
+        stream.remote = PeerID(info.peer).to_base58()
+        self._own(stream)
+        if info.proto == circuit.HOP and self._relay is not None:
+            self._relay.take(stream)
+            return
         try:
             self._waiting.send_nowait(stream)
         except trio.WouldBlock:
@@ -148,7 +163,8 @@ class LibP2P:
         self._break_streams("the network was closed")
 
     async def _refresh_maddrs(self) -> None:
-        self._maddrs = await own_maddrs(self._control_path, self.peer_id)
+        relayed = self._relays.maddrs if self._relays else []
+        self._maddrs = await own_maddrs(self._control_path, self.peer_id, relayed)
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Follow our addresses; a daemon that hangs is ended, and so replaced."""
@@ -163,32 +179,47 @@ class LibP2P:
         logger.warning("the libp2p daemon (p2pd) does not answer any more: ending it")
         daemon.process.kill()
 
+    async def _renew_places(self) -> None:
+        if self._relays is not None:
+            await self._relays.renew()
+
+    async def _keep_places(self) -> None:
+        while True:
+            await trio.sleep(RENEW_EVERY_S)
+            with contextlib.suppress(PeerLostError):
+                await self._renew_places()
+                await self._refresh_maddrs()
+
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()
         self._go_offline()
         self._break_streams("the libp2p daemon has died")
 
 
-async def own_maddrs(control_path: str, peer_id: str) -> list[str]:
-    """The addresses of a daemon, as it knows them itself, loopback last. Raises PeerLostError."""
+async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiaddr] = ()) -> list[str]:
+    """The addresses of a daemon, as it knows them itself and through relays, loopback last. Raises PeerLostError."""
     response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
     found = []
     for address in response.identify.addrs:
         with contextlib.suppress(Exception):  # a kind of address that hivemind's parser does not know
             found.append(Multiaddr(address))
-    return dialable(found, peer_id)
+    return dialable([*found, *relayed], peer_id)
 
 
 @contextlib.asynccontextmanager
-async def open_libp2p(peer_id: str, control_path: str, directory: Path) -> AsyncIterator[LibP2P]:
+async def open_libp2p(
+    peer_id: str, control_path: str, directory: Path, relays: Relays | None = None, relay: Relay | None = None
+) -> AsyncIterator[LibP2P]:
     """The streams of a peer, which any daemon of its identity can carry, until the block is left.
 
     Args:
         peer_id: our identity.
         control_path: the control socket of each daemon.
         directory: where our own socket is made, which a daemon hands streams to.
+        relays: through which others reach a peer that they cannot dial; None for one that they can.
+        relay: what we do for such peers; None for nothing.
     """
-    libp2p = LibP2P(peer_id, control_path, str(directory / "streams.sock"))
+    libp2p = LibP2P(peer_id, control_path, str(directory / "streams.sock"), relays, relay)
     loop = asyncio.get_running_loop()
     serving = loop.create_unix_server(lambda: DaemonSocket(libp2p._take), libp2p._streams_path)  # type: ignore
     server = await from_asyncio(serving)

@@ -17,7 +17,7 @@ import trio
 
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.reachability import is_public, worth_dialling
+from p2ptrain.protocol.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
@@ -128,14 +128,8 @@ class Membership:
         """It linked to us: it is there, whatever was heard before."""
         self._ignored_until_s.pop(peer_id, None)
         self.hint(peer_id, maddrs, role)
-        if is_public(maddrs) and not is_public(self._maddrs()) and not self._told_private:
-            self._told_private = True
-            logger.warning(
-                "%s is reached over the internet, and this peer has only addresses of its own network (%s): nobody "
-                "outside can dial it, and with others behind NAT it trains only through those who can be dialled; to "
-                "change that, forward a port of your router to it and give --announce-maddrs /ip4/ROUTER/tcp/PORT",
-                peer_id, ", ".join(maddr.partition("/p2p/")[0] for maddr in self._maddrs()),
-            )  # fmt: skip
+        if is_public(maddrs) and not self._told_private:
+            self._tell_if_private(peer_id)
 
     def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = "trainer") -> None:
         """Somebody told us of a peer. Dialled later; the least recently heard of is forgotten when there are many."""
@@ -187,6 +181,23 @@ class Membership:
     def _linked(self) -> list[PeerId]:
         """Members that we are linked with; guests are none."""
         return [peer for peer in self.known if self._links.get(peer) is not None]
+
+    def _tell_if_private(self, peer_id: PeerId) -> None:
+        """Say that nobody can dial us, or only through relays, now that somebody outside was reached."""
+        relayed = [maddr for maddr in self._maddrs() if is_relayed(maddr)]
+        direct = [maddr for maddr in self._maddrs() if not is_relayed(maddr)]
+        if not self._maddrs() or is_public(direct):
+            return
+        self._told_private = True
+        logger.log(
+            logging.INFO if relayed else logging.WARNING,
+            "%s is reached over the internet, and this peer has only addresses of its own network (%s): nobody outside "
+            "can dial it, and %s; to change that, forward a port of your router to it and give --announce-maddrs "
+            "/ip4/ROUTER/tcp/PORT",
+            peer_id, ", ".join(maddr.partition("/p2p/")[0] for maddr in direct),
+            "whoever is behind NAT as well exchanges everything with it through a relay" if relayed
+            else "with others behind NAT it trains only through those who can be dialled",
+        )  # fmt: skip
 
     async def _announce(self) -> None:
         key = member_key(self._run_id, bucket_of(self._me))

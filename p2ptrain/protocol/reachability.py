@@ -20,8 +20,8 @@ class Scope(enum.Enum):
 
 def scope_of(maddr: str) -> Scope:
     """From where a multiaddr can be dialled."""
-    _, family, host, *rest = [*maddr.split("/"), "", ""]
-    if family not in ("ip4", "ip6") or "p2p-circuit" in rest:
+    _, family, host, *_ = [*maddr.split("/"), "", ""]
+    if family not in ("ip4", "ip6") or is_relayed(maddr):
         return Scope.PUBLIC
     try:
         address = ipaddress.ip_address(host)
@@ -30,6 +30,11 @@ def scope_of(maddr: str) -> Scope:
     if address.is_loopback:
         return Scope.MACHINE
     return Scope.PUBLIC if address.is_global else Scope.NETWORK
+
+
+def is_relayed(maddr: str) -> bool:
+    """Whether a multiaddr leads through a relay."""
+    return "p2p-circuit" in maddr.split("/")
 
 
 def is_public(maddrs: Iterable[str]) -> bool:

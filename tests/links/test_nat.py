@@ -1,16 +1,18 @@
-"""Two peers behind routers that masquerade, and one that anybody can dial."""
+"""Two peers behind routers that masquerade, and a machine that anybody can dial."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests.links.namespaces import Wires
-from tests.links.peers import join_all, wait_for_rounds
+from tests.links.peers import MODEL, RUN, join, join_all, wait_for_rounds
 from tests.swarm.processes import Swarm, assert_anchors_agree
 
 
 def test_two_private_peers_train_together_through_a_public_one(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
-    peers = join_all(swarm, tmp_path / "peers", [net.machine(), net.behind_nat(), net.behind_nat()])
+    """It relays for nobody: fragments and rounds find their way by whom each can reach."""
+    machines = [net.machine(), net.behind_nat(), net.behind_nat()]
+    peers = join_all(swarm, tmp_path / "peers", machines, relay_peers=0)
     public, *private = peers
     wait_for_rounds(swarm, peers, by=3, count=3)
     assert_anchors_agree(*peers)
@@ -19,3 +21,24 @@ def test_two_private_peers_train_together_through_a_public_one(net: Wires, swarm
         assert sum(event["merged"] for event in peer.events("fragments")) > 0
         assert "forward a port of your router" in peer.errors
     assert "forward a port" not in public.errors
+
+
+def test_two_private_peers_train_together_over_a_bootstrap_node(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
+    """It does not train, but it is a relay: each of the two has an address through it."""
+    helper = net.machine()
+    bootstrap = swarm.start(
+        "p2ptrain bootstrap", directory=tmp_path / "bootstrap", enter=helper.enter,
+        settings={"host_maddrs": f"/ip4/{helper.address}/tcp/4001"},
+    )  # fmt: skip
+    swarm.until(bootstrap.addresses.exists)
+    initial = f"--initial-peers {bootstrap.addresses}"
+    founder = join(swarm, tmp_path / "0", net.behind_nat(), f"{RUN} {initial}")
+    swarm.until_ready(founder)
+    joiner = join(swarm, tmp_path / "1", net.behind_nat(), f"{MODEL} {initial}")
+    peers = [founder, joiner]
+    wait_for_rounds(swarm, peers, by=2, count=3)
+    assert_anchors_agree(*peers)
+    for peer in peers:
+        assert any(f"{helper.address}/tcp/4001/p2p/" in maddr for maddr in peer.events("start")[0]["maddrs"])
+        assert sum(event["merged"] for event in peer.events("fragments")) > 0
+        assert "exchanges everything with it through a relay" in peer.errors

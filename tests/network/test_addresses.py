@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import MAX_HINTS, by_peer_id, dialable, hints
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -30,6 +30,14 @@ def test_hints_of_strangers() -> None:
     assert hints([f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}", "/ip4/10.0.0.2/tcp/1"], PEER) == [good, good]
     assert hints(["", "junk", "/ip4/300.0.0.1/tcp/1", "/p2p/\N{SNOWMAN}"], PEER) == []
     assert len(hints(["/ip4/10.0.0.2/tcp/1"] * 100, PEER)) == MAX_HINTS
+
+
+def test_an_address_through_a_relay_has_the_relays_id_as_p2pd_writes_it() -> None:
+    relay = "QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
+    direct, identity = Multiaddr("/ip4/10.0.0.2/tcp/1").to_bytes(), PeerID.from_base58(relay).to_bytes()
+    (encoded,) = hints([f"/ip4/10.0.0.2/tcp/1/p2p/{relay}/p2p-circuit/p2p/{PEER}"], PEER)
+    assert encoded == direct + b"\xa5\x03\x22" + identity + b"\xa2\x02"
+    assert hints(["/ip4/10.0.0.2/tcp/1/p2p/0OIl/p2p-circuit"], PEER) == []
 
 
 def test_addresses_of_one_peer_belong_together() -> None:

@@ -19,6 +19,7 @@ from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import hello_of, start_endpoint
 
 TIMEOUT_S = 10.0
+RELAY = "/ip4/5.188.7.1/tcp/4001/p2p/QmRelay"
 
 
 async def settings_of(network: MemoryNetwork, run_id: str = "test", name: str = "guest"):
@@ -29,8 +30,8 @@ async def settings_of(network: MemoryNetwork, run_id: str = "test", name: str = 
         network.crash(name)
 
 
-async def announce(network: MemoryNetwork, peer_id: str, run_id: str = "test", role: str = "trainer") -> None:
-    record = encode_record([f"/memory/{peer_id}"], role)
+async def announce(network: MemoryNetwork, peer_id: str, run_id: str = "test", *maddrs: str) -> None:
+    record = encode_record(list(maddrs) or [f"/memory/{peer_id}"], "trainer")
     await network.directory(peer_id).announce(member_key(run_id, bucket_of(peer_id)), record, RECORD_TTL_S)
 
 
@@ -216,6 +217,25 @@ def test_members_that_are_gone_are_not_listed() -> None:
             infos = await list_members(transport, s.network.directory("guest"), "test")
             assert [info.peer_id for info in infos] == ["a", "c"]
             assert await list_members(transport, s.network.directory("guest"), "no such run") == []
+
+    run_virtual(main)
+
+
+def test_members_behind_a_nat_are_listed_though_they_cannot_be_reached() -> None:
+    """Their record says that they take part; who has a public address and does not answer there is gone."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            await started(s)
+            await announce(s.network, "private", "test", "/ip4/192.168.1.5/tcp/4001", "/ip4/127.0.0.1/tcp/4001")
+            await announce(s.network, "public", "test", "/ip4/5.188.7.1/tcp/4001")
+            await announce(s.network, "relayed", "test", "/ip4/192.168.1.5/tcp/4001", f"{RELAY}/p2p-circuit")
+            infos = {info.peer_id: info for info in await list_members(
+                s.network.transport("guest"), s.network.directory("guest"), "test"
+            )}  # fmt: skip
+            assert sorted(infos) == ["a", "b", "c", "private"]
+            assert infos.pop("private").status == "cannot be reached from here"
+            assert all(info.status == "training" for info in infos.values())
 
     run_virtual(main)
 

@@ -114,7 +114,7 @@ def test_who_cannot_be_dialled_is_told_once_and_what_to_do(caplog: pytest.LogCap
         async with trio.open_nursery() as nursery:
             endpoint = Endpoint("a", nursery)
             endpoint.links = Links(network.transport("a"), lambda: hello_of("a"), endpoint)
-            for own in ([PRIVATE, LOOPBACK], [PUBLIC, LOOPBACK]):
+            for own in ([PRIVATE, LOOPBACK], [PRIVATE, RELAYED, LOOPBACK], [PUBLIC, LOOPBACK], []):
                 membership = Membership(
                     endpoint.links, network.directory("a"), "test", "a", lambda: b"", random.Random(0),
                     lambda own=own: own,
@@ -123,13 +123,17 @@ def test_who_cannot_be_dialled_is_told_once_and_what_to_do(caplog: pytest.LogCap
                 assert not caplog.messages
                 for _ in range(2):
                     membership.welcome("QmB", (OTHER_PUBLIC,), "trainer")
-                if own[0] == PRIVATE:
-                    (told,) = caplog.messages
-                    assert "/ip4/192.168.1.2/tcp/4001," in told
-                    assert "--announce-maddrs" in told
+                if PRIVATE in own:
+                    (told,) = caplog.records
+                    assert "(/ip4/192.168.1.2/tcp/4001, /ip4/127.0.0.1/tcp/4001)" in told.getMessage()
+                    assert "--announce-maddrs" in told.getMessage()
+                    assert told.levelname == ("INFO" if RELAYED in own else "WARNING")
+                    assert ("through a relay" in told.getMessage()) is (RELAYED in own)
+                else:
+                    assert not caplog.records
                 caplog.clear()
 
-    with caplog.at_level("WARNING", "p2ptrain.protocol.membership"):
+    with caplog.at_level("INFO", "p2ptrain.protocol.membership"):
         run_virtual(main)
 
 

@@ -201,6 +201,39 @@ def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> N
     run_virtual(main)
 
 
+def test_on_a_link_that_is_too_slow_fragments_are_shed_and_rounds_are_not() -> None:
+    """2 Mbit/s, of which the fragments alone would take more."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, sync_every=200, fragment_fraction=0.25)
+        async with swarm(run, latency_s=0.02) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            size = s.peers["a"].exchange.space.num_blocks * 64
+            assert 10 * run.fragment_fraction * size > SLOW_BYTES_S
+            began = trio.current_time()
+            steps = {name: peer.exchange.steps for name, peer in s.peers.items()}
+            for name in "abc":
+                s.network.narrow(name, SLOW_BYTES_S)
+            await trio.sleep(100)
+            for name, peer in s.peers.items():
+                events = [event for event in peer.events if event["t"] > began]
+                pushes = [event for event in events if event["event"] == "fragments"]
+                sent, shed = (sum(counts) for counts in zip(*(
+                    (event["sent"], event["skipped"].get("shed", 0)) for event in pushes
+                ), strict=True))  # fmt: skip
+                assert 0.2 * sent < shed
+                # Most of what comes has grown too old on its way.
+                assert sum(event["merged"] for event in pushes) > 0
+                rounds = [event for event in events if event["event"] == "round"]
+                assert len(rounds) >= 3
+                assert all(r["group_size"] == 3 for r in rounds)
+                assert peer.exchange.steps - steps[name] > 0.98 * 1000
+                assert all(len(event["alive"]) == 2 for event in events if event["event"] == "peers")
+
+    run_virtual(main)
+
+
 def test_a_joiner_on_a_slow_link_comes_in_and_holds_nobody_up() -> None:
     """Its state takes longer than the interval of rounds over this link."""
 

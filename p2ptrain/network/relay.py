@@ -1,0 +1,161 @@
+"""Passing bytes on between peers that cannot dial each other: our end of libp2p's circuit relay.
+
+p2pd has a relay of its own, which ends each circuit after two minutes or 128 KiB. Its flags for more come to nothing at
+every few starts, as two of its parts race for the protocol. So that protocol is answered here. The ends of a circuit
+encrypt and authenticate what they send to each other: a relay sees who talks to whom, and how much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+
+import trio
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network import circuit
+from p2ptrain.network._hivemind import PeerID
+from p2ptrain.network.addresses import peer_id_bytes
+from p2ptrain.network.circuit import Fields, Status
+from p2ptrain.network.control import DaemonSocket, open_stream
+from p2ptrain.protocol.transport import Stream
+
+logger = logging.getLogger(__name__)
+
+# Those who hold a place renew it three times a minute; whoever went without a word makes room after this.
+PLACE_S = 120.0
+REQUEST_TIMEOUT_S = 10.0
+# Requests and circuits at once; more are refused.
+MAX_STREAMS = 512
+
+
+class Relay:
+    """Gives out places, and carries circuits to those who have one.
+
+    Args:
+        control_path: of p2pd's control socket.
+        places: peers that can have one at a time; no peer has more circuits than that either.
+    """
+
+    def __init__(self, control_path: str, places: int) -> None:
+        self._control_path = control_path
+        self._places = places
+        self._until_s: dict[str, float] = {}
+        self._circuits: Counter[str] = Counter()
+        self._streams = 0
+        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_STREAMS)
+
+    def take(self, stream: DaemonSocket) -> None:
+        """A peer has opened a stream for the hop protocol. Called in the event loop."""
+        if self._streams == MAX_STREAMS:
+            stream.fail("too many requests at once")
+            return
+        self._streams += 1
+        self._waiting.send_nowait(stream)
+
+    async def serve(self) -> None:
+        """Answer requests and carry circuits, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            async for stream in self._incoming:
+                nursery.start_soon(self._serve, stream)
+
+    async def _serve(self, stream: DaemonSocket) -> None:
+        try:
+            with trio.fail_after(REQUEST_TIMEOUT_S):
+                request, _ = await circuit.receive(stream)
+            match request.get(circuit.HOP_TYPE):
+                case circuit.HOP_RESERVE:
+                    await circuit.send(stream, self._reserve(stream.remote))
+                case circuit.HOP_CONNECT:
+                    await self._connect(stream, _target_of(request))
+                case _:
+                    await circuit.send(stream, _answer(Status.MALFORMED))
+        except (PeerLostError, trio.TooSlowError) as error:
+            logger.debug("a request of %s to relay failed: %s", stream.remote, error)
+        finally:
+            self._streams -= 1
+            await stream.aclose()
+
+    def _reserve(self, peer_id: str) -> Fields:
+        now = trio.current_time()
+        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
+        if peer_id not in self._until_s and len(self._until_s) >= self._places:
+            return _answer(Status.REFUSED)
+        self._until_s[peer_id] = now + PLACE_S
+        expires = circuit.encode({circuit.RESERVATION_EXPIRES: int(time.time() + PLACE_S)})
+        return {**_answer(Status.OK), circuit.HOP_RESERVATION: expires}
+
+    async def _connect(self, source: DaemonSocket, target: str) -> None:
+        """Carry a circuit from its request to its end."""
+        if self._until_s.get(target, 0.0) < trio.current_time():
+            await circuit.send(source, _answer(Status.NO_PLACE))
+            return
+        ends = (source.remote, target)
+        if any(self._circuits[end] >= self._places for end in ends):
+            await circuit.send(source, _answer(Status.FULL))
+            return
+        self._circuits.update(ends)
+        try:
+            try:
+                stop, read_ahead = await self._ask_target(source.remote, target)
+            except PeerLostError:
+                await circuit.send(source, _answer(Status.CONNECTION_FAILED))
+                raise
+            try:
+                await circuit.send(source, _answer(Status.OK))
+                if read_ahead:
+                    await source.send_all(read_ahead)
+                await _carry(source, stop)
+            finally:
+                await stop.aclose()
+        finally:
+            self._circuits -= Counter(ends)  # forgets those at zero
+
+    async def _ask_target(self, source: str, target: str) -> tuple[DaemonSocket, bytes]:
+        """Ask the one with the place to take a circuit.
+
+        Returns the stream to it, and what it has already sent into the circuit. Raises PeerLostError.
+        """
+        stream = await open_stream(self._control_path, target, circuit.STOP, REQUEST_TIMEOUT_S)
+        peer = circuit.encode({circuit.PEER_ID: peer_id_bytes(source)})
+        try:
+            with trio.fail_after(REQUEST_TIMEOUT_S):
+                await circuit.send(stream, {circuit.STOP_TYPE: circuit.STOP_CONNECT, circuit.STOP_PEER: peer})
+                answer, read_ahead = await circuit.receive(stream)
+            if answer.get(circuit.STOP_STATUS) != Status.OK:
+                raise PeerLostError(f"{target} takes no circuit")
+        except BaseException as error:
+            stream.fail("not connected")
+            if isinstance(error, trio.TooSlowError):
+                raise PeerLostError(f"{target} does not answer") from None
+            raise
+        return stream, read_ahead
+
+
+async def _carry(one: Stream, other: Stream) -> None:
+    """Pass on what comes from either until one of them ends. Raises PeerLostError when it breaks."""
+    async with trio.open_nursery() as nursery:
+
+        async def pass_on(source: Stream, target: Stream) -> None:
+            with contextlib.suppress(PeerLostError):
+                while data := await source.receive_some():
+                    await target.send_all(data)
+            nursery.cancel_scope.cancel()
+
+        nursery.start_soon(pass_on, one, other)
+        nursery.start_soon(pass_on, other, one)
+
+
+def _answer(status: Status) -> Fields:
+    return {circuit.HOP_TYPE: circuit.HOP_ANSWER, circuit.HOP_STATUS: int(status)}
+
+
+def _target_of(request: Fields) -> str:
+    """Whom a request wants to be connected with. Raises PeerLostError."""
+    peer = circuit.decode(circuit.of_kind(request, circuit.HOP_PEER, bytes))
+    try:
+        return str(PeerID(circuit.of_kind(peer, circuit.PEER_ID, bytes)).to_base58())
+    except ValueError:
+        raise PeerLostError("malformed peer id") from None

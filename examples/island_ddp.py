@@ -7,6 +7,7 @@ in from there reaches all of them. Two processes, a minute:
 
 Paste the line that it prints into a second terminal: `python examples/island_ddp.py` is an island of one process, and
 trains with this one as its equal. If a process dies, the others stop; torchrun --max-restarts 3 starts all again.
+Ctrl-C ends all of them; the traceback is torchrun's own.
 """
 
 import argparse

@@ -34,7 +34,7 @@ def test_two_peers_of_the_minimal_example(swarm: Swarm) -> None:
 
 
 def test_together_two_image_classifiers_know_what_each_was_not_shown(swarm: Swarm) -> None:
-    demo = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --steps 300 {LOOPBACK}")
+    demo = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --steps 180 {LOOPBACK}")
     assert demo.wait() == 0, swarm.report()
     results = re.findall(r"the peer of (. to .): (\d+)% alone, (\d+)% together", demo.output)
     assert {digits for digits, _, _ in results} == {"0 to 4", "5 to 9"}
@@ -106,7 +106,7 @@ def test_a_corpus_is_learnt_left_and_taken_up_again(swarm: Swarm, tmp_path: Path
     texts.mkdir()
     for number in range(3):
         (texts / f"{number}.txt").write_text(f"The {number} quick brown foxes jump over the lazy dog. " * 3000)
-    command = f"python {EXAMPLES / 'own_corpus.py'} {texts} --steps 500 {LOOPBACK}"
+    command = f"python {EXAMPLES / 'own_corpus.py'} {texts} --steps 300 {LOOPBACK}"
     first = swarm.start(command, terminal=True)
     line = swarm.until(lambda: line_after("others join by:", first))
     second = swarm.start(f"{line} {LOOPBACK}", terminal=True)

@@ -86,17 +86,25 @@ def test_workers_can_be_scaled() -> None:
 
 def test_what_a_peer_keeps_is_in_a_named_volume() -> None:
     workdir = re.findall(r"^WORKDIR (\S+)", _dockerfile(), re.MULTILINE)[-1]
-    volumes = {service: _mounts(service)[workdir] for service in _services()}
+    volumes = {service: _mounts(service)[workdir] for service in ("bootstrap", "worker")}
     assert volumes == {"bootstrap": ("bootstrap", "rw"), "worker": ("workers", "rw")}
     assert {source for source, _ in volumes.values()} < set(_compose()["volumes"])
     # Nothing is told to be kept elsewhere.
     assert not any(_settings(service).explicit(name) for service in volumes for name in ("identity", "out", "metrics"))
 
 
-@pytest.mark.parametrize("service", ["bootstrap", "worker"])
+def test_the_page_is_for_browsers_on_this_machine() -> None:
+    dashboard = _services()["dashboard"]
+    assert dashboard["ports"] == ["127.0.0.1:${DASHBOARD_PORT-8080}:8080"]
+    assert dashboard["command"][-1] == dashboard["healthcheck"]["test"][-1] == "8080"
+    # It finds the run as the workers do.
+    assert dashboard["environment"] == _services()["worker"]["environment"]
+
+
+@pytest.mark.parametrize("service", ["bootstrap", "worker", "dashboard"])
 def test_a_service_is_a_command_with_a_check_and_time_to_leave(service: str) -> None:
     definition = _services()[service]
-    assert definition["command"] == [{"bootstrap": "bootstrap", "worker": "join"}[service]]
+    assert definition["command"][0] == {"worker": "join"}.get(service, service)
     assert definition["stop_grace_period"] == "20s"
     script = definition["healthcheck"]["test"][2]
     assert f"COPY peers/healthcheck.py {script}\n" in _dockerfile()

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from tests.compose.docker import COMPOSE_FILE, CheckFailedError, Demo, NoDockerError, find_compose
+from tests.compose.docker import COMPOSE_FILE, SERVICES, CheckFailedError, Demo, NoDockerError, find_compose
 from tests.compose.records import Event, Worker, check_agreement, common_round, read_worker
 
 WORKERS = 4
@@ -64,10 +64,12 @@ def story(demo: Demo) -> Iterator[str]:
     began_s = time.time()
     demo.compose("up", "-d")
     _until_healthy(demo, WORKERS)
-    yield f"up: a bootstrap node and {WORKERS} workers, all healthy"
+    yield f"up: a bootstrap node, {WORKERS} workers and the page, all healthy"
     yield f"all workers: {_until_round(demo, WORKERS, began_s)}"
     _until_listed(demo)
     yield f"`p2ptrain peers` lists the {WORKERS} workers"
+    _until_shown(demo)
+    yield f"the page shows the {WORKERS} workers and their rounds, each with one hash"
 
     began_s = time.time()
     demo.compose("up", "-d", "--scale", f"worker={SCALED}")
@@ -100,6 +102,8 @@ def story(demo: Demo) -> Iterator[str]:
     _until_healthy(demo, SCALED)
     _until_listed(demo)
     yield f"{bootstrap} started: `p2ptrain peers` lists the {SCALED} workers through it"
+    _until_shown(demo)
+    yield f"the page shows the {SCALED} workers"
 
     before = _workers(demo)
     agreed = check_agreement(before)
@@ -134,11 +138,11 @@ def _workers(demo: Demo) -> list[Worker]:
 
 def _until_healthy(demo: Demo, workers: int) -> None:
     def healthy() -> bool:
-        containers = [*demo.containers("bootstrap"), *demo.containers("worker")]
+        containers = [container for service in SERVICES for container in demo.containers(service)]
         states = [demo.state(container)["Health"]["Status"] for container in containers]
-        return states == ["healthy"] * (1 + workers)
+        return states == ["healthy"] * (1 + workers + 1)
 
-    demo.until(f"the bootstrap node and {workers} workers are healthy", healthy)
+    demo.until(f"the bootstrap node, {workers} workers and the page are healthy", healthy)
     directories = {worker.directory for worker in _workers(demo)}
     if len(directories) != workers:
         raise CheckFailedError(f"{workers} workers in {len(directories)} directories: {sorted(directories)}")
@@ -166,6 +170,18 @@ def _until_listed(demo: Demo) -> None:
     demo.until("`p2ptrain peers` lists the workers", listed)
 
 
+def _until_shown(demo: Demo) -> None:
+    """Wait until the page shows exactly the workers, and rounds of theirs that agree."""
+    workers = {worker.peer_id for worker in _workers(demo)}
+
+    def shown() -> bool:
+        overview = demo.page("overview")
+        training = {peer["id"] for peer in overview["peers"] if peer["kind"] == "training"}
+        return training == workers and overview["agreed"] and overview["rounds"] > 0
+
+    demo.until("the page shows the workers", shown)
+
+
 def _until_back(demo: Demo, victim: Worker) -> None:
     """Wait until a worker that was started again says that it continues, as who it was."""
     says = f"continuing run 'compose' .* as peer {victim.peer_id}"
@@ -180,7 +196,7 @@ def _stop(demo: Demo) -> float:
     began_s = time.monotonic()
     demo.compose("stop")
     took_s = time.monotonic() - began_s
-    for service in ("bootstrap", "worker"):
+    for service in SERVICES:
         for container in demo.containers(service, stopped=True):
             if status := demo.state(container)["ExitCode"]:
                 raise CheckFailedError(f"{container} ended with exit status {status} (137: killed after {GRACE_S} s)")

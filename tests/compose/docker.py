@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SERVICES = ("bootstrap", "worker", "dashboard")
 COMPOSE_FILE = Path(__file__).parents[2] / "peers" / "compose.yaml"
 # Not the name that Compose would choose, so that a demo which is running on this machine is left alone.
 PROJECT = "p2ptrain-compose-test"
@@ -19,6 +22,7 @@ PROJECT = "p2ptrain-compose-test"
 DEADLINE_S = 400.0
 # Torch comes over the network into the first build.
 COMMAND_TIMEOUT_S = 3600.0
+PAGE_TIMEOUT_S = 60.0
 POLL_S = 2.0
 
 
@@ -57,14 +61,16 @@ class Demo:
 
     def __init__(self, compose: Sequence[str]) -> None:
         self._compose = [*compose, "-p", PROJECT, "-f", str(COMPOSE_FILE)]
+        # Any port of this machine that is free.
+        self._environ = {**os.environ, "DASHBOARD_PORT": "0"}
 
     def compose(self, *arguments: str) -> str:
         """Run a command of Compose; returns what it prints. Raises CheckFailedError when it fails."""
-        return _run([*self._compose, *arguments])
+        return _run([*self._compose, *arguments], self._environ)
 
     def docker(self, *arguments: str) -> str:
         """Run a command of Docker; returns what it prints. Raises CheckFailedError when it fails."""
-        return _run(["docker", *arguments]).strip()
+        return _run(["docker", *arguments], self._environ).strip()
 
     def containers(self, service: str, *, stopped: bool = False) -> list[str]:
         """Names of a service's containers that run, or of all that there are, oldest number first."""
@@ -79,6 +85,20 @@ class Demo:
         """Docker's account of a container: Status, ExitCode, Health …"""
         state: dict[str, Any] = json.loads(self.docker("inspect", "--format", "{{json .State}}", container))
         return state
+
+    def page(self, name: str) -> dict[str, Any]:
+        """The newest of what the page in the browser is told under a name: "run", "overview" …"""
+        (container,) = self.containers("dashboard")
+        address = self.docker("port", container, "8080/tcp").splitlines()[0]
+        try:
+            with urllib.request.urlopen(f"http://{address}/api/state", timeout=PAGE_TIMEOUT_S) as stream:
+                for line in stream:
+                    if line == f"event: {name}\n".encode():
+                        told: dict[str, Any] = json.loads(stream.readline().removeprefix(b"data: "))
+                        return told
+        except OSError as error:
+            raise CheckFailedError(f"the page at {address} cannot be read: {error}") from error
+        raise CheckFailedError(f"the page at {address} ends without any {name}")
 
     def leftovers(self) -> list[str]:
         """Every container, network and volume of the project, with its kind before the name."""
@@ -114,15 +134,15 @@ class Demo:
         return value
 
     def _check_none_failed(self, what: str) -> None:
-        for container in (*self.containers("bootstrap", stopped=True), *self.containers("worker", stopped=True)):
+        for container in (name for service in SERVICES for name in self.containers(service, stopped=True)):
             state = self.state(container)
             # 137: killed, by us.
             if state["Status"] == "exited" and state["ExitCode"] != 137:
                 raise CheckFailedError(f"{what}: {container} ended with exit status {state['ExitCode']}")
 
 
-def _run(command: Sequence[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+def _run(command: Sequence[str], environ: dict[str, str]) -> str:
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
     if done.returncode:
         output = "\n    ".join((done.stdout + done.stderr).splitlines()[-15:])
         raise CheckFailedError(f"exit status {done.returncode} of {' '.join(command)}\n    {output}")

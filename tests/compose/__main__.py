@@ -200,9 +200,10 @@ def _stop(demo: Demo) -> float:
         for container in demo.containers(service, stopped=True):
             if status := demo.state(container)["ExitCode"]:
                 raise CheckFailedError(f"{container} ended with exit status {status} (137: killed after {GRACE_S} s)")
-            last_line = demo.docker("logs", "--tail", "1", container)
-            if service == "worker" and not re.match(r"interrupted at step \d+, saved in ", last_line):
-                raise CheckFailedError(f"{container} stopped without a checkpoint; it says: {last_line}")
+            # The last line but for what is logged beside it.
+            said = demo.docker("logs", "--tail", "10", container)
+            if service == "worker" and not re.search(r"^interrupted at step \d+, saved in ", said, re.MULTILINE):
+                raise CheckFailedError(f"{container} stopped without a checkpoint; it says: {said}")
     return took_s
 
 

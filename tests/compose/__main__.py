@@ -216,7 +216,7 @@ def _check_continued(before: list[Worker], after: list[Worker]) -> None:
 def _last_lines(demo: Demo) -> str:
     """What every container printed last, for whoever looks into a failure."""
     with contextlib.suppress(CheckFailedError):
-        return demo.compose("logs", f"--tail={LAST_LINES}")
+        return demo.compose("logs", "--no-color", f"--tail={LAST_LINES}")
     return "(there are no logs)"
 
 

@@ -20,6 +20,11 @@ RUN touch p2ptrain/__init__.py && \
 COPY . .
 RUN python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
         --no-deps --force-reinstall .
+# What is there for those who build and test these packages: C++ headers and test programs of torch, the others' tests.
+RUN cd /opt/p2ptrain/lib/python*/site-packages && \
+    rm -rf torch/include torch/test && \
+    find torch/bin -type f ! -name torch_shm_manager -delete && \
+    find . -type d -name tests -prune -exec rm -rf {} +
 
 FROM ${PYTHON_IMAGE}
 # Volumes that are mounted on these directories take over their owner.

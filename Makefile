@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 MINUTES := 20
 SEEDS := 500
 
-.PHONY: demo test test-long lint docs bench soak storms links reproduce reproduce-full clean
+.PHONY: demo test test-long compose-test lint docs bench soak storms links reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -42,6 +42,10 @@ storms: $(STAMP)
 # Real peers on slow and broken links, in network namespaces: ten minutes, as root.
 links: $(STAMP)
 	$(BIN)/python -m tests.links $(ARGS)
+
+# The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
+compose-test:
+	$(PYTHON) -m tests.compose
 
 # The papers' experiments, one after the other; -full repeats the headline ones with three seeds.
 reproduce: $(STAMP)

@@ -31,3 +31,16 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, for what waits where no loop can ask. In a container nothing else ends it.
+
+    Only for the main thread, as Python demands.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

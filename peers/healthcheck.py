@@ -6,6 +6,7 @@ It looks from outside and imports nothing of p2ptrain: a check is to cost millis
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import socket
@@ -32,6 +33,18 @@ def answers(port: int) -> bool:
                 return stream.read(len(MULTISTREAM)) == MULTISTREAM
     except OSError:
         return False
+
+
+def serves(port: int) -> bool:
+    """Whether a page is served on a port of this container."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", "/")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def trains(open_files: Path, within_s: float, now: float) -> bool:
@@ -65,11 +78,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     checks = parser.add_subparsers(dest="check", required=True)
     checks.add_parser("answers").add_argument("--port", type=int, required=True)
+    checks.add_parser("serves").add_argument("--port", type=int, required=True)
     checks.add_parser("trains").add_argument("--within", type=float, required=True, metavar="SECONDS")
     arguments = parser.parse_args()
     # A text given to sys.exit is printed, for `docker inspect`, and makes the exit status 1.
     if arguments.check == "answers" and not answers(arguments.port):
         sys.exit(f"no libp2p peer answers on port {arguments.port}")
+    if arguments.check == "serves" and not serves(arguments.port):
+        sys.exit(f"no page is served on port {arguments.port}")
     if arguments.check == "trains" and not trains(OPEN_FILES, arguments.within, time.time()):
         sys.exit(f"no step in the last {arguments.within:g} s")
 

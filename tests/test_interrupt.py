@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from p2ptrain.interrupt import stop_on_signals
+from p2ptrain.interrupt import sigterm_is_ctrl_c, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -35,3 +35,10 @@ def test_the_second_signal_ends_the_process() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
     assert done.stdout == "still here\n"
+
+
+def test_sigterm_can_be_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hivemind.utils.multiaddr import Multiaddr
 
 from p2ptrain.addresses import write_addresses
-from p2ptrain.network.addresses import check_announce_maddrs, check_initial_peers
+from p2ptrain.network.addresses import check_initial_peers
 from p2ptrain.settings import CONFIG_VARIABLE, Settings, merge
 
 PEERS = Path(__file__).parents[2] / "peers"
@@ -37,22 +36,9 @@ def _mounts(service: str) -> dict[str, tuple[str, str]]:
 
 def _settings(service: str) -> Settings:
     """The settings of a service, read as its container reads them."""
-    source, _ = _mounts(service)[_services()[service]["environment"][CONFIG_VARIABLE]]
-    return merge({}, {}, str(PEERS / source))
-
-
-def _toml_files() -> list[str]:
-    return sorted(file.name for file in PEERS.glob("*.toml"))
-
-
-@pytest.mark.parametrize("name", _toml_files())
-def test_every_role_has_settings_that_load(name: str, tmp_path: Path) -> None:
-    settings = merge({}, {}, str(PEERS / name))
-    assert any(settings.explicit(setting) for setting in settings.values)
-    # The port may be taken where the tests run; the address must be well formed.
-    assert all(Multiaddr(maddr) for maddr in settings.values["host_maddrs"])  # type: ignore[union-attr]
-    check_announce_maddrs(settings.values["announce_maddrs"])  # type: ignore[arg-type]
-    settings.resolve_run(None)
+    environment = dict(_services()[service]["environment"])
+    source, _ = _mounts(service)[environment.pop(CONFIG_VARIABLE)]
+    return merge({}, environment, str(PEERS / source))
 
 
 def test_the_settings_of_each_service_are_a_role() -> None:
@@ -89,7 +75,7 @@ def test_workers_start_when_the_bootstrap_node_is_healthy() -> None:
 
 def test_workers_can_be_scaled() -> None:
     worker = _services()["worker"]
-    assert worker["deploy"]["replicas"] == 3
+    assert worker["deploy"]["replicas"] == 4
     # One name, one port of the host or one identity would be enough for one worker only.
     assert "container_name" not in worker
     assert "ports" not in worker
@@ -100,16 +86,25 @@ def test_workers_can_be_scaled() -> None:
 
 def test_what_a_peer_keeps_is_in_a_named_volume() -> None:
     workdir = re.findall(r"^WORKDIR (\S+)", _dockerfile(), re.MULTILINE)[-1]
-    volumes = {service: _mounts(service)[workdir] for service in _services()}
+    volumes = {service: _mounts(service)[workdir] for service in ("bootstrap", "worker")}
     assert volumes == {"bootstrap": ("bootstrap", "rw"), "worker": ("workers", "rw")}
     assert {source for source, _ in volumes.values()} < set(_compose()["volumes"])
-    assert Path(str(_settings("bootstrap").values["identity"])).parent == Path(workdir)
+    # Nothing is told to be kept elsewhere.
+    assert not any(_settings(service).explicit(name) for service in volumes for name in ("identity", "out", "metrics"))
 
 
-@pytest.mark.parametrize("service", ["bootstrap", "worker"])
+def test_the_page_is_for_browsers_on_this_machine() -> None:
+    dashboard = _services()["dashboard"]
+    assert dashboard["ports"] == ["127.0.0.1:${DASHBOARD_PORT-8080}:8080"]
+    assert dashboard["command"][-1] == dashboard["healthcheck"]["test"][-1] == "8080"
+    # It finds the run as the workers do.
+    assert dashboard["environment"] == _services()["worker"]["environment"]
+
+
+@pytest.mark.parametrize("service", ["bootstrap", "worker", "dashboard"])
 def test_a_service_is_a_command_with_a_check_and_time_to_leave(service: str) -> None:
     definition = _services()[service]
-    assert definition["command"] == [{"bootstrap": "bootstrap", "worker": "join"}[service]]
+    assert definition["command"][0] == {"worker": "join"}.get(service, service)
     assert definition["stop_grace_period"] == "20s"
     script = definition["healthcheck"]["test"][2]
     assert f"COPY peers/healthcheck.py {script}\n" in _dockerfile()

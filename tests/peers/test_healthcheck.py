@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 HEALTHCHECK: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "peers" / "healthcheck.py"))
-answers, trains, last_step_at = (HEALTHCHECK[name] for name in ("answers", "trains", "last_step_at"))
+answers, serves, trains, last_step_at = (HEALTHCHECK[name] for name in ("answers", "serves", "trains", "last_step_at"))
 MULTISTREAM = HEALTHCHECK["MULTISTREAM"]
 
 
@@ -64,6 +64,16 @@ def test_nothing_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert not answers(port)
+    assert not serves(port)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "is_page"),
+    [(b"HTTP/1.1 200 OK\r\n\r\n", True), (b"HTTP/1.1 500 Oh\r\n\r\n", False), (MULTISTREAM, False), (b"", False)],
+)
+def test_a_page_is_served(greeting: bytes, is_page: bool) -> None:
+    with _server(greeting) as port:
+        assert serves(port) == is_page
 
 
 def test_a_worker_trains_while_its_newest_step_is_young(tmp_path: Path) -> None:

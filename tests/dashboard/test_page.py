@@ -5,6 +5,7 @@ Set SCREENSHOTS to a directory to keep what it looked like.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import time
@@ -34,9 +35,20 @@ SETTINGS = {"sync_every": 40, "eval_every": 20, "steps": 100_000, "batch_size": 
 
 
 @pytest.fixture(scope="module")
-def chrome() -> Iterator[Chrome]:
+def driver() -> Iterator[Chrome]:
+    # They log every screenshot in full.
+    for name in ("selenium", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     with browser() as driver:
         yield driver
+
+
+@pytest.fixture
+def chrome(driver: Chrome) -> Chrome:
+    """A browser without a page, and without complaints about the one before."""
+    driver.get("about:blank")
+    driver.get_log("browser")
+    return driver
 
 
 @pytest.fixture
@@ -211,4 +223,3 @@ def test_a_page_of_nobody_and_one_whose_server_goes_say_so(chrome: Chrome) -> No
         assert_looks_right(chrome, "empty")
         assert all(note.is_displayed() for note in chrome.find_elements(By.CSS_SELECTOR, ".empty"))
     until(lambda: "lost the connection" in text(chrome, "#connection"))
-    chrome.get_log("browser")  # it complains, rightly

@@ -12,8 +12,14 @@ SEEDS := 500
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
 
+# Those that start no programs run side by side, the others take turns; with ARGS, what they name.
 test: $(STAMP)
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not processes and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "processes and not long"
+endif
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)

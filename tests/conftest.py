@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
+
+import pytest
+
+# Tests that start peers, daemons, browsers or other programs of their own. They take turns; all others may run side by
+# side (`make test`).
+PROCESSES = ("network", "swarm", "demo", "examples", "links", "dashboard", "doctor", "test_wheel.py")
 
 # Tests press Ctrl-C on processes that they start. A shell starts its background jobs with SIGINT ignored, and children
 # inherit that: `make test &` would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in PROCESSES:
+            item.add_marker("processes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -25,13 +26,16 @@ T = TypeVar("T")
 
 CPU = torch.device("cpu")
 SIZE = 3
+# Ranks are threads here, and they share the generator.
+SEEDING = threading.Lock()
 ROUND = RoundReport(round=4, status="committed", lineage="0-aa", contributors=("QmFake", "QmOther"), cosine=0.25)
 
 
 def new_model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    # A tensor that is not contiguous, tied and half-precision ones, tails that do not fill a block, and buffers.
-    model = nn.Sequential(nn.Linear(64, 70), nn.BatchNorm1d(70), nn.Linear(70, 3).to(torch.bfloat16))
+    with SEEDING:
+        torch.manual_seed(seed)
+        # A tensor that is not contiguous, tied and half-precision ones, tails that do not fill a block, and buffers.
+        model = nn.Sequential(nn.Linear(64, 70), nn.BatchNorm1d(70), nn.Linear(70, 3).to(torch.bfloat16))
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
     return model
 

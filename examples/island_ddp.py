@@ -38,29 +38,36 @@ if on_gpu:
 # A process that is lost is noticed after a minute at the latest.
 dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=1))
 
-model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1)).to(device)
-with contextlib.suppress(KeyboardInterrupt), p2ptrain.join(
-    model, run_id="island", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
-    diloco=p2ptrain.DiLoCo(sync_every=1000), total_steps=arguments.steps,
-    process_group=dist.group.WORLD,
-) as peer:  # fmt: skip
-    if peer.rank == 0:
-        command = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
-        print("others join by:", shlex.join(command), sep="\n", flush=True)
-    parallel = DistributedDataParallel(model)  # averages the gradients of the island's processes
-    optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(peer.data_seed)  # another one on each rank
-    while peer.run_step < arguments.steps:
-        inputs = torch.rand(128, 8, generator=generator).to(device)
-        loss = (parallel(inputs) - inputs.prod(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        report = peer.step(loss=loss.item(), samples=len(inputs))  # 128 of each process
-        if (done := report.round) is not None and peer.rank == 0:
-            print(f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.6f}", flush=True)
-    peer.wait_finished(60)
-    weights = torch.nn.utils.parameters_to_vector(model.parameters())
-    # One string a line: the processes share a terminal.
-    print(f"rank {peer.rank}: step {peer.run_step}, norm of the weights {weights.norm():.6f}\n", end="", flush=True)
+
+def main() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1)).to(device)
+    with contextlib.suppress(KeyboardInterrupt), p2ptrain.join(
+        model, run_id="island", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
+        diloco=p2ptrain.DiLoCo(sync_every=1000), total_steps=arguments.steps,
+        process_group=dist.group.WORLD,
+    ) as peer:  # fmt: skip
+        if peer.rank == 0:
+            command = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
+            print("others join by:", shlex.join(command), sep="\n", flush=True)
+        parallel = DistributedDataParallel(model)  # averages the gradients of the island's processes
+        optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-3)
+        generator = torch.Generator().manual_seed(peer.data_seed)  # another one on each rank
+        while peer.run_step < arguments.steps:
+            inputs = torch.rand(128, 8, generator=generator).to(device)
+            loss = (parallel(inputs) - inputs.prod(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = peer.step(loss=loss.item(), samples=len(inputs))  # 128 of each process
+            if (done := report.round) is not None and peer.rank == 0:
+                print(
+                    f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.6f}", flush=True
+                )
+        peer.wait_finished(60)
+        weights = torch.nn.utils.parameters_to_vector(model.parameters())
+        # One string a line: the processes share a terminal.
+        print(f"rank {peer.rank}: step {peer.run_step}, norm of the weights {weights.norm():.6f}\n", end="", flush=True)
+
+
+main()  # what holds the process group is gone when it ends
 dist.destroy_process_group()

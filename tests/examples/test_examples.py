@@ -42,6 +42,7 @@ def test_together_two_image_classifiers_know_what_each_was_not_shown(swarm: Swar
         assert int(alone) <= 51 < int(together), demo.output
 
 
+@pytest.mark.long
 def test_the_second_image_classifier_is_started_by_the_line_of_the_first(swarm: Swarm) -> None:
     first = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --wait --steps 5 {LOOPBACK}")
     line = swarm.until(lambda: line_after("the second peer is started by:", first))
@@ -66,6 +67,7 @@ def test_two_peers_of_a_gpt2_under_the_trainer_of_transformers(swarm: Swarm) -> 
     assert (first.directory / "gpt2" / "checkpoint-100" / "p2ptrain.safetensors").exists()
 
 
+@pytest.mark.long
 def test_the_processes_of_an_island_end_with_the_same_weights(swarm: Swarm) -> None:
     island = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} --steps 1200 {LOOPBACK}")
     assert island.wait() == 0, swarm.report()
@@ -75,6 +77,7 @@ def test_the_processes_of_an_island_end_with_the_same_weights(swarm: Swarm) -> N
     assert len({where for _, where in ranks}) == 1, ranks
 
 
+@pytest.mark.long
 def test_an_island_that_loses_a_process_ends(swarm: Swarm) -> None:
     island = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} {LOOPBACK}")
     swarm.until(lambda: "round 0" in island.output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 import p2ptrain
@@ -11,6 +12,7 @@ from tests.swarm import island
 from tests.swarm.processes import Swarm
 
 
+@pytest.mark.long
 def test_an_island_is_one_peer_whose_ranks_hold_the_same_weights(swarm: Swarm) -> None:
     torch.set_num_threads(1)
     model = island.model()

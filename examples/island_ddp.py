@@ -69,5 +69,5 @@ def main() -> None:
         print(f"rank {peer.rank}: step {peer.run_step}, norm of the weights {weights.norm():.6f}\n", end="", flush=True)
 
 
-main()  # what holds the process group is gone when it ends
+main()
 dist.destroy_process_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +13,6 @@ import torch.distributed as dist
 
 from p2ptrain.errors import PeerLostError
 
-# Tensors of the last collectives, which gloo's threads may still hold. The last one to let go of a tensor that Python
-# has seen needs the interpreter, and a thread that asks for it while the program ends aborts the program.
-KEPT = 8
-
 
 class Ranks:
     """The collectives that an island needs. All raise PeerLostError when a rank is lost."""
@@ -25,12 +20,10 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._kept: deque[torch.Tensor] = deque(maxlen=KEPT)
 
     def total(self, *numbers: float) -> list[float]:
         """The sums over all ranks."""
         summed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        self._kept.append(summed)
         with self._lost_ranks_told():
             self._group.allreduce([summed]).wait()
             return [float(number) for number in summed.tolist()]
@@ -38,7 +31,6 @@ class Ranks:
     def copy(self, tensor: torch.Tensor) -> None:
         """Set the values of a tensor to those on rank 0."""
         carried = tensor.to(self._device).contiguous()
-        self._kept.append(carried)
         with self._lost_ranks_told():
             self._group.broadcast(carried, 0).wait()
             if carried is not tensor:

@@ -123,8 +123,13 @@ def test_a_real_swarm_loses_a_peer_and_gains_one(chrome: Chrome, swarm: Swarm) -
     swarm.until(lambda: "committed by" in text(chrome, "#events"))
     # A peer's own page shows the same, itself included.
     own = swarm.until(lambda: first.output.partition("the run is shown at ")[2].split())[0]
-    seen = {peer["id"]: peer["kind"] for peer in stream(own, "overview")["overview"]["peers"]}
-    assert seen == {peer.peer_id: "training" for peer in (first, second, third)}
+    everybody_trains = {peer.peer_id: "training" for peer in (first, second, third)}
+
+    def seen() -> dict[str, str]:
+        return {peer["id"]: peer["kind"] for peer in stream(own, "overview")["overview"]["peers"]}
+
+    # Two pages do not learn of a peer at the same moment.
+    swarm.until(lambda: seen() == everybody_trains)
     second.kill()
     swarm.until(lambda: kinds(chrome) == ["training", "training", "gone"])
     assert "without a goodbye" in text(chrome, "#events")

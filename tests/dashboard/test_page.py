@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,14 +48,6 @@ def chrome(driver: Chrome) -> Chrome:
     driver.get("about:blank")
     driver.get_log("browser")
     return driver
-
-
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as sockets:
-        swarm = Swarm(tmp_path, Path(sockets))
-        yield swarm
-        swarm.close()
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -32,6 +32,9 @@ Event = dict[str, Any]
 DEADLINE_S = 150.0
 POLL_S = 0.05
 CTRL_C = b"\x03"
+# The terminal of a person, wherever the tests run: in CI, or where TERM=dumb, there is no live view.
+TERMINAL = {"TERM": "xterm-256color"}
+NOT_A_PERSONS = ("CI", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 # What moves a terminal's cursor, or colours what is on it.
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -90,6 +93,7 @@ class Process:
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
             if terminal:
+                environ = {name: value for name, value in environ.items() if name not in NOT_A_PERSONS} | TERMINAL
                 self._keyboard, screen = pty.openpty()
                 streams = {"stdin": screen, "stdout": screen, "stderr": screen, "start_new_session": True}
                 streams["preexec_fn"] = _as_from_a_shell

@@ -89,6 +89,7 @@ class Island:
         self.leave("done" if kind is None else kind.__name__)
         if kind is None:
             self._follow(StepReport())
+            self._ranks.settle()
 
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """All ranks: exchange with the other peers; call it once after every optimizer step.

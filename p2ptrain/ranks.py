@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,9 @@ import torch.distributed as dist
 
 from p2ptrain.errors import PeerLostError
 
+# The group's threads let go of a tensor within a millisecond, or when a busy machine lets them run.
+SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
+
 
 class Ranks:
     """The collectives that an island needs. All raise PeerLostError when a rank is lost."""
@@ -20,19 +25,21 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._held: list[weakref.ref[torch.Tensor]] = []
 
     def total(self, *numbers: float) -> list[float]:
         """The sums over all ranks."""
         summed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         with self._lost_ranks_told():
-            self._group.allreduce([summed]).wait()
+            self._group.allreduce([self._carried(summed)]).wait()
             return [float(number) for number in summed.tolist()]
 
     def copy(self, tensor: torch.Tensor) -> None:
         """Set the values of a tensor to those on rank 0."""
+        tensor = tensor.detach()
         carried = tensor.to(self._device).contiguous()
         with self._lost_ranks_told():
-            self._group.broadcast(carried, 0).wait()
+            self._group.broadcast(self._carried(carried), 0).wait()
             if carried is not tensor:
                 tensor.copy_(carried)
 
@@ -51,6 +58,21 @@ class Ranks:
         if len(told):
             self.copy(told)
         return told.numpy().tobytes()
+
+    def settle(self) -> None:
+        """Wait until the group's threads have let go of every tensor that they carried.
+
+        Gloo's threads do so shortly after a collective is done. One that is late for it, and finds that the interpreter
+        has ended, aborts the process ("terminate called without an active exception").
+        """
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while any(held() is not None for held in self._held) and time.monotonic() < deadline:
+            time.sleep(SETTLE_POLL_S)
+
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of our own that a collective is about to carry; nobody else may keep it."""
+        self._held = [held for held in self._held if held() is not None] + [weakref.ref(tensor)]
+        return tensor
 
     @contextmanager
     def _lost_ranks_told(self) -> Iterator[None]:

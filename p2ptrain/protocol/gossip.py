@@ -168,8 +168,9 @@ class Gossip:
                 plan.num_slots, max(0.0, trio.current_time() - push.gathered_s),
             )  # fmt: skip
 
+        until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):
-            partner.send_fragment(make, payload)
+            partner.send_fragment(make, payload, until_s=until_s)
 
     # --- receiving ----------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 The transport below shares one connection per pair and buffers megabytes, so on a saturated path a heartbeat would
 wait behind them all. Hence flow control of our own: at most about a quarter of a second's worth of bulk bytes is
-unacknowledged, control frames go before round chunks, and round chunks before fragments, of which the oldest are
-dropped when the path is too slow.
+unacknowledged, control frames go before round chunks, and round chunks before fragments, of which those that would come
+too late are dropped when the path is too slow.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -77,7 +78,8 @@ class _Bulk:
     make: Callable[[], Message]
     payload: bytes | memoryview
     traffic: Traffic
-    compress: bool
+    compress: bool = False
+    until_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -153,14 +155,13 @@ class Link:
         self._bulk.append(_Bulk(lambda: message, payload, traffic, compress))
         self._work.unpark_all()
 
-    def send_fragment(self, make: Callable[[], Fragment], payload: bytes) -> None:
-        """Queue a fragment, dropping the oldest waiting one when there is no room."""
+    def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float = math.inf) -> None:
+        """Queue a fragment that is of use until `until_s`, dropping the oldest waiting one when there is no room."""
         if self.lost.is_set():
             return
         while len(self._fragments) >= MAX_FRAGMENT_QUEUE:
-            self._fragments.popleft()
-            self._counters.fragments_shed += 1
-        self._fragments.append(_Bulk(make, payload, Traffic.FRAGMENT, False))
+            self._shed_fragment()
+        self._fragments.append(_Bulk(make, payload, Traffic.FRAGMENT, until_s=until_s))
         self._work.unpark_all()
 
     @property
@@ -217,8 +218,10 @@ class Link:
             return self._control.popleft()
         if self.lost.is_set():
             return None
-        queue = self._bulk or self._fragments
         in_flight = self._sent_bulk - self._acked_bulk
+        while self._fragments and self._would_come_late(self._fragments[0], in_flight):
+            self._shed_fragment()
+        queue = self._bulk or self._fragments
         if not queue or in_flight >= self.window_bytes:
             return None
         item = queue.popleft()
@@ -240,6 +243,17 @@ class Link:
             self._counters.fragments_sent += 1
             self._counters.fragments_to[self.peer_id] += 1
         return frame
+
+    def _would_come_late(self, item: _Bulk, in_flight: int) -> bool:
+        """Whether a path with this many bytes on it would deliver too late. Nobody knows before there are any."""
+        if not in_flight or not self.rate_bytes_s:
+            return False
+        path_s = (in_flight + len(item.payload)) / self.rate_bytes_s + self._path_rtt_s / 2
+        return trio.current_time() + path_s > item.until_s
+
+    def _shed_fragment(self) -> None:
+        self._fragments.popleft()
+        self._counters.fragments_shed += 1
 
     async def _read(self, stream: Stream, read_ahead: bytes) -> None:
         reader = FrameReader(stream, read_ahead, self._note_heard)

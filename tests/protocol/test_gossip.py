@@ -43,7 +43,7 @@ class Mailbox:
     rtt_s: float = 0.02
     sent: list[tuple[Fragment, bytes]] = field(default_factory=list)
 
-    def send_fragment(self, make: Callable[[], Fragment], payload: bytes) -> None:
+    def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float) -> None:
         self.sent.append((make(), payload))
 
 

@@ -168,6 +168,25 @@ def test_round_chunks_go_before_fragments_and_the_oldest_fragments_are_shed() ->
     run_virtual(main)
 
 
+def test_a_fragment_that_would_come_too_late_is_not_sent() -> None:
+    """Half a second of bytes is on the path. An idle path takes everything: it may have become faster."""
+
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork(latency_s=0.02, bandwidth_bytes_s=128 * KIB)) as (a, b, link, _):
+            await send_chunks(link, 6)
+            assert link.rate_bytes_s
+            for number, good_for_s in enumerate((0.3, 5.0)):
+                link.send_fragment(fragment(number), bytes(1000), until_s=trio.current_time() + good_for_s)
+            await until(lambda: len(b.of(Fragment)) == 1)
+            assert numbers(b.of(Fragment)) == [1]
+            assert a.links.counters.fragments_shed == 1
+            await trio.sleep(5)
+            link.send_fragment(fragment(2), bytes(1000), until_s=trio.current_time())
+            await until(lambda: len(b.of(Fragment)) == 2)
+
+    run_virtual(main)
+
+
 def test_a_fragment_is_made_when_its_turn_comes() -> None:
     """So that the age in its header includes the time in the queue."""
 

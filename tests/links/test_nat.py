@@ -24,12 +24,11 @@ def test_two_private_peers_train_together_through_a_public_one(net: Wires, swarm
 
 
 def test_two_private_peers_train_together_over_a_bootstrap_node(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
-    """It does not train, but it is a relay: each of the two has an address through it."""
+    """It does not train, but it is a relay: each of the two has an address through it (examples/two_machines.md, 4)."""
     helper = net.machine()
     bootstrap = swarm.start(
-        "p2ptrain bootstrap", directory=tmp_path / "bootstrap", enter=helper.enter,
-        settings={"host_maddrs": f"/ip4/{helper.address}/tcp/4001"},
-    )  # fmt: skip
+        "p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001", directory=tmp_path / "bootstrap", enter=helper.enter
+    )
     swarm.until(bootstrap.addresses.exists)
     initial = f"--initial-peers {bootstrap.addresses}"
     founder = join(swarm, tmp_path / "0", net.behind_nat(), f"{RUN} {initial}")

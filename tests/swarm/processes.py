@@ -31,6 +31,7 @@ Event = dict[str, Any]
 # Only a hang lasts as long, on a busy machine too.
 DEADLINE_S = 150.0
 POLL_S = 0.05
+ROOM = 10
 CTRL_C = b"\x03"
 # The terminal of a person, wherever the tests run: in CI, or where TERM=dumb, there is no live view.
 TERMINAL = {"TERM": "xterm-256color"}
@@ -78,6 +79,7 @@ class Process:
         self._sockets = sockets
         self._events: list[Event] = []
         self._events_size = 0
+        self._makes_room = False
         self._reader: threading.Thread | None = None
         directory.mkdir(exist_ok=True)
         sockets.mkdir()
@@ -126,6 +128,13 @@ class Process:
         """SIGCONT."""
         for process in [*self.daemons, psutil.Process(self._process.pid)]:
             process.resume()
+
+    def make_room(self) -> None:
+        """Lower the priority of its training thread once it trains: on two cores others would hardly get started."""
+        if not self._makes_room and self.running and self.events("step"):
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(self._process.pid).nice(ROOM)
+            self._makes_room = True
 
     def kill_daemon(self) -> None:
         """kill -9 of its p2pd."""
@@ -261,6 +270,8 @@ class Swarm:
         """Poll until the condition is true, and return its value. A process that fails ends the waiting."""
         deadline = time.monotonic() + DEADLINE_S
         while not (value := condition()):
+            for process in self.processes:
+                process.make_room()
             assert not any(process.failed for process in self.processes), self.report()
             assert time.monotonic() < deadline, self.report()
             time.sleep(POLL_S)

@@ -18,6 +18,10 @@ class RunMismatchError(ConfigError):
     """A setting of this peer contradicts the run that it wants to join."""
 
 
+class UnreachableError(ConfigError):
+    """None of the peers that this one was to join through can be reached."""
+
+
 class WireError(P2PTrainError):
     """A peer sent bytes that break the wire format; it loses the connection."""
 

@@ -34,9 +34,10 @@ CLOSE_TIMEOUT_S = 5.0
 class Lobby:
     """Owns the network thread and everything on it. A context manager; `close` may be called twice."""
 
-    def __init__(self, config: NetworkConfig) -> None:
-        """Open the network. Raises ConfigError with what to do about it."""
+    def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
+        """Open the network; `alone` as `open_network`. Raises ConfigError with what to do about it."""
         self._config = config
+        self._alone = alone
         self._thread = NetworkThread()
         self._opened = threading.Event()
         self._error: BaseException | None = None
@@ -53,9 +54,9 @@ class Lobby:
             raise
 
     @classmethod
-    def open(cls, config: NetworkConfig) -> Lobby:
+    def open(cls, config: NetworkConfig, *, alone: bool = False) -> Lobby:
         """The same as the constructor, for reading: `with Lobby.open(config) as lobby:`."""
-        return cls(config)
+        return cls(config, alone=alone)
 
     def __enter__(self) -> Lobby:
         return self
@@ -71,7 +72,7 @@ class Lobby:
     @property
     def knows_others(self) -> bool:
         """Whether there was anybody to join through."""
-        return bool(self._config.initial_peers)
+        return bool(self._config.initial_peers) and not self._alone
 
     @property
     def failure(self) -> ConfigError | None:
@@ -160,7 +161,7 @@ class Lobby:
         closing = trio.Event()
         self._close_now = lambda: self._thread.post(closing.set)
         try:
-            async with open_network(self._config) as network:
+            async with open_network(self._config, alone=self._alone) as network:
                 self._network = network
                 self._opened.set()
                 await closing.wait()

@@ -20,7 +20,7 @@ from p2ptrain.addresses import join_line, read_initial_peers, write_addresses
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.data import VOCAB_SIZE, Corpus, Shards, load_corpus
 from p2ptrain.doctor.quick import quick_look
-from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.interrupt import stop_on_signals
 from p2ptrain.models import build, check_name, context_length
 from p2ptrain.monitor.prometheus import PrometheusSink
@@ -91,7 +91,7 @@ def join_run(
         saved = checkpoint.load_newest(out)
 
         network = dataclasses.replace(config.network, identity=str(identity))
-        lobby = stack.enter_context(_open_lobby(network, _remembered(out), say))
+        lobby = stack.enter_context(_open_lobby(network, _remembered(out), saved, say))
         found = lobby.find_run(run_id, timeout_s=FIND_RUN_TIMEOUT_S) if lobby.knows_others else None
         run = settle_run(settings, found, saved, out)
         if saved and found is None and 0 < run.total_steps <= saved.step:
@@ -174,20 +174,27 @@ def _remember(out: Path, maddrs: list[str]) -> None:
             logger.warning("the addresses of the other peers could not be noted: %s", error)
 
 
-def _open_lobby(network: NetworkConfig, remembered: tuple[str, ...], say: Callable[[str], None]) -> Lobby:
+def _open_lobby(
+    network: NetworkConfig, remembered: tuple[str, ...], saved: checkpoint.Checkpoint | None, say: Callable[[str], None]
+) -> Lobby:
     """The network, joined through the addresses that the user gave and those that we remember.
 
-    Remembered peers may be gone: when none answers, what the user asked for is done without them.
+    Where none answers, a run of which we have a checkpoint goes on with us, and the others are looked for meanwhile:
+    they may all have been ended, and one must be the first. Without a checkpoint, remembered peers alone may be gone.
     """
     from p2ptrain.lobby import Lobby  # imports hivemind, which takes a second that no error before need wait for
 
-    if remembered:
-        try:
-            return Lobby.open(dataclasses.replace(network, initial_peers=(*network.initial_peers, *remembered)))
-        except ConfigError as error:
-            logger.debug("remembered peers: %s", error)
-            say("none of the peers from before can be reached")
-    return Lobby.open(network)
+    known = dataclasses.replace(network, initial_peers=(*network.initial_peers, *remembered))
+    try:
+        return Lobby.open(known)
+    except UnreachableError as error:
+        if saved:
+            say(f"{error}. Going on from the checkpoint of step {saved.step}, alone until one of them is found")
+            return Lobby.open(known, alone=True)
+        if not remembered:
+            raise
+        say("none of the peers from before can be reached")
+        return Lobby.open(network)
 
 
 def settle_run(

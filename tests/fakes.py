@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from p2ptrain.config import NetworkConfig, RunConfig
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.monitor.sinks import Sink
 
 MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmFake"
@@ -102,18 +102,20 @@ class FakeLobby:
     peer_id = "QmFake"
     maddrs = (MADDR, LOOPBACK)
     unreachable: tuple[str, ...] = ()
+    alone = False
 
     @classmethod
-    def open(cls, config: NetworkConfig) -> FakeLobby:
-        if config.initial_peers and set(config.initial_peers) <= set(cls.unreachable):
-            raise ConfigError("none of the initial peers can be reached")
+    def open(cls, config: NetworkConfig, *, alone: bool = False) -> FakeLobby:
+        if config.initial_peers and set(config.initial_peers) <= set(cls.unreachable) and not alone:
+            raise UnreachableError("no initial peer can be reached")
+        cls.alone = alone
         cls.opened = config
         return cls()
 
     @property
     def knows_others(self) -> bool:
         assert self.opened is not None
-        return bool(self.opened.initial_peers)
+        return bool(self.opened.initial_peers) and not self.alone
 
     def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
         return self.live if self.live and self.live.run_id == run_id else None

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from p2ptrain import checkpoint, session
 from p2ptrain.config import RunConfig
 from p2ptrain.data import VOCAB_SIZE
-from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.models import build
 from p2ptrain.session import join_run
 from p2ptrain.settings import merge
@@ -199,9 +199,27 @@ def test_a_restarted_founder_finds_the_others_again(lobby: type[FakeLobby]) -> N
     _join()
     assert lobby.opened.initial_peers == FakePeer.alive_maddrs
     lobby.unreachable = FakePeer.alive_maddrs
-    lines = _join()
-    assert lobby.opened.initial_peers == ()
+    lines = _join(steps="2")
+    # It goes on alone, and looks for them meanwhile.
+    assert (lobby.opened.initial_peers, lobby.alone) == (FakePeer.alive_maddrs, True)
+    assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
+    shutil.rmtree("p2ptrain-r/checkpoint-2")
+    lines = _join(steps="2")
+    assert (lobby.opened.initial_peers, lobby.alone) == ((), False)
     assert lines[0] == "none of the peers from before can be reached"
+
+
+def test_a_restarted_joiner_goes_on_from_its_checkpoint_when_nobody_is_there(lobby: type[FakeLobby]) -> None:
+    lobby.unreachable = (MADDR, *FakePeer.alive_maddrs)
+    with pytest.raises(UnreachableError):
+        _join(steps="2", initial_peers=MADDR)
+    lobby.unreachable = ()
+    _join(steps="2", initial_peers=MADDR)
+    lobby.unreachable = (MADDR, *FakePeer.alive_maddrs)
+    lines = _join(initial_peers=MADDR)
+    assert lobby.opened is not None
+    assert (lobby.opened.initial_peers, lobby.alone) == ((MADDR, *FakePeer.alive_maddrs), True)
+    assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
 
 
 class _Seen:

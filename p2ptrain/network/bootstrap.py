@@ -56,7 +56,7 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
         The ids of those that we are connected with: none only if no address was given.
 
     Raises:
-        ConfigError: none can be reached. The message names each and the reason. Takes at most 10 s.
+        UnreachableError: none can be reached. The message names each and the reason. Takes at most 10 s.
     """
     addresses = by_peer_id(initial_peers)
     connected: list[str] = []
@@ -97,7 +97,8 @@ async def refuse_taken_identity(config: NetworkConfig, peer_id: str, directory: 
         directory: where the second daemon's socket may be.
 
     Raises:
-        ConfigError: it is there, or no initial peer can be reached.
+        ConfigError: it is there.
+        UnreachableError: no initial peer can be reached.
     """
     async with run_daemon(probe_flags(), directory / "probe.sock", config.startup_timeout_s) as daemon:
         await dial_initial_peers(daemon.control_path, config.initial_peers)

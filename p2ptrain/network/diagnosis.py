@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, UnreachableError
 
 # What p2pd says of an address that it could not dial, and what that means; the first that is found counts.
 _DIAL_REASONS = (
@@ -32,10 +32,10 @@ def explain_start_timeout(timeout_s: float) -> ConfigError:
     )
 
 
-def explain_unreachable(failures: Mapping[str, str]) -> ConfigError:
+def explain_unreachable(failures: Mapping[str, str]) -> UnreachableError:
     """None of the initial peers could be dialled; by address, what p2pd said."""
     found = "; ".join(f"{maddr} ({explain_dial(message)})" for maddr, message in failures.items())
-    return ConfigError(
+    return UnreachableError(
         f"no initial peer can be reached: {found}. Check that the peer is up, that the address and port are those "
         "that it printed, and that no firewall is between"
     )

@@ -56,14 +56,18 @@ class Network:
 
 
 @contextlib.asynccontextmanager
-async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
+async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIterator[Network]:
     """Join the network until the block is left; then, or when entering fails, no process and no socket is left.
 
     To be entered in a task of the network thread.
 
+    Args:
+        config: how to meet it.
+        alone: do not ask for the initial peers at the start: nobody may be there. They are looked for from then on.
+
     Raises:
-        ConfigError: an address, the identity or the machine's clock does not do, or no initial peer can be reached.
-            At most 25 s go by before it is known.
+        ConfigError: an address, the identity or the machine's clock does not do.
+        UnreachableError: no initial peer can be reached. At most 25 s go by before it is known.
     """
     check_initial_peers(config.initial_peers)
     check_host_maddrs(config.host_maddrs)
@@ -74,7 +78,7 @@ async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
         # One list of initial peers may be given to all peers, those on it included.
         others = tuple(maddr for maddr in config.initial_peers if not maddr.endswith(f"/p2p/{identity.peer_id}"))
         config = dataclasses.replace(config, initial_peers=others)
-        if config.initial_peers and not identity.is_new:
+        if config.initial_peers and not identity.is_new and not alone:
             await refuse_taken_identity(config, identity.peer_id, scratch)
         control_path = scratch / "p2pd.sock"
         directory = HivemindDirectory(identity)
@@ -83,7 +87,7 @@ async def open_network(config: NetworkConfig) -> AsyncIterator[Network]:
         relay = Relay(str(control_path), config.relay_peers) if public and config.relay_peers else None
         libp2p = open_libp2p(identity.peer_id, str(control_path), scratch, relays, relay)
         transport = await stack.enter_async_context(libp2p)
-        supervisor = Supervisor(config, identity, control_path, transport, directory)
+        supervisor = Supervisor(config, identity, control_path, transport, directory, alone=alone)
         background = await stack.enter_async_context(open_background())
         await background.start(supervisor.run)
         yield Network(transport, directory, supervisor)

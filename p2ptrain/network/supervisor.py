@@ -51,6 +51,7 @@ class Supervisor:
         identity: which every daemon gets.
         control_path: of every daemon's control socket.
         transport, directory: what works through the daemon.
+        alone: whether to begin even if no initial peer can be reached; they are looked for again and again.
 
     Attributes:
         on_event: told of each death and restart.
@@ -64,6 +65,8 @@ class Supervisor:
         control_path: Path,
         transport: LibP2P,
         directory: HivemindDirectory,
+        *,
+        alone: bool,
     ) -> None:
         self.on_event: Events = _ignore
         self.failure: ConfigError | None = None
@@ -72,14 +75,16 @@ class Supervisor:
         self._control_path = control_path
         self._transport = transport
         self._directory = directory
+        self._alone = alone
 
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Start a daemon, and others after it; until cancelled, or until the last of many restarts has failed.
 
         Raises:
-            ConfigError: the first one did not start, or no initial peer can be reached.
+            ConfigError: the first one did not start.
+            UnreachableError: no initial peer can be reached.
         """
-        lived_s, reason = await self._live(self._config, task_status.started, first=True)
+        lived_s, reason = await self._live(self._config, task_status.started, reach=not self._alone)
         # Under the addresses that others know, if they are still free.
         same_ports = with_ports_of(self._config.host_maddrs, self._transport.maddrs)
         restarts = 0
@@ -95,7 +100,7 @@ class Supervisor:
             try:
                 check_host_maddrs(host_maddrs)
                 config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
-                lived_s, reason = await self._live(config, self._tell_restarted, first=False)
+                lived_s, reason = await self._live(config, self._tell_restarted, reach=False)
             except ConfigError as error:
                 lived_s, reason = 0.0, str(error)
         self.failure = ConfigError(
@@ -105,9 +110,9 @@ class Supervisor:
         self.on_event("daemon", status="failed", reason=reason)
         logger.error("%s", self.failure)
 
-    async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, first: bool) -> tuple[float, str]:
+    async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, reach: bool) -> tuple[float, str]:
         """One daemon's life. Returns its seconds and what it ended with. Raises ConfigError when it did not begin."""
-        async with self._online(config, first=first) as daemon:
+        async with self._online(config, reach=reach) as daemon:
             opened()
             began_s = trio.current_time()
             await daemon.exited.wait()
@@ -118,12 +123,12 @@ class Supervisor:
         logger.warning("the libp2p daemon (p2pd) runs again, with the same identity")
 
     @contextlib.asynccontextmanager
-    async def _online(self, config: NetworkConfig, *, first: bool) -> AsyncIterator[Daemon]:
-        """A daemon with transport and directory on it. Only the first has to reach an initial peer."""
+    async def _online(self, config: NetworkConfig, *, reach: bool) -> AsyncIterator[Daemon]:
+        """A daemon with transport and directory on it; with `reach`, it must reach an initial peer to begin."""
         flags = peer_flags(config, self._identity.path)
         async with run_daemon(flags, self._control_path, config.startup_timeout_s) as daemon:
             try:
-                connected = await dial_initial_peers(daemon.control_path, config.initial_peers) if first else []
+                connected = await dial_initial_peers(daemon.control_path, config.initial_peers) if reach else []
                 # p2pd ends with the DHT's connection to it, so that one is closed last.
                 joining = join_dht(daemon, self._identity, config.initial_peers, connected)
                 async with joining as node, self._transport.through(daemon):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a question that a loop asks, instead of an exception that strikes anywhere."""
+"""Ctrl-C and SIGTERM: the first ends a command in good order, a second one at once, whatever it waits for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,25 @@ from types import FrameType
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def interrupt_on_signals() -> None:
+    """From now on the first signal raises KeyboardInterrupt, and a second one ends the process at once.
+
+    Only for the main thread, as Python demands. What was started to ignore SIGINT, as a shell's background jobs are,
+    goes on ignoring it.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        _end_at_the_next()
+        raise KeyboardInterrupt
+
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether to stop. A second signal ends the process at once.
+    """Yields a function that says whether to stop. A second signal ends the process at once, also after the block.
 
     Only for the main thread, as Python demands.
     """
@@ -21,26 +37,18 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal received
-        if received:
-            os._exit(128 + number)
         received = True
+        _end_at_the_next()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield lambda: received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not received:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
-@contextmanager
-def sigterm_is_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, for what waits where no loop can ask. In a container nothing else ends it.
-
-    Only for the main thread, as Python demands.
-    """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _end_at_the_next() -> None:
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: os._exit(128 + number))

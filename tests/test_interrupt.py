@@ -9,36 +9,64 @@ import sys
 
 import pytest
 
-from p2ptrain.interrupt import sigterm_is_ctrl_c, stop_on_signals
+from p2ptrain.interrupt import SIGNALS, interrupt_on_signals, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     with stop_on_signals() as stop:
         assert not stop()
-        os.kill(os.getpid(), number)
-        assert stop()
-    assert signal.getsignal(number) is before
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    try:
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), number)
+            assert stop()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
-def test_the_second_signal_ends_the_process() -> None:
-    program = (
-        "import os, signal\n"
-        "from p2ptrain.interrupt import stop_on_signals\n"
-        "with stop_on_signals():\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print('still here', flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print('too far')\n"
-    )
+ASKED = """
+with stop_on_signals():
+    os.kill(os.getpid(), signal.SIGINT)
+    print('still here', flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+print('too far')
+"""
+ON_THE_WAY_OUT = """
+with stop_on_signals():
+    os.kill(os.getpid(), signal.SIGINT)
+print('still here', flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+print('too far')
+"""
+WHILE_IT_CLEANS_UP = """
+interrupt_on_signals()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except KeyboardInterrupt:
+    print('still here', flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print('too far')
+"""
+
+
+@pytest.mark.parametrize("program", [ASKED, ON_THE_WAY_OUT, WHILE_IT_CLEANS_UP])
+def test_the_second_signal_ends_the_process(program: str) -> None:
+    program = f"import os, signal\nfrom p2ptrain.interrupt import interrupt_on_signals, stop_on_signals\n{program}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
     assert done.stdout == "still here\n"
 
 
-def test_sigterm_can_be_ctrl_c() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+def test_what_was_started_to_ignore_ctrl_c_goes_on_doing_so() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupt_on_signals()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -34,10 +34,8 @@ def dashboard(settings: Settings) -> None:
     if not settings.network_config().initial_peers:
         raise ConfigError("--initial-peers: is needed to watch a run; give the address of one of its peers")
     from p2ptrain.dashboard.outside import show_from_outside
-    from p2ptrain.interrupt import sigterm_is_ctrl_c
 
     try:
-        with sigterm_is_ctrl_c():
-            show_from_outside(settings, say=click.echo)
+        show_from_outside(settings, say=click.echo)
     except KeyboardInterrupt:
         click.echo("stopped")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import sys
 
 import click
@@ -22,6 +21,7 @@ from p2ptrain.cli.peers import peers
 from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
 from p2ptrain.errors import ConfigError
+from p2ptrain.interrupt import interrupt_on_signals
 from p2ptrain.version import __version__
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
@@ -53,7 +53,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("p2ptrain").setLevel(logging.INFO)
     # Containers and service managers end a program by SIGTERM: to us it is Ctrl-C, from the first moment.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_on_signals()
     try:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:

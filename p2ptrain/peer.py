@@ -183,6 +183,11 @@ class Peer:
         return self._network.maddrs
 
     @property
+    def founded(self) -> bool:
+        """Whether the run began with this peer: nobody had a state when it came, and it had no checkpoint."""
+        return self._node.standing.founded
+
+    @property
     def round(self) -> int:
         """Rounds that this peer has resolved: the number of the next one."""
         return self._exchange.epoch.round + 1

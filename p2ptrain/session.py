@@ -94,6 +94,8 @@ def join_run(
         lobby = stack.enter_context(_open_lobby(network, _remembered(out), saved, say))
         found = lobby.find_run(run_id, timeout_s=FIND_RUN_TIMEOUT_S) if lobby.knows_others else None
         run = settle_run(settings, found, saved, out)
+        if lobby.knows_others and not found and not saved:
+            say(f"nobody of run {run_id!r} is there: starting it, unless somebody else does; --run-id chooses another")
         if saved and found is None and 0 < run.total_steps <= saved.step:
             say(
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
@@ -133,7 +135,7 @@ def join_run(
         if config.dashboard is not None:
             _show(stack, peer, config.dashboard, settings, say)
         stop = stack.enter_context(stop_on_signals())
-        verb = "continuing" if saved else "joined" if network.initial_peers else "started"
+        verb = "continuing" if saved else "started" if peer.founded else "joined"
         _say_hello(say, peer.peer_id, peer.maddrs, peer.run, verb)
         saved = None  # a large model's is gigabytes
 

@@ -37,8 +37,9 @@ class FakePeer:
     failure: Exception | None = None
     anchor_sha256 = "00" * 32
 
-    def __init__(self, run: RunConfig, resume_state: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, run: RunConfig, resume_state: Mapping[str, Any] | None = None, *, founded: bool = True) -> None:
         self.run = run
+        self.founded = founded
         self.run_step = int(resume_state["step"]) if resume_state else 0
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.losses: list[float | None] = []
@@ -135,7 +136,9 @@ class FakeLobby:
         on_status: Callable[[str], None] | None = None,
     ) -> FakePeer:
         type(self).entered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        type(self).peer = FakePeer(dataclasses.replace(run, model_layout="layout"), resume_state)
+        type(self).peer = FakePeer(
+            dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.live is None
+        )
         return type(self).peer
 
     def __enter__(self) -> FakeLobby:

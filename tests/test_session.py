@@ -97,6 +97,13 @@ def test_a_joiner_takes_over_the_runs_settings(lobby: type[FakeLobby]) -> None:
     assert lobby.peer.run_step == 3
 
 
+def test_who_comes_to_nobody_is_told_so_and_starts_the_run(lobby: type[FakeLobby]) -> None:
+    lobby.live = replace(LIVE, run_id="another")
+    lines = _join(initial_peers=MADDR, steps="1")
+    assert lines[0] == ("nobody of run 'r' is there: starting it, unless somebody else does; --run-id chooses another")
+    assert lines[1] == "started run 'r' (model gpt-demo, 1 steps) as peer QmFake"
+
+
 def test_a_joiner_may_not_contradict_the_run(lobby: type[FakeLobby]) -> None:
     lobby.live = LIVE
     with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.5, but run 'r' trains with 0\.01"):
@@ -326,7 +333,7 @@ def test_a_joiner_and_a_restart_say_that_other_weights_are_taken(
 
 def test_one_of_several_that_found_at_once_says_so(lobby: type[FakeLobby], weights: dict[str, torch.Tensor]) -> None:
     lines = _join(steps="1", initial_peers=MADDR, init_from="weights.safetensors")
-    assert lines[0].endswith("weights.safetensors, unless another peer founds the run before us")
+    assert lines[1].endswith("weights.safetensors, unless another peer founds the run before us")
     assert _entered_with(lobby, weights)
 
 

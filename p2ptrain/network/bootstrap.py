@@ -85,7 +85,9 @@ async def connected_peers(control_path: str) -> list[str]:
     return list(dict.fromkeys(PeerID(info.id).to_base58() for info in response.peers))
 
 
-async def refuse_taken_identity(config: NetworkConfig, peer_id: str, directory: Path) -> None:
+async def refuse_taken_identity(
+    config: NetworkConfig, peer_id: str, directory: Path, *, own: tuple[str, ...], ask: bool
+) -> None:
     """Ask the network whether a peer with our identity is already there.
 
     Two peers of one identity break each other's connections in ways that nobody understands. It takes a second daemon,
@@ -95,19 +97,31 @@ async def refuse_taken_identity(config: NetworkConfig, peer_id: str, directory: 
         config: whose initial peers are asked.
         peer_id: our identity.
         directory: where the second daemon's socket may be.
+        own: addresses at which only a peer of our identity can be; nobody should be there.
+        ask: whether initial peers are asked.
 
     Raises:
         ConfigError: it is there.
         UnreachableError: no initial peer can be reached.
     """
     async with run_daemon(probe_flags(), directory / "probe.sock", config.startup_timeout_s) as daemon:
-        await dial_initial_peers(daemon.control_path, config.initial_peers)
-        taken = await _is_present(daemon.control_path, peer_id)
+        taken = bool(own) and await _answers(daemon.control_path, peer_id, list(own))
+        if not taken and ask and config.initial_peers:
+            await dial_initial_peers(daemon.control_path, config.initial_peers)
+            taken = await _is_present(daemon.control_path, peer_id)
     if taken:
         raise ConfigError(
             f"identity {config.identity} is already taken by a peer in this network ({peer_id}); stop that one, "
             "or give each peer an identity file of its own"
         )
+
+
+async def _answers(control_path: str, peer_id: str, maddrs: list[str]) -> bool:
+    try:
+        await dial(control_path, peer_id, maddrs, FIND_TIMEOUT_S)
+    except PeerLostError:
+        return False
+    return True
 
 
 async def _is_present(control_path: str, peer_id: str) -> bool:

@@ -76,10 +76,10 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         scratch = stack.enter_context(scratch_directory())
         identity = stack.enter_context(hold_identity(config.identity, scratch))
         # One list of initial peers may be given to all peers, those on it included.
-        others = tuple(maddr for maddr in config.initial_peers if not maddr.endswith(f"/p2p/{identity.peer_id}"))
-        config = dataclasses.replace(config, initial_peers=others)
-        if config.initial_peers and not identity.is_new and not alone:
-            await refuse_taken_identity(config, identity.peer_id, scratch)
+        own = tuple(maddr for maddr in config.initial_peers if maddr.endswith(f"/p2p/{identity.peer_id}"))
+        config = dataclasses.replace(config, initial_peers=tuple(m for m in config.initial_peers if m not in own))
+        if (own or (config.initial_peers and not alone)) and not identity.is_new:
+            await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
         control_path = scratch / "p2pd.sock"
         directory = HivemindDirectory(identity)
         public = has_public_address(config.host_maddrs, config.announce_maddrs)

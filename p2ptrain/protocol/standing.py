@@ -86,7 +86,11 @@ class StandingHost(Protocol):
 
 
 class Standing:
-    """Owns the way from nothing to the run's state, and from an old state to the newest."""
+    """Owns the way from nothing to the run's state, and from an old state to the newest.
+
+    Attributes:
+        founded: whether the run began here: nobody had a state when this peer came.
+    """
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class Standing:
         self._host = host
         self._exchange = exchange
         self._model = model
+        self.founded = False
         self._may_found = may_found
         self._restored = restored
         self._rng = rng
@@ -142,6 +147,7 @@ class Standing:
         genesis = new_lineage(host.run.digest, -1, host.peer_id, host.incarnation)
         voters = ((host.peer_id, host.incarnation),)
         host.engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
+        self.founded = True
         await host.engine.land(self._arrival("keep", "founded the run"))
 
     def _ours_to_found(self, started: float) -> bool:

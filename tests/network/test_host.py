@@ -203,6 +203,23 @@ def test_identity_in_use_in_the_network(run: Run, tmp_path: Path) -> None:
     run(main)
 
 
+def test_identity_of_the_very_peer_that_is_joined_through(run: Run, tmp_path: Path) -> None:
+    """Its own address is no initial peer, but who answers there has the same key."""
+    original, copy = tmp_path / "original.key", tmp_path / "copy.key"
+
+    async def main() -> None:
+        async with open_network(config(identity=str(original))) as first:
+            maddrs = tuple(first.maddrs)
+            copy.write_bytes(original.read_bytes())
+            with pytest.raises(ConfigError, match=r"copy\.key is already taken by a peer in this network"):
+                async with open_network(config(identity=str(copy), initial_peers=maddrs)):
+                    pass
+        async with open_network(config(identity=str(copy), initial_peers=maddrs)):
+            pass
+
+    run(main)
+
+
 def test_daemon_that_does_not_get_ready(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _fake_p2pd(monkeypatch, tmp_path, "sleep 60")
     message = refusal(run, config(startup_timeout_s=0.3))

@@ -133,6 +133,10 @@ def join(
         ConfigError: an argument cannot work, or the network or the run cannot be reached; the message says what to do.
         RunMismatchError: an argument or the model contradicts the run.
     """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer = {optimizer!r}: must be a torch.optim.Optimizer, or left out")
+    if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
+        raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed, as dist.group.WORLD")
     sparta, diloco = sparta or Sparta(), diloco or DiLoCo()
     if isinstance(initial_peers, str):
         raise ConfigError(f"initial_peers = {initial_peers!r}: must be a list of addresses; put it in [ ]")

@@ -137,7 +137,7 @@ class FakeLobby:
     ) -> FakePeer:
         type(self).entered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         type(self).peer = FakePeer(
-            dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.live is None
+            dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.find_run(run.run_id, 0) is None
         )
         return type(self).peer
 

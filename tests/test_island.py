@@ -233,6 +233,19 @@ def test_a_model_that_is_moved_after_joining_is_noticed() -> None:
     on_all_ranks(work)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"process_group": 3}, "process_group = 3: must be a group of torch.distributed"),
+        ({"optimizer": 3}, "optimizer = 3: must be a torch.optim.Optimizer"),
+        ({"initial_peers": "/ip4/1.2.3.4"}, "initial_peers = '/ip4/1.2.3.4': must be a list"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        p2ptrain.join(nn.Linear(2, 2), **given)
+
+
 def test_a_model_in_ddp_needs_its_process_group() -> None:
     wrapped = object.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(ConfigError, match="give process_group="):

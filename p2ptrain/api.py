@@ -136,7 +136,7 @@ def join(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer = {optimizer!r}: must be a torch.optim.Optimizer, or left out")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
-        raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed, as dist.group.WORLD")
+        raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
     sparta, diloco = sparta or Sparta(), diloco or DiLoCo()
     if isinstance(initial_peers, str):
         raise ConfigError(f"initial_peers = {initial_peers!r}: must be a list of addresses; put it in [ ]")

@@ -56,7 +56,16 @@ def test_a_bootstrap_node_brings_peers_together_and_is_not_needed_after_that(swa
     bootstrap.wait()
     last = max(event["round"] for peer in two for event in peer.rounds())
     swarm.until(lambda: all(peer.rounds(last + 2, by=2) for peer in two))
-    assert_anchors_agree(*two)
+
+    # Nor by one that comes back: it remembers the other.
+    stays, goes = two
+    swarm.until(lambda: goes.remembered)
+    goes.kill()
+    goes.wait()
+    back = swarm.start(join, directory=goes.directory)
+    swarm.until(lambda: back.rounds(by=2))
+    assert back.events("start")[0]["peer_id"] == goes.peer_id
+    assert_anchors_agree(stays, goes, back)
 
 
 def test_a_run_with_a_length_ends_by_itself(swarm: Swarm) -> None:

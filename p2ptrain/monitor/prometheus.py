@@ -103,8 +103,8 @@ class _Figures:
         self._sent = counter("fragments_sent", "Fragments sent.")
         self._merged = counter("fragments_merged", "Fragments of others that were merged.")
         self._skipped = counter("fragments_skipped", "Fragments left out, by reason (docs/metrics.md).", "reason")
-        self._bytes_sent = counter("bytes_sent", "Bytes of fragments and of rounds that were sent.", "traffic")
-        self._bytes_received = counter("bytes_received", "Bytes of fragments and of rounds that came.", "traffic")
+        self._sent_bytes = counter("sent_bytes", "Bytes of fragments and of rounds that were sent.", "traffic")
+        self._received_bytes = counter("received_bytes", "Bytes of fragments and of rounds that came.", "traffic")
         self._rounds = counter("rounds", "Rounds that landed here (committed, solo) or were skipped.", "status")
         self._late = counter("rounds_late", "Committed rounds without this peer's outer gradient.")
         self._contributors = gauge("round_contributors", "Contributors of the last round that landed here.")
@@ -119,8 +119,8 @@ class _Figures:
         for status in ("committed", "solo", "skipped"):
             self._rounds.labels(status)
         for traffic in ("fragment", "round"):
-            self._bytes_sent.labels(traffic)
-            self._bytes_received.labels(traffic)
+            self._sent_bytes.labels(traffic)
+            self._received_bytes.labels(traffic)
         self._peers.set(1)
         for nothing_yet in (self._loss, self._eval_loss, self._round):
             nothing_yet.set(float("nan"))
@@ -165,13 +165,13 @@ class _Figures:
         self._merged.inc(fields["merged"])
         for reason, number in fields["skipped"].items():
             self._skipped.labels(reason).inc(number)
-        self._bytes_sent.labels("fragment").inc(fields["bytes_sent"])
-        self._bytes_received.labels("fragment").inc(fields["bytes_received"])
+        self._sent_bytes.labels("fragment").inc(fields["bytes_sent"])
+        self._received_bytes.labels("fragment").inc(fields["bytes_received"])
 
     def _on_round(self, fields: dict[str, Any]) -> None:
         self._rounds.labels(fields["status"]).inc()
-        self._bytes_sent.labels("round").inc(fields["bytes_sent"])
-        self._bytes_received.labels("round").inc(fields["bytes_received"])
+        self._sent_bytes.labels("round").inc(fields["bytes_sent"])
+        self._received_bytes.labels("round").inc(fields["bytes_received"])
         if fields["status"] == "skipped":
             return
         self._late.inc(fields["late"])

@@ -79,8 +79,20 @@ def test_a_peers_events_add_up(sink: PrometheusSink) -> None:
     assert _value(sink, "exchange_seconds_bucket", le="0.002") == 2
     assert _value(sink, "fragments_skipped_total", reason="epoch") == 2
     assert [_value(sink, "rounds_total", status=status) for status in ("committed", "solo", "skipped")] == [2, 0, 1]
-    assert [_value(sink, "bytes_sent_total", traffic=traffic) for traffic in ("fragment", "round")] == [200, 1500]
-    assert _value(sink, "bytes_received_total", traffic="round") == 2100
+    assert [_value(sink, "sent_bytes_total", traffic=traffic) for traffic in ("fragment", "round")] == [200, 1500]
+    assert _value(sink, "received_bytes_total", traffic="round") == 2100
+
+
+def test_a_unit_is_the_last_word_of_a_name(sink: PrometheusSink) -> None:
+    """Before `_total` of a counter: Prometheus asks for that, and its tools find units there."""
+    with urllib.request.urlopen(sink.url, timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    # The official client adds `_created`, the time since when it counts.
+    ours = [family.name for family in families if family.name.startswith("p2ptrain_")]
+    words = [name.removesuffix("_created").split("_") for name in ours]
+    with_unit = [name for name in words if {"bytes", "seconds"} & set(name)]
+    assert with_unit
+    assert all(name[-1] in ("bytes", "seconds") for name in with_unit)
 
 
 def test_what_is_not_known_is_not_a_number(sink: PrometheusSink) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import email
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -10,9 +13,12 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from p2ptrain.version import __version__
 
@@ -60,6 +66,48 @@ def test_the_wheel_holds_the_package_with_its_data_and_nothing_else(dist: Path) 
     assert {path.relative_to(ROOT).as_posix() for path in package} <= names
     assert {name.split("/")[0] for name in names} == {"p2ptrain", f"p2ptrain-{__version__}.dist-info"}
     assert f"p2ptrain-{__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_wheel_requires_all_that_it_imports(dist: Path) -> None:
+    """Itself: what comes along with others today may be gone from them tomorrow."""
+    (wheel,) = dist.glob("*.whl")
+    homes = importlib.metadata.packages_distributions()
+    lacking = set()
+    with zipfile.ZipFile(wheel) as files:
+        metadata = email.message_from_bytes(files.read(f"p2ptrain-{__version__}.dist-info/METADATA"))
+        requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+        for file in map(PurePosixPath, files.namelist()):
+            if file.suffix == ".py":
+                # An integration has an extra of its name.
+                extra = file.stem if file.parent.name == "integrations" else ""
+                names = required(requirements, extra)
+                for module in imported(files.read(str(file))) - sys.stdlib_module_names - {"p2ptrain"}:
+                    if not names & set(map(canonicalize_name, homes.get(module, ()))):
+                        lacking.add((str(file), module))
+    assert requirements
+    assert lacking == set()
+
+
+def required(requirements: list[Requirement], extra: str) -> set[str]:
+    """What is installed along with it, and with an extra."""
+    return {
+        canonicalize_name(requirement.name)
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+    }
+
+
+def imported(source: bytes) -> set[str]:
+    """The packages that a file imports, at its beginning or later."""
+
+    def modules() -> Iterator[str]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module
+
+    return {module.partition(".")[0] for module in modules()}
 
 
 def test_the_source_distribution_holds_tests_and_documentation(dist: Path) -> None:

@@ -66,6 +66,39 @@ def test_all_that_are_started_at_one_instant_are_one_swarm(peers: int, slowest_s
     run_virtual(main)
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(first, first + 25) for first in range(0, 100, 25)], ids="{0[0]}-{0[24]}".format
+)
+def test_in_a_hundred_swarms_nobody_who_starts_with_the_others_stays_apart(seeds: range) -> None:
+    """Three to eight peers that start within two seconds of each other, every path with a latency of its own."""
+
+    async def main(seed: int) -> None:
+        rng = random.Random(seed)
+        latencies: dict[tuple[str, str], float] = {}
+        run = dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=8)
+        async with swarm(run, seed=seed, shapes=[("head", (8, 64))]) as s:
+            slowest_s = rng.choice([0.005, 0.1, 0.5])
+            s.network.latency = lambda a, b: latencies.setdefault((a, b), rng.uniform(0.001, slowest_s))
+            for name, wait_s in _starts(rng):
+                await trio.sleep(wait_s)
+                s.start(name, step_s=0.25)
+            await all_commit(s, within_s=60)
+            assert len(lineages(s)) == 1
+            reasons = Counter(itertools.chain.from_iterable(adoptions(p) for p in s.peers.values()))
+            assert reasons == {"founded the run": 1, "adopted the swarm's state": len(s.peers) - 1}
+
+    for seed in seeds:
+        run_virtual(lambda seed=seed: main(seed), seed)  # type: ignore[misc]
+
+
+def _starts(rng: random.Random) -> list[tuple[str, float]]:
+    """Names, and how long after the one before each starts; half of the times all at one instant."""
+    names = rng.sample("abcdefgh", rng.randint(3, 8))
+    spread_s = rng.choice([0.0, 2.0])
+    times = sorted(rng.uniform(0, spread_s) for _ in names)
+    return [(name, at - before) for name, at, before in zip(names, times, [0.0, *times], strict=False)]
+
+
 def test_two_halves_that_meet_again_are_one_lineage_and_keep_what_they_learnt() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:

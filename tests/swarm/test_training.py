@@ -7,7 +7,7 @@ import statistics
 
 import psutil
 
-from tests.swarm.processes import Process, Swarm, assert_anchors_agree
+from tests.swarm.processes import Event, Process, Swarm, assert_anchors_agree
 
 # Without end, and with a round every second or so.
 FOUND = "p2ptrain join --steps 0 --sync-every 50 --fragment-fraction 0.02 --eval-every 50"
@@ -29,12 +29,14 @@ def test_a_swarm_outlives_its_founder_and_takes_in_a_late_joiner(swarm: Swarm) -
     without_founder = sorted(peer.peer_id for peer in others)
     swarm.until(lambda: all(without_founder in contributors(peer, last + 1) for peer in others))
 
-    late = swarm.start(f"p2ptrain join --initial-peers {others[0].addresses}")
-    swarm.until(lambda: late.rounds() and others[0].rounds(late.rounds()[0]["round"]))
-    assert late.events("adopt")[0]["round"] >= last
     first_loss = founder.events("eval")[0]["loss"]
-    loss_then = statistics.median(peer.events("eval")[-1]["loss"] for peer in others)
-    assert late.events("eval")[0]["loss"] < (first_loss + loss_then) / 2
+    loss_before = statistics.median(peer.events("eval")[-1]["loss"] for peer in others)
+    late = swarm.start(f"p2ptrain join --initial-peers {others[0].addresses}")
+    swarm.until(lambda: all(evals_after_a_round_with(late, peer) for peer in (*others, late)))
+    assert late.events("adopt")[0]["round"] >= last
+    # No spike: neither in what it takes over, nor in what the others have once its first outer gradient is in.
+    losses = [late.events("eval")[0], *(evals_after_a_round_with(late, peer)[0] for peer in others)]
+    assert max(event["loss"] for event in losses) < loss_before + (first_loss - loss_before) / 4
     assert_anchors_agree(*four, late)
 
 
@@ -83,6 +85,13 @@ def test_a_run_with_a_length_ends_by_itself(swarm: Swarm) -> None:
 def contributors(peer: Process, since: int) -> list[list[str]]:
     """Who contributed to the rounds that landed at a peer, numbered `since` or higher."""
     return [sorted(event["contributors"]) for event in peer.rounds(since)]
+
+
+def evals_after_a_round_with(late: Process, peer: Process) -> list[Event]:
+    """What a peer measured on held-out text once it had landed a round to which `late` contributed."""
+    started = late.events("start")
+    rounds = [event for event in peer.rounds() if started and late.peer_id in event["contributors"]]
+    return [event for event in peer.events("eval") if rounds and event["t"] > rounds[0]["t"]]
 
 
 def is_alive(process: psutil.Process) -> bool:

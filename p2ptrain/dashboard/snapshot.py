@@ -41,7 +41,7 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
         "held_out": _rounded(statistics.fmean(held_out)) if held_out else None,
         "correlation": _rounded(correlations[-1].value, 5) if correlations else None,
         "tokens_per_s": round(sum(peer.tokens_per_s for peer in up)),
-        "rounds": sum(round_.status == "committed" for round_ in swarm.rounds.values()),
+        "rounds": _rounds_so_far(list(swarm.rounds.values())),
         "agreed": all(round_.agreed for round_ in swarm.rounds.values()),
         "bytes": _bytes(list(swarm.peers.values()), len(up)),
         "peers": [_peer(live, peer, now_s) for peer in swarm.peers.values()],
@@ -117,6 +117,12 @@ def _traffic(live: LiveSwarm, peer: PeerView, now_s: float) -> dict[int, float]:
         return {}
     numbers = ((live.number_of(peer_id), count) for peer_id, count in peer.recent_to.items())
     return {number: round(count / FRAGMENTS_COUNT_S, 1) for number, count in numbers if number is not None}
+
+
+def _rounds_so_far(rounds: list[RoundView]) -> int:
+    """By the number of the last one that was committed: those of long ago are not all told of."""
+    committed = [round_ for round_ in rounds if round_.status == "committed"]
+    return 1 + max(committed, key=lambda round_: round_.t).round if committed else 0
 
 
 def _bytes(peers: list[PeerView], up: int) -> Json:

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from p2ptrain.protocol.events import parse_page
 from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.observer import Batch, Sighting, View
+from p2ptrain.trainer import SAMPLED_WEIGHTS
 
 PARAMETERS = 850_000
 TOTAL_STEPS = 20_000
-SAMPLED = 64
+DAY_S = 86_400
 
 
 @dataclass
@@ -34,7 +37,7 @@ class MadeUpPeer:
 
 @dataclass
 class MadeUpSwarm:
-    """Implements what a dashboard needs of a `Watch`. Time passes in `live`; every second is one step for each peer.
+    """Implements what a dashboard needs of a `Watch`. Time passes in `live`, a step of each peer after the other.
 
     Args:
         clock: seconds since the epoch.
@@ -62,13 +65,13 @@ class MadeUpSwarm:
                 round=self.round - 1, run_step=step, anchor_sha256="a" * 64, state_sha256="s" * 64,
             )  # fmt: skip
 
-    def live(self, seconds: int, *, sync_every: int = 30) -> None:
+    def live(self, seconds: int, *, sync_every: int = 30, step_s: int = 1) -> None:
         """Let time pass."""
-        for _ in range(seconds):
-            self.now_s += 1.0
+        for _ in range(0, seconds, step_s):
+            self.now_s += step_s
             here = [peer for peer in self.peers.values() if peer.linked]
             for peer in here:
-                self._step(peer)
+                self._step(peer, step_s)
                 if peer.step % 2 == 0:
                     self._count(peer, [other.peer_id for other in here if other is not peer])
                 if peer.step % 20 == 0:
@@ -98,11 +101,11 @@ class MadeUpSwarm:
         )  # fmt: skip
         return View(tuple(members), tuple(batches))
 
-    def _step(self, peer: MadeUpPeer) -> None:
+    def _step(self, peer: MadeUpPeer, step_s: float) -> None:
         peer.step += 1
         loss = 1.4 + 3.1 * math.exp(-peer.step / 900) + peer.rng.gauss(0, 0.05) + 0.05 * peer.rng.random()
         peer.journal.write(
-            "step", step=peer.step, loss=loss, tokens=4096, step_s=1.0, exchange_s=peer.rng.uniform(1e-3, 3e-3)
+            "step", step=peer.step, loss=loss, tokens=4096, step_s=step_s, exchange_s=peer.rng.uniform(1e-3, 3e-3)
         )
 
     def _count(self, peer: MadeUpPeer, others: list[str]) -> None:
@@ -118,9 +121,9 @@ class MadeUpSwarm:
         peer.journal.write(
             "eval", step=peer.step, loss=1.5 + 3.0 * math.exp(-peer.step / 900) + peer.rng.gauss(0, 0.01)
         )
-        shared = random.Random(peer.step)
-        values = [shared.gauss(0, 1) + 0.03 * peer.rng.gauss(0, 1) for _ in range(SAMPLED)]
-        peer.journal.write("sample", step=peer.step, every=20, values=values)
+        shared, own = (np.random.default_rng([peer.step, *more]) for more in ([], peer.peer_id.encode()))
+        values = shared.normal(size=SAMPLED_WEIGHTS) + 0.03 * own.normal(size=SAMPLED_WEIGHTS)
+        peer.journal.write("sample", step=peer.step, every=20, values=values.round(6).tolist())
 
     def _take_round(self, here: list[MadeUpPeer]) -> None:
         """Somebody comes late to every fifth, and skips every eleventh."""
@@ -137,6 +140,18 @@ class MadeUpSwarm:
                 cosine=0.2, mean_norm=1.0, reason="no quorum answered" if skipped else "",
             )  # fmt: skip
         self.round += 1
+
+
+def of_a_day(count: int, now_s: float) -> MadeUpSwarm:
+    """Peers that have lived for 24 hours with a round a minute.
+
+    Steps of half a minute, but for the last ten minutes: journals fold those of long ago to no finer ones.
+    """
+    swarm = MadeUpSwarm()
+    swarm.start(*ids(count), at_s=now_s - DAY_S)
+    swarm.live(DAY_S - 600, sync_every=2, step_s=30)
+    swarm.live(600, sync_every=60)
+    return swarm
 
 
 def ids(count: int) -> list[str]:

@@ -19,7 +19,7 @@ from selenium.webdriver.common.by import By
 from p2ptrain.config import PageConfig
 from p2ptrain.dashboard.dashboard import Source, showing
 from tests.dashboard.browser import CHROMIUM, DRIVER, MISSING, browser, look, screenshot
-from tests.dashboard.madeup import MadeUpSwarm, ids
+from tests.dashboard.madeup import MadeUpSwarm, ids, of_a_day
 from tests.dashboard.test_app import stream
 from tests.swarm.processes import Process, Swarm
 
@@ -147,12 +147,14 @@ def made_up(count: int, seconds: int) -> Iterator[tuple[str, MadeUpSwarm]]:
         yield url, swarm
 
 
-def test_thirty_peers_of_hours(chrome: Chrome) -> None:
-    with made_up(30, 1500) as (url, swarm):
+def test_thirty_peers_of_a_day(chrome: Chrome) -> None:
+    swarm = of_a_day(30, time.time())
+    with showing(Source("novels", swarm), PageConfig(port=0)) as url:
         look(chrome, width=WIDE, height=900, dark=False)
         chrome.get(url)
         until(lambda: kinds(chrome) == ["training"] * 30)
         until(lambda: bool(chrome.find_elements(By.CSS_SELECTOR, "#loss-chart canvas")))
+        assert "1,440\nso far, states equal" in text(chrome, "#tiles")
         swarm.kill(ids(30)[4])
         until(lambda: kinds(chrome).count("gone") == 1)
         assert len(chrome.find_elements(By.CSS_SELECTOR, "#graph .nodes > g")) == 30

@@ -8,11 +8,11 @@ import time
 import pytest
 
 from p2ptrain.dashboard import snapshot
-from p2ptrain.dashboard.curves import POINTS, curves
+from p2ptrain.dashboard.curves import POINTS, RANGES, curves
 from p2ptrain.monitor.curve import MOST_POINTS, Curve
 from p2ptrain.monitor.liveswarm import MOST_PEERS, LiveSwarm
 from p2ptrain.protocol.observer import Sighting, View
-from tests.dashboard.madeup import MadeUpSwarm, ids
+from tests.dashboard.madeup import DAY_S, MadeUpSwarm, ids, of_a_day
 
 START_S = 1_700_000_000.0
 
@@ -66,12 +66,32 @@ def test_what_thirty_peers_tell_is_small() -> None:
         live.take(swarm.take(), swarm.now_s)
     peer = live.swarm.peers[1]
     assert len(peer.losses) <= MOST_POINTS
-    now_s = swarm.now_s
-    sizes = [len(json.dumps(part)) for part in (
-        snapshot.overview(live, now_s), snapshot.rounds(live), snapshot.happenings(live), curves(live, 0, now_s),
-    )]  # fmt: skip
-    assert max(sizes[:3]) < 40_000
-    assert sizes[3] < 200_000
+    assert_small(live, swarm.now_s)
+
+
+def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
+    """As a page sees it that is opened after it: from what the journals have kept."""
+    swarm, live = of_a_day(30, START_S), LiveSwarm()
+    view = swarm.take()
+    assert all(len(json.dumps(batch.events, separators=(",", ":"))) < 3_000_000 for batch in view.batches)
+    live.take(view, swarm.now_s)
+    overview = snapshot.overview(live, swarm.now_s)
+    assert (overview["up"], overview["rounds"]) == (30, DAY_S // 60)
+    made = sum(peer.step for peer in swarm.peers.values())
+    assert overview["bytes"]["steps"] == pytest.approx(made, rel=0.001)  # but for those that are being folded
+    shown = curves(live, 0, swarm.now_s)
+    assert shown["t"][-1] - shown["t"][0] == pytest.approx(DAY_S, rel=0.01)
+    assert all(value is not None for values in shown["loss"].values() for value in values[1:-1])
+    # Of samples, every peer keeps those of the same hundred moments.
+    assert all(value is not None for value in shown["correlation"][POINTS // 10 : -2])
+    assert_small(live, swarm.now_s)
+
+
+def assert_small(live: LiveSwarm, now_s: float) -> None:
+    for part in (snapshot.overview(live, now_s), snapshot.rounds(live), snapshot.happenings(live)):
+        assert len(json.dumps(part)) < 40_000
+    for range_s in RANGES:
+        assert len(json.dumps(curves(live, range_s, now_s))) < 200_000
 
 
 def test_curves_keep_holes_where_a_peer_was_away() -> None:

@@ -17,7 +17,7 @@ export function showTiles(o) {
     ["Step", integer(o.step), length ? length.trim() : "without an end"],
     ["Loss", decimal(o.loss, 3), o.held_out == null ? "nats, training" : `nats · held-out ${decimal(o.held_out, 3)}`],
     ["Speed", compact(o.tokens_per_s), "tokens/s, all peers"],
-    ["Rounds", integer(o.rounds), o.rounds ? (o.agreed ? "committed, states equal" : "STATES DIFFER") : "committed"],
+    ["Rounds", integer(o.rounds), o.rounds ? (o.agreed ? "so far, states equal" : "STATES DIFFER") : "committed"],
     ["Correlation", decimal(o.correlation, 4), "of the weights"],
     ["Bytes", dense ? `1/${compact(dense)}` : "–", "of dense data parallel"],
   ];

@@ -158,7 +158,8 @@ class PeerView:
             self.loss = smoothing * (self.loss or 0.0) + (1 - smoothing) * event["loss"]
             self.losses.add(event["t"], event["loss"])
         self._recent.append((event["t"], event["tokens"], event["exchange_s"], steps))
-        while self._recent[0][0] < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
+        # Two at least: a step of a large model may take longer than the window.
+        while len(self._recent) > 2 and self._recent[0][0] < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
             self._recent.popleft()
 
 

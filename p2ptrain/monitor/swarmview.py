@@ -142,6 +142,8 @@ class SwarmView:
             contributors = tuple(event["contributors"])
             self.rounds[key] = RoundView(*key, event["status"], event["t"], contributors, event["wall_s"])
             _forget(self.rounds, MOST_ROUNDS)
+            if key not in self.rounds:  # older than all that are kept
+                return
             by = "by one peer alone" if event["status"] == "solo" else f"by {count(len(contributors), 'peer')}"
             self.tell(
                 event["t"],
@@ -203,6 +205,6 @@ class SwarmView:
 
 
 def _forget(kept: dict[tuple[str, int], Kept], most: int) -> None:
-    """Drop the oldest beyond `most`."""
+    """Drop the oldest beyond `most`: those of the lowest rounds, as peers' journals do not come in order."""
     while len(kept) > most:
-        del kept[next(iter(kept))]
+        del kept[min(kept, key=lambda key: key[1])]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.demo.events import EventReader
+from p2ptrain.monitor import swarmview
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
 from tests.demo import metrics
@@ -51,6 +52,14 @@ def test_speed_and_exchange_are_those_of_late() -> None:
     assert peer.tokens_per_s == pytest.approx(2560)
     assert peer.exchange_ms == pytest.approx(2.0)
     assert peer.own_steps == 22
+
+
+def test_steps_that_take_longer_than_the_window_have_a_speed() -> None:
+    peer = PeerView(1)
+    peer.apply(metrics.start(1, 0.0))
+    for n in range(4):
+        peer.apply(metrics.step(1 + n, 64.0 * n))
+    assert peer.tokens_per_s == pytest.approx(4)
 
 
 def test_the_loss_is_smoothed_and_survives_a_lost_step() -> None:
@@ -106,6 +115,15 @@ def test_another_anchor_is_shouted_once() -> None:
     assert _told(swarm)[1:] == ["round 7: peer 2 stands on another state than the others"]
     assert swarm.happenings[-1].style == BAD
     assert not swarm.rounds["0-x", 7].agreed
+
+
+def test_the_oldest_rounds_are_forgotten_whoever_tells_of_them_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swarmview, "MOST_ROUNDS", 3)
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
+    for peer, number in ((1, 7), (1, 8), (1, 9), (2, 3), (2, 10)):
+        swarm.started(peer)
+        swarm.apply(peer, metrics.round_(number, 1000 + number, by=("Qm1", "Qm2")))
+    assert [round_ for _, round_ in swarm.rounds] == [8, 9, 10]
 
 
 def test_a_skipped_round_is_told_with_its_reason() -> None:

@@ -12,7 +12,7 @@ SEEDS := 500
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
 
-# Those that start no programs run side by side, the others take turns; with ARGS, what they name.
+# Those that start no peers run side by side, the others take turns; with ARGS, what they name.
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)

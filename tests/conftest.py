@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-# Tests that start peers, daemons, browsers or other programs of their own. They take turns; all others may run side by
-# side (`make test`).
-PROCESSES = ("network", "swarm", "demo", "examples", "links", "dashboard", "doctor", "test_wheel.py")
+# Tests that start peers, browsers or other programs of their own. They take turns; all others may run side by side
+# (`make test`), those of the network too, which start little but its daemons.
+PROCESSES = ("swarm", "demo", "examples", "links", "dashboard", "doctor", "test_wheel.py")
 
 # Tests press Ctrl-C on processes that they start. A shell starts its background jobs with SIGINT ignored, and children
 # inherit that: `make test &` would wait for ever.

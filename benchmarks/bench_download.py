@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import p2ptrain
+from benchmarks.namespaces import Machine, Wires, why_not, wires
 from benchmarks.processes import WorkerError, Workers
 from benchmarks.results import Row
 from benchmarks.shapes import gpt2_124m, gpt_25m
-from tests.links.namespaces import Machine, Wires, why_not, wires
 
 LINK_MBIT = 100.0
 MUST_REACH = 0.85

@@ -10,11 +10,14 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from benchmarks.paced import STEP_VARIABLE
+from benchmarks.namespaces import why_not
+from benchmarks.paced import STEP_S, STEP_VARIABLE
 from benchmarks.results import machine
-from benchmarks.soak.plan import plan_faults
+from benchmarks.soak.ground import ground
+from benchmarks.soak.plan import CUT, KINDS, plan_faults
 from benchmarks.soak.report import format_soak
 from benchmarks.soak.storm import SoakError, run_soak
+from benchmarks.soak.verdict import failures
 
 # Before the storm: what a fault-free run does on this machine. After it: time for all to agree.
 CALM_S, END_S = 90.0, 60.0
@@ -30,28 +33,37 @@ CALM_S, END_S = 90.0, 60.0
 def main(
     minutes: float, peers: int, faults_per_minute: float, step_ms: float | None, seed: int, out: Path | None
 ) -> None:
-    """Train with real peers under kill -9, SIGSTOP, restarts, leaving and joining; ends with a table in Markdown."""
+    """Train with real peers under kill -9, SIGSTOP, restarts, leaving, joining and, where this machine allows network
+    namespaces, partitions; ends with a table in Markdown. Exits with 1 if a promise was broken, if not all are together
+    again after the storm, or if a peer needs more and more of something.
+    """
     # End as Ctrl-C does, so that no peer is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if step_ms is not None:
-        os.environ[STEP_VARIABLE] = str(step_ms / 1000)
+    step_s = STEP_S if step_ms is None else step_ms / 1000
+    os.environ[STEP_VARIABLE] = str(step_s)
     about = ", ".join(f"{name}: {value}" for name, value in machine().items())
     click.echo(about, err=True)
-    faults = plan_faults(seed=seed, peers=peers, minutes=minutes, per_minute=faults_per_minute)
+    if reason := why_not():
+        click.echo(f"without partitions, on loopback: {reason}", err=True)
+    kinds = KINDS if reason else (*KINDS, CUT)
+    faults = plan_faults(seed=seed, peers=peers, minutes=minutes, per_minute=faults_per_minute, kinds=kinds)
     with TemporaryDirectory(prefix="soak-") as scratch:
         directory = out or Path(scratch)
         if directory.exists() and any(directory.iterdir()):
             raise click.UsageError(f"--out {directory}: is not empty")
         try:
-            soak = run_soak(
-                directory, peers, faults, calm_s=CALM_S, storm_s=60 * minutes, end_s=END_S,
-                say=lambda text: click.echo(text, err=True),
-            )  # fmt: skip
+            with ground(peers, machines=not reason) as place:
+                soak = run_soak(
+                    directory, place, faults, step_s=step_s, calm_s=CALM_S, storm_s=60 * minutes, end_s=END_S,
+                    say=lambda text: click.echo(text, err=True),
+                )  # fmt: skip
         except SoakError as error:
             click.echo(str(error), err=True)
             sys.exit(1)
     click.echo(f"{about}\n\n{format_soak(soak, seed=seed)}")
-    sys.exit(0 if soak.account.agreement == 1.0 and soak.account.committed else 1)
+    for failure in (found := failures(soak)):
+        click.echo(f"failed: {failure}", err=True)
+    sys.exit(1 if found else 0)
 
 
 if __name__ == "__main__":

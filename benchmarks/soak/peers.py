@@ -13,19 +13,26 @@ import psutil
 
 from benchmarks.measure import cpu_s, memory
 from benchmarks.processes import descendants
-from p2ptrain.demo.conductor import LOG, LOOPBACK
+from benchmarks.soak.ground import Place
+from p2ptrain.demo.conductor import LOG
 from p2ptrain.demo.events import Event, EventReader
 from p2ptrain.demo.processes import Process
 from p2ptrain.monitor.account import Account
 from p2ptrain.session import METRICS_FILE
 
-RUN_FLAGS = [
-    "--run-id", "soak", "--model", "benchmarks.paced:evenly", "--steps", "0", "--fragment-fraction", "0.02",
-    # A round about every twelve seconds.
-    "--sync-every", "400",
-    # A measurement takes as long as six steps; and a checkpoint a minute, so that restarts find one.
-    "--eval-every", "800", "--checkpoint-minutes", "1", "--threads", "1", "--device", "cpu",
-]  # fmt: skip
+# At the pace that is asked for.
+ROUND_EVERY_S = 12.0
+
+
+def run_flags(step_s: float) -> list[str]:
+    """What the peers of a soak train, with a step every `step_s`."""
+    sync_every = max(1, round(ROUND_EVERY_S / step_s))
+    return [
+        "--run-id", "soak", "--model", "benchmarks.paced:evenly", "--steps", "0", "--fragment-fraction", "0.02",
+        "--sync-every", str(sync_every),
+        # A measurement takes as long as six steps; and a checkpoint a minute, so that restarts find one.
+        "--eval-every", str(2 * sync_every), "--checkpoint-minutes", "1", "--threads", "1", "--device", "cpu",
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,17 +46,36 @@ class Usage:
     disk_bytes: int
 
 
-class SoakPeer:
-    """A place in the swarm: one peer after the other may take it. `name` is that of its directory."""
+@dataclass(frozen=True)
+class Scene:
+    """What the peers of a soak share.
 
-    def __init__(self, number: int, out: Path, addresses: Path, processes: list[Process], account: Account) -> None:
+    Attributes:
+        out: where each has its directory.
+        addresses: the bootstrap node's file.
+        processes: whoever is started goes in here, to be ended with the soak.
+        account: is told what they record.
+        step_s: their pace.
+    """
+
+    out: Path
+    addresses: Path
+    processes: list[Process]
+    account: Account
+    step_s: float
+
+
+class SoakPeer:
+    """A seat in the swarm: one peer after the other may take it. `name` is that of its directory."""
+
+    def __init__(self, number: int, place: Place, scene: Scene) -> None:
         self.number = number
         self.pauses: list[tuple[float, float]] = []
         self.blocked_s = 0.0
         self.steps: list[float] = []
         self.usage: list[Usage] = []
         self.used_cpu_s = 0.0
-        self._out, self._addresses, self._processes, self._account = out, addresses, processes, account
+        self._place, self._scene = place, scene
         self._generation = 0
         self._paused_s = 0.0
         self._move_in()
@@ -57,18 +83,19 @@ class SoakPeer:
     # --- what is done to it -------------------------------------------------------------------------------------
 
     def _move_in(self) -> None:
-        self.directory = self._out / self.name
+        self.directory = self._scene.out / self.name
         self._reader = EventReader(self.directory / METRICS_FILE)
         self.restart()
 
     def restart(self) -> None:
         """Start it in its directory: the second time with the same identity, and from its last checkpoint."""
         self.process = Process(
-            ["join", *RUN_FLAGS, "--initial-peers", str(self._addresses), "--host-maddrs", LOOPBACK,
-             "--out", str(self.directory), "--seed", str(100 * self.number + self._generation)],
-            self.directory / LOG,
+            ["join", *run_flags(self._scene.step_s), "--initial-peers", str(self._scene.addresses),
+             "--host-maddrs", self._place.host_maddrs, "--out", str(self.directory),
+             "--seed", str(100 * self.number + self._generation)],
+            self.directory / LOG, enter=self._place.enter,
         )  # fmt: skip
-        self._processes.append(self.process)
+        self._scene.processes.append(self.process)
         self._started_s = time.time()
 
     def kill(self) -> None:
@@ -82,7 +109,7 @@ class SoakPeer:
         self.process.ask_to_leave()
 
     def replace(self) -> None:
-        """Let another peer take this place, with a directory of its own."""
+        """Let another peer take this seat, with a directory of its own."""
         self.read()
         self._generation += 1
         self._move_in()
@@ -124,7 +151,7 @@ class SoakPeer:
             if event["event"] == "start":
                 # It says so once it has imported torch: a join is counted from the start of the process.
                 event["t"] = self._started_s
-            self._account.note(self.name, event)
+            self._scene.account.note(self.name, event)
             if event["event"] == "step":
                 self.steps.append(event["t"])
                 self.blocked_s += self._blocked(event)

@@ -1,4 +1,8 @@
-"""What a soak showed, as a table in Markdown."""
+"""What a soak showed, as a table in Markdown.
+
+A peer that is cut off is a live one, which trains on: its steps are part of the goodput, and what exchanges hold of its
+training is held time, as of all others. Only who has no process, or a sleeping one, is away.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.soak.peers import SoakPeer, Usage
+from benchmarks.soak.peers import SoakPeer
+from benchmarks.soak.plan import CUT
 from benchmarks.soak.storm import Soak
-
-# A peer has loaded what it needs, and holds the three checkpoints that are kept, by then.
-SETTLED_S = 200.0
+from benchmarks.soak.verdict import growths
 
 
 def format_soak(soak: Soak, *, seed: int) -> str:
@@ -42,7 +45,10 @@ def format_soak(soak: Soak, *, seed: int) -> str:
         ("… to the first step", "", _spread([j.step_s for j in joins])),
         ("… to the first round that it contributed to", "", _spread([j.round_s for j in joins])),
         ("after the storm: rounds, landed by", "all", f"{len(last)}, {max(map(len, last), default=0)} peers"),
-        *_usage_rows(peers[-1]),
+        ("… until a round that all landed had been committed", "",
+         f"{soak.together.t - soak.over_s:.0f} s" if soak.together else "there was none"),
+        *((f"{one.name}, first and last quarter (a peer that is always there)", one.rule,
+           f"{one.early:.0f} → {one.late:.0f} {one.unit}".rstrip()) for one in growths(peers[-1].usage)),
         ("CPU of a peer, daemon included", "about half a core",
          f"{sum(p.used_cpu_s for p in peers) / (len(peers) * (soak.end_s - soak.calm_s)):.2f} cores on average"),
     ]  # fmt: skip
@@ -61,8 +67,8 @@ def goodput(soak: Soak) -> float:
 
 def _awake_s(peer: SoakPeer, soak: Soak) -> float:
     """Seconds of the storm in which there was a process that was awake."""
-    away = [(at, at + fault.lasts_s) for at, fault in soak.done if fault.peer == peer.number]
-    return soak.over_s - soak.storm_s - sum(end - start for start, end in away)
+    away_s = sum(fault.lasts_s for _, fault in soak.done if peer.number in fault.peers and fault.kind != CUT)
+    return soak.over_s - soak.storm_s - away_s
 
 
 def _training_s(soak: Soak) -> float:
@@ -85,31 +91,3 @@ def _spread(seconds: Sequence[float | None]) -> str:
     times = sorted(s for s in seconds if s is not None)
     missing = f"; {len(seconds) - len(times)} did not come so far" if len(times) < len(seconds) else ""
     return f"{statistics.median(times):.1f} s median, {times[-1]:.1f} s most ({len(times)}){missing}" if times else "-"
-
-
-def _usage_rows(peer: SoakPeer) -> list[tuple[str, str, str]]:
-    """What the peer that was never replaced used, early and late."""
-    settled = [usage for usage in peer.usage if usage.t - peer.usage[0].t > SETTLED_S]
-    if len(settled) < 8:
-        return []
-    quarter = len(settled) // 4
-    early, late = settled[:quarter], settled[-quarter:]
-
-    def row(name: str, of: str, unit: str, scale: float) -> tuple[str, str, str]:
-        first, second = (_median(part, of) / scale for part in (early, late))
-        return (
-            f"{name}, first and last quarter (a peer that is only paused)",
-            "flat",
-            f"{first:.0f} → {second:.0f} {unit}",
-        )
-
-    return [
-        row("memory", "resident_bytes", "MB", 1e6),
-        row("open files", "files", "", 1),
-        row("threads", "threads", "", 1),
-        row("disk without metrics and log", "disk_bytes", "kB", 1e3),
-    ]
-
-
-def _median(usage: list[Usage], of: str) -> float:
-    return statistics.median(getattr(one, of) for one in usage)

@@ -7,16 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.soak.peers import SoakPeer
-from benchmarks.soak.plan import Fault
+from benchmarks.soak.ground import Ground
+from benchmarks.soak.peers import Scene, SoakPeer
+from benchmarks.soak.plan import CUT, Fault
 from p2ptrain.demo.conductor import start_bootstrap
 from p2ptrain.demo.processes import running_processes
 from p2ptrain.monitor.account import Account
+from p2ptrain.monitor.roundview import RoundView
 
 POLL_S = 0.25
 MEASURE_EVERY_S = 10.0
 # From the first start to the first step of all; a busy machine takes its time.
 START_S = 120.0
+# After the storm all land a round within the minute; a soak that fails says so after so long.
+TOGETHER_S = 180.0
 
 
 class SoakError(RuntimeError):
@@ -40,30 +44,41 @@ class Soak:
     end_s: float = 0.0
     done: list[tuple[float, Fault]] = field(default_factory=list)
 
+    @property
+    def together(self) -> RoundView | None:
+        """The first round that was committed after the storm and landed by all peers; so all are in its lineage."""
+        names = {peer.name for peer in self.peers}
+        later = (round_ for round_ in self.account.committed if round_.t > self.over_s)
+        return min((round_ for round_ in later if names <= round_.states.keys()), key=lambda r: r.t, default=None)
+
 
 def run_soak(
-    out: Path, peers: int, faults: list[Fault], *, calm_s: float, storm_s: float, end_s: float,
+    out: Path, place: Ground, faults: list[Fault], *, step_s: float, calm_s: float, storm_s: float, end_s: float,
     say: Callable[[str], None],
 ) -> Soak:  # fmt: skip
     """Run all of it.
 
     Args:
         out: an empty directory.
-        peers: how many train at once.
+        place: where the peers train, as many as it has places for.
         faults: what is done in the storm, in order.
+        step_s: the peers' pace.
         calm_s: seconds of training before the storm, by which what it costs is measured.
         storm_s: seconds of the storm.
-        end_s: seconds without faults after it.
+        end_s: seconds without faults after it, or more if it takes longer until all have landed one round.
         say: told what is done.
 
     Raises SoakError.
     """
     account = Account()
     with running_processes() as processes:
-        addresses = start_bootstrap(out, processes, lambda: False)
-        soak = Soak([SoakPeer(i, out, addresses, processes, account) for i in range(peers)], account)
+        addresses = start_bootstrap(
+            out, processes, lambda: False, host_maddrs=place.bootstrap.host_maddrs, enter=place.bootstrap.enter
+        )
+        scene = Scene(out, addresses, processes, account, step_s)
+        soak = Soak([SoakPeer(i, home, scene) for i, home in enumerate(place.peers)], account)
         try:
-            _conduct(soak, faults, (calm_s, storm_s, end_s), say)
+            _conduct(soak, place, faults, (calm_s, storm_s, end_s), say)
         finally:
             for peer in soak.peers:
                 peer.end()
@@ -72,7 +87,9 @@ def run_soak(
     return soak
 
 
-def _conduct(soak: Soak, faults: list[Fault], lasts_s: tuple[float, float, float], say: Callable[[str], None]) -> None:
+def _conduct(
+    soak: Soak, place: Ground, faults: list[Fault], lasts_s: tuple[float, float, float], say: Callable[[str], None]
+) -> None:
     began_s = time.time()
     while not all(peer.steps for peer in soak.peers):
         _look(soak)
@@ -82,11 +99,12 @@ def _conduct(soak: Soak, faults: list[Fault], lasts_s: tuple[float, float, float
     soak.calm_s = time.time()
     soak.storm_s = soak.calm_s + lasts_s[0]
     soak.over_s = soak.storm_s + lasts_s[1]
-    soak.end_s = soak.over_s + lasts_s[2]
     say(f"all {len(soak.peers)} train; the storm begins in {lasts_s[0]:.0f} s")
-    storm = _Storm(soak, faults, say)
+    storm = _Storm(soak, place, faults, say)
     measured_s = 0.0
-    while (now := time.time()) < soak.end_s:
+    while (elapsed_s := (now := time.time()) - soak.over_s) < TOGETHER_S:
+        if elapsed_s > lasts_s[2] and soak.together:
+            break
         storm.act(now)
         _look(soak, storm.down)
         if now - measured_s > MEASURE_EVERY_S:
@@ -94,6 +112,7 @@ def _conduct(soak: Soak, faults: list[Fault], lasts_s: tuple[float, float, float
             for peer in soak.peers:
                 peer.measure()
         time.sleep(POLL_S)
+    soak.end_s = time.time()
 
 
 def _look(soak: Soak, down: frozenset[int] = frozenset()) -> None:
@@ -110,14 +129,14 @@ def _look(soak: Soak, down: frozenset[int] = frozenset()) -> None:
 class _Storm:
     """Does and undoes faults as their times come. `down` are the peers that have no process for now."""
 
-    def __init__(self, soak: Soak, faults: list[Fault], say: Callable[[str], None]) -> None:
-        self._soak, self._say = soak, say
+    def __init__(self, soak: Soak, place: Ground, faults: list[Fault], say: Callable[[str], None]) -> None:
+        self._soak, self._place, self._say = soak, place, say
         self._waiting = list(faults)
         self._open: list[Fault] = []
 
     @property
     def down(self) -> frozenset[int]:
-        return frozenset(fault.peer for fault in self._open if fault.kind != "pause")
+        return frozenset(peer for fault in self._open if fault.kind in ("kill", "replace") for peer in fault.peers)
 
     def act(self, now: float) -> None:
         elapsed_s = now - self._soak.storm_s
@@ -125,25 +144,31 @@ class _Storm:
             fault = self._waiting.pop(0)
             self._open.append(fault)
             self._soak.done.append((now, fault))
-            self._begin(self._soak.peers[fault.peer], fault)
+            self._begin(fault)
         for fault in [fault for fault in self._open if fault.at_s + fault.lasts_s <= elapsed_s]:
-            if self._end(self._soak.peers[fault.peer], fault):
+            if self._end(fault):
                 self._open.remove(fault)
 
-    def _begin(self, peer: SoakPeer, fault: Fault) -> None:
-        self._say(f"{fault.at_s:6.0f} s  {fault.kind} {peer.name} for {fault.lasts_s:.0f} s")
+    def _begin(self, fault: Fault) -> None:
+        struck = [self._soak.peers[number] for number in fault.peers]
+        names = ", ".join(peer.name for peer in struck)
+        self._say(f"{fault.at_s:6.0f} s  {fault.kind} {names} for {fault.lasts_s:.0f} s")
         match fault.kind:
             case "kill":
-                peer.kill()
+                struck[0].kill()
             case "pause":
-                peer.pause()
+                struck[0].pause()
+            case "replace":
+                struck[0].ask_to_leave()
             case _:
-                peer.ask_to_leave()
+                self._place.cut(fault.peers)
 
-    @staticmethod
-    def _end(peer: SoakPeer, fault: Fault) -> bool:
+    def _end(self, fault: Fault) -> bool:
         """Undo a fault; False while that cannot be done yet."""
-        if fault.kind == "pause":
+        peer = self._soak.peers[fault.peers[0]]
+        if fault.kind == CUT:
+            self._place.heal(fault.peers)
+        elif fault.kind == "pause":
             peer.resume()
         elif fault.kind == "kill":
             peer.restart()

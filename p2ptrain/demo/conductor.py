@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from p2ptrain.demo.directory import BOOTSTRAP, peer_directory
@@ -28,7 +28,10 @@ class DemoFailedError(P2PTrainError):
     """A process of the demo did not do what it should; the message ends in what it said last."""
 
 
-def start_bootstrap(out: Path, processes: list[Process], stop: Callable[[], bool]) -> Path:
+def start_bootstrap(
+    out: Path, processes: list[Process], stop: Callable[[], bool], *, host_maddrs: str = LOOPBACK,
+    enter: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """Start the rendezvous node that the peers meet at, and wait for its file of addresses.
 
     A node that does not train, so that any peer may die without cutting off those who come later.
@@ -36,9 +39,9 @@ def start_bootstrap(out: Path, processes: list[Process], stop: Callable[[], bool
     directory = out / BOOTSTRAP
     addresses = directory / ADDRESSES
     process = Process(
-        ["bootstrap", "--identity", str(directory / IDENTITY), "--host-maddrs", LOOPBACK,
+        ["bootstrap", "--identity", str(directory / IDENTITY), "--host-maddrs", host_maddrs,
          "--write-addresses", str(addresses)],
-        directory / LOG,
+        directory / LOG, enter=enter,
     )  # fmt: skip
     processes.append(process)
     while not addresses.exists():

@@ -21,15 +21,18 @@ LAST_LINES = 15
 
 
 class Process:
-    """A `p2ptrain` command that runs in the background and writes what it says to a file."""
+    """A `p2ptrain` command that runs in the background and writes what it says to a file.
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    `enter` is put before the command, which it becomes: to run it on another machine.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, *, enter: Sequence[str] = ()) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         with log.open("wb") as output:
             # A session of its own: a Ctrl-C in the terminal is ours alone to pass on.
             self._popen = subprocess.Popen(
-                _command(arguments), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                [*enter, *_command(arguments)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env=_environment(), start_new_session=True,
             )  # fmt: skip
 

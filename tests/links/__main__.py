@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.links.namespaces import Machine, Wires, why_not, wires
+from benchmarks.namespaces import Machine, Wires, why_not, wires
 from tests.links.peers import MODEL, fragments, join_all, losses, memory_mib, step_s, wait_for_rounds
 from tests.swarm.processes import Process, Swarm, assert_anchors_agree
 

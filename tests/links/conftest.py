@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.links.namespaces import Wires, why_not, wires
+from benchmarks.namespaces import Wires, why_not, wires
 from tests.swarm.processes import Swarm
 
 

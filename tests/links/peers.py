@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
+from benchmarks.namespaces import Machine
 from tests.links import bigrams
-from tests.links.namespaces import Machine
 from tests.swarm.processes import Process, Swarm
 
 # A quarter of a million weights: a round sends 0.27 MB each way, a fragment 1.4 kB, the state of a joiner is 2 MB.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.links.namespaces import Machine, Wires
+from benchmarks.namespaces import Machine, Wires
 from tests.swarm.processes import Swarm
 
 

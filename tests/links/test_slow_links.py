@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.links.namespaces import Wires
+from benchmarks.namespaces import Wires
 from tests.links.peers import join_all, losses, wait_for_rounds
 from tests.swarm.processes import Swarm, assert_anchors_agree
 

@@ -1,4 +1,4 @@
-"""Machines of a test: network namespaces joined by veth pairs to a switch, each with a link of its own rate.
+"""Machines of tests and benchmarks: network namespaces joined by veth pairs to a switch, each on a link of its own.
 
 A namespace lives exactly as long as the process that holds it, which ends when we do, however we end: nothing has a
 name outside, and nothing can be left behind. Needs root and Linux.
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.links import masquerade
+from benchmarks import masquerade
 
 # What a home router buffers before it drops (bufferbloat: tenths of a second are usual).
 BUFFER_S = 0.3

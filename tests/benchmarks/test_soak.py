@@ -1,33 +1,130 @@
-"""What a soak does is drawn from its seed, and its model keeps its pace without being another model."""
+"""What a soak does is drawn from its seed, it fails for what it should, and its model is the demo's at a pace."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from benchmarks import paced as pace
-from benchmarks.soak.plan import KINDS, plan_faults
+from benchmarks.soak.peers import Usage
+from benchmarks.soak.plan import BACK_S, CUT, KINDS, Fault, plan_faults
+from benchmarks.soak.storm import Soak
+from benchmarks.soak.verdict import LEAST_USAGES, SETTLED_S, failures, growths
 from p2ptrain.models import build
+from p2ptrain.monitor.account import Account
+
+MINUTES = 200
+OVER_S = 1000.0
+
+
+def _plan(seed: int, per_minute: float = 1, kinds: tuple[str, ...] = (*KINDS, CUT)) -> list[Fault]:
+    return plan_faults(seed=seed, peers=4, minutes=MINUTES, per_minute=per_minute, kinds=kinds)
 
 
 def test_faults_come_from_the_seed_at_the_rate_that_is_asked_for() -> None:
-    def plan(seed: int) -> object:
-        return plan_faults(seed=seed, peers=4, minutes=200, per_minute=1)
-
-    assert plan(1) == plan(1) != plan(2)
-    faults = plan_faults(seed=1, peers=4, minutes=200, per_minute=1)
-    assert 150 < len(faults) < 250
-    assert set(Counter(fault.kind for fault in faults)) == set(KINDS)
-    assert all(fault.at_s + fault.lasts_s <= 200 * 60 for fault in faults)
+    assert _plan(1) == _plan(1) != _plan(2)
+    faults = _plan(1)
+    assert 140 < len(faults) < 250
+    assert set(Counter(fault.kind for fault in faults)) == {*KINDS, CUT}
+    assert {len(fault.peers) for fault in faults if fault.kind == CUT} == {1, 2}
+    assert all(fault.at_s + fault.lasts_s <= MINUTES * 60 for fault in faults)
 
 
-def test_nobody_suffers_from_two_at_once_and_one_is_only_ever_paused() -> None:
+def test_where_nobody_can_be_cut_off_nobody_is() -> None:
+    assert {fault.kind for fault in _plan(1, kinds=KINDS)} == set(KINDS)
+
+
+def test_nobody_suffers_from_two_at_once_one_is_as_it_was_and_one_is_never_killed() -> None:
     free_from = [0.0] * 4
-    for fault in plan_faults(seed=3, peers=4, minutes=200, per_minute=4):
-        assert fault.at_s >= free_from[fault.peer]
-        free_from[fault.peer] = fault.at_s + fault.lasts_s
-        assert fault.peer < 3 or fault.kind == "pause"
+    for fault in _plan(3, per_minute=4):
+        for peer in fault.peers:
+            assert fault.at_s >= free_from[peer]
+            free_from[peer] = fault.at_s + fault.lasts_s + BACK_S
+        assert min(free_from) <= fault.at_s
+        assert 3 not in fault.peers or fault.kind in ("pause", CUT)
+
+
+@dataclass
+class Seat:
+    """As much of a peer as is judged."""
+
+    name: str
+    usage: list[Usage] = field(default_factory=list)
+
+
+def _soak(*rounds: tuple[str, str, int, float]) -> Soak:
+    """Two peers that landed rounds: peer, lineage, number and the seconds after the storm at which it told of it."""
+    soak = Soak([Seat("a"), Seat("b")], Account(), over_s=OVER_S, end_s=OVER_S + 180)
+    for peer, lineage, number, later_s in rounds:
+        soak.account.note(
+            peer,
+            {"event": "round", "status": "committed", "lineage": lineage, "round": number, "t": OVER_S + later_s,
+             "state_sha256": f"{lineage}/{number}", "contributors": ["a", "b"], "late": False},
+        )  # fmt: skip
+    return soak
+
+
+def test_a_soak_is_come_through_when_all_land_a_round_after_the_storm() -> None:
+    soak = _soak(("a", "x", 1, -9.0), ("b", "x", 1, -9.0), ("a", "x", 2, 5.0), ("a", "x", 3, 9.0), ("b", "x", 3, 9.5))
+    assert failures(soak) == []
+    assert soak.together is soak.account.rounds["x", 3]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "last"),
+    [
+        ([("a", "x", 2, 5.0), ("b", "y", 2, 5.0)], "a: round 2 of lineage x; b: round 2 of lineage y"),
+        ([("a", "x", 1, -5.0), ("b", "x", 1, -5.0), ("a", "x", 2, 5.0)],
+         "a: round 2 of lineage x; b: round 1 of lineage x"),
+        ([("a", "x", 2, 5.0)], "a: round 2 of lineage x; b: none"),
+    ],
+)  # fmt: skip
+def test_a_swarm_in_two_lineages_and_a_peer_that_did_not_come_back_fail_a_soak(
+    rounds: list[tuple[str, str, int, float]], last: str
+) -> None:
+    assert failures(_soak(*rounds)) == [
+        f"no round of the 180 s after the storm was landed by all peers (the last of {last})"
+    ]
+
+
+def test_a_soak_without_rounds_fails() -> None:
+    assert failures(_soak())[0] == "no round was committed"
+
+
+def _usage(**more: float) -> list[Usage]:
+    """An hour's, of which the last half has more of something."""
+    plain = {"resident_bytes": 500e6, "files": 40, "threads": 15, "disk_bytes": 6.7e6}
+    return [
+        Usage(t=t, **{name: value + more.get(name, 0) * (t > 1800) for name, value in plain.items()})
+        for t in range(0, 3600, 10)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"resident_bytes": 101e6}, "memory: 500 → 601 MB (rule: ≤ 20% more)"),
+        ({"files": 11}, "open files: 40 → 51 (rule: ≤ 10 more)"),
+        ({"threads": 11}, "threads: 15 → 26 (rule: ≤ 10 more)"),
+        ({"disk_bytes": 2.2e6}, "disk without metrics and log: 6700 → 8900 kB (rule: ≤ 20% more)"),
+        ({"resident_bytes": 99e6, "files": 10, "threads": 10, "disk_bytes": 1.3e6}, ""),
+    ],
+)
+def test_a_peer_that_needs_more_and_more_fails_a_soak(more: dict[str, float], said: str) -> None:
+    soak = _soak(("a", "x", 2, 5.0), ("b", "x", 2, 5.0))
+    soak.peers[-1].usage = _usage(**more)
+    assert failures(soak) == ([f"b needs more and more {said}"] if said else [])
+
+
+def test_nothing_is_said_of_growth_before_there_is_enough_to_say_it_by() -> None:
+    usage = _usage()
+    settled = next(i for i, one in enumerate(usage) if one.t > SETTLED_S)
+    assert not growths([])
+    assert not growths(usage[: settled + LEAST_USAGES - 1])
+    assert growths(usage[: settled + LEAST_USAGES])
 
 
 def test_a_paced_model_is_the_demo_model_at_a_pace() -> None:

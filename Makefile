@@ -37,7 +37,8 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-# Real peers under a random storm of kills, pauses, restarts and joins; ends with a table.
+# Real peers under a random storm of kills, pauses, restarts and joins, and of partitions where it runs as root on Linux;
+# ends with a table.
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 

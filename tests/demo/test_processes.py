@@ -28,6 +28,11 @@ def test_the_users_own_settings_do_not_change_the_demo(tmp_path: Path, monkeypat
     assert _wait(process) == 0
 
 
+def test_a_command_can_be_put_before_it(tmp_path: Path) -> None:
+    process = Process(["config", "show"], tmp_path / "log.txt", enter=("env", "P2PTRAIN_LR=fast"))
+    assert _wait(process) == 2
+
+
 def test_none_outlives_the_block(tmp_path: Path) -> None:
     with running_processes() as processes:
         processes.append(Process(["bootstrap", "--host-maddrs", "/ip4/127.0.0.1/tcp/0"], tmp_path / "log.txt"))

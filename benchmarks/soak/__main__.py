@@ -13,7 +13,7 @@ import click
 from benchmarks.namespaces import why_not
 from benchmarks.paced import STEP_S, STEP_VARIABLE
 from benchmarks.results import machine
-from benchmarks.soak.ground import ground
+from benchmarks.soak.ground import prepare_ground
 from benchmarks.soak.plan import CUT, KINDS, plan_faults
 from benchmarks.soak.report import format_soak
 from benchmarks.soak.storm import SoakError, run_soak
@@ -52,9 +52,9 @@ def main(
         if directory.exists() and any(directory.iterdir()):
             raise click.UsageError(f"--out {directory}: is not empty")
         try:
-            with ground(peers, machines=not reason) as place:
+            with prepare_ground(peers, machines=not reason) as ground:
                 soak = run_soak(
-                    directory, place, faults, step_s=step_s, calm_s=CALM_S, storm_s=60 * minutes, end_s=END_S,
+                    directory, ground, faults, step_s=step_s, calm_s=CALM_S, storm_s=60 * minutes, end_s=END_S,
                     say=lambda text: click.echo(text, err=True),
                 )  # fmt: skip
         except SoakError as error:

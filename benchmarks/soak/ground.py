@@ -19,7 +19,7 @@ class Place:
 
 
 class Ground:
-    """Places for the peers, and one for their bootstrap node, which is never cut off. Made by `ground`."""
+    """Places for the peers, and one for their bootstrap node, which is never cut off. Made by `prepare_ground`."""
 
     def __init__(self, peers: int, net: Wires | None) -> None:
         self._net = net
@@ -38,7 +38,7 @@ class Ground:
 
 
 @contextmanager
-def ground(peers: int, *, machines: bool) -> Iterator[Ground]:
+def prepare_ground(peers: int, *, machines: bool) -> Iterator[Ground]:
     """Places that last as long as the context, on machines of their own or not. Raises OSError where there are none."""
     if machines:
         with wires() as net:

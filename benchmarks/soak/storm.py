@@ -53,14 +53,14 @@ class Soak:
 
 
 def run_soak(
-    out: Path, place: Ground, faults: list[Fault], *, step_s: float, calm_s: float, storm_s: float, end_s: float,
+    out: Path, ground: Ground, faults: list[Fault], *, step_s: float, calm_s: float, storm_s: float, end_s: float,
     say: Callable[[str], None],
 ) -> Soak:  # fmt: skip
     """Run all of it.
 
     Args:
         out: an empty directory.
-        place: where the peers train, as many as it has places for.
+        ground: where the peers train, as many as it has places for.
         faults: what is done in the storm, in order.
         step_s: the peers' pace.
         calm_s: seconds of training before the storm, by which what it costs is measured.
@@ -73,12 +73,12 @@ def run_soak(
     account = Account()
     with running_processes() as processes:
         addresses = start_bootstrap(
-            out, processes, lambda: False, host_maddrs=place.bootstrap.host_maddrs, enter=place.bootstrap.enter
+            out, processes, lambda: False, host_maddrs=ground.bootstrap.host_maddrs, enter=ground.bootstrap.enter
         )
         scene = Scene(out, addresses, processes, account, step_s)
-        soak = Soak([SoakPeer(i, home, scene) for i, home in enumerate(place.peers)], account)
+        soak = Soak([SoakPeer(i, home, scene) for i, home in enumerate(ground.peers)], account)
         try:
-            _conduct(soak, place, faults, (calm_s, storm_s, end_s), say)
+            _conduct(soak, ground, faults, (calm_s, storm_s, end_s), say)
         finally:
             for peer in soak.peers:
                 peer.end()
@@ -88,7 +88,7 @@ def run_soak(
 
 
 def _conduct(
-    soak: Soak, place: Ground, faults: list[Fault], lasts_s: tuple[float, float, float], say: Callable[[str], None]
+    soak: Soak, ground: Ground, faults: list[Fault], lasts_s: tuple[float, float, float], say: Callable[[str], None]
 ) -> None:
     began_s = time.time()
     while not all(peer.steps for peer in soak.peers):
@@ -100,7 +100,7 @@ def _conduct(
     soak.storm_s = soak.calm_s + lasts_s[0]
     soak.over_s = soak.storm_s + lasts_s[1]
     say(f"all {len(soak.peers)} train; the storm begins in {lasts_s[0]:.0f} s")
-    storm = _Storm(soak, place, faults, say)
+    storm = _Storm(soak, ground, faults, say)
     measured_s = 0.0
     while (elapsed_s := (now := time.time()) - soak.over_s) < TOGETHER_S:
         if elapsed_s > lasts_s[2] and soak.together:
@@ -129,8 +129,8 @@ def _look(soak: Soak, down: frozenset[int] = frozenset()) -> None:
 class _Storm:
     """Does and undoes faults as their times come. `down` are the peers that have no process for now."""
 
-    def __init__(self, soak: Soak, place: Ground, faults: list[Fault], say: Callable[[str], None]) -> None:
-        self._soak, self._place, self._say = soak, place, say
+    def __init__(self, soak: Soak, ground: Ground, faults: list[Fault], say: Callable[[str], None]) -> None:
+        self._soak, self._ground, self._say = soak, ground, say
         self._waiting = list(faults)
         self._open: list[Fault] = []
 
@@ -161,13 +161,13 @@ class _Storm:
             case "replace":
                 struck[0].ask_to_leave()
             case _:
-                self._place.cut(fault.peers)
+                self._ground.cut(fault.peers)
 
     def _end(self, fault: Fault) -> bool:
         """Undo a fault; False while that cannot be done yet."""
         peer = self._soak.peers[fault.peers[0]]
         if fault.kind == CUT:
-            self._place.heal(fault.peers)
+            self._ground.heal(fault.peers)
         elif fault.kind == "pause":
             peer.resume()
         elif fault.kind == "kill":

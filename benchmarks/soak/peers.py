@@ -15,9 +15,10 @@ from benchmarks.measure import cpu_s, memory
 from benchmarks.processes import descendants
 from benchmarks.soak.ground import Place
 from p2ptrain.demo.conductor import LOG
-from p2ptrain.demo.events import Event, EventReader
+from p2ptrain.demo.events import EventReader
 from p2ptrain.demo.processes import Process
 from p2ptrain.monitor.account import Account
+from p2ptrain.protocol.events import Event
 from p2ptrain.session import METRICS_FILE
 
 # At the pace that is asked for.
@@ -158,9 +159,9 @@ class SoakPeer:
 
     def _blocked(self, step: Event) -> float:
         """Seconds that an exchange held training, but for those in which it was asleep."""
-        end, start = step["t"], step["t"] - step["exchange_s"]
-        asleep = sum(max(0.0, min(end, woke) - max(start, slept)) for slept, woke in self.pauses)
-        return max(0.0, float(step["exchange_s"]) - asleep)
+        end, held_s = float(step["t"]), float(step["exchange_s"])
+        asleep = sum(max(0.0, min(end, woke) - max(end - held_s, slept)) for slept, woke in self.pauses)
+        return max(0.0, held_s - asleep)
 
     def measure(self) -> None:
         """Note what it uses now."""

@@ -84,14 +84,14 @@ class LibP2P:
             peer_id_bytes(peer_id)
         except ValueError:
             raise PeerLostError(f"{peer_id!r} is no peer id") from None
-        deadline = trio.current_time() + OPEN_TIMEOUT_S
-        with trio.move_on_at(deadline):
+        with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
-        if maddrs:
-            await dial(self._control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
-        stream = await open_stream(self._control_path, peer_id, PROTOCOL_NAME, deadline - trio.current_time())
-        self._own(stream)
-        return stream
+            if maddrs:
+                await dial(self._control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
+            stream = await open_stream(self._control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S)
+            self._own(stream)
+            return stream
+        raise PeerLostError(f"timeout: {peer_id} was not reached within {OPEN_TIMEOUT_S:g} s")
 
     async def accept(self) -> DaemonSocket:
         """Wait for the next stream that another peer opened."""

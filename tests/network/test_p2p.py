@@ -185,6 +185,21 @@ def test_peers_that_cannot_be_reached(run: Run) -> None:
     run(main)
 
 
+def test_a_peer_that_is_reached_when_the_time_is_out_is_lost(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p, "OPEN_TIMEOUT_S", 0.0)
+
+    async def reached(*arguments: object) -> None:
+        """A link that was cut is whole again, at the last moment."""
+
+    async def main() -> None:
+        async with open_pair() as (first, second):
+            monkeypatch.setattr(p2p, "dial", reached)
+            with pytest.raises(PeerLostError, match="timeout"):
+                await first.transport.open_stream(second.peer_id, second.maddrs)
+
+    run(main)
+
+
 def test_maddrs_are_dialable_with_loopback_last(run: Run) -> None:
     async def main() -> None:
         async with open_network(config(host_maddrs=("/ip4/0.0.0.0/tcp/0",))) as network:

@@ -77,7 +77,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     with progress_bars(experiments) as on_progress:
         arms = simulate_arms(experiments, on_progress)
     for arm in arms:
-        arm.write(out / arm.experiment.name if len(arms) > 1 else out)
+        arm.write(out / arm.experiment.directory if len(arms) > 1 else out)
     save_plot(title, arms, out / "curves.png")
     click.echo(format_table(arms))
     if any(arm.experiment.happenings for arm in arms):

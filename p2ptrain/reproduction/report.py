@@ -46,8 +46,8 @@ def figure(verdict: Verdict) -> str:
 def write_outcome(outcome: Outcome, directory: Path) -> None:
     """Records of the first seed, the verdicts as JSON, and the picture."""
     target = directory / outcome.reproduction.name
-    for name, records in outcome.records[0].items():
-        records.write(target / name.replace("/", "-"))
+    for records in outcome.records[0].values():
+        records.write(target / records.experiment.directory)
     verdicts = [
         {
             "row": v.claim.row, "text": v.claim.text, "paper": v.claim.paper, "measure": v.claim.measure,

@@ -44,7 +44,7 @@ class Experiment:
 
     Attributes:
         run: the settings that a real run would have, hashed and checked as there.
-        name: of this arm, for plots and files.
+        name: of this arm, for plots; its directory is named after it.
         peers: how many train from the start; those that the schedule lets join come on top.
         step_s: virtual seconds that one inner step takes at speed 1.
         latency_s: one way, of every packet.
@@ -87,6 +87,10 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _check(
+            self.name.isprintable() and self.name not in ("", ".", ".."), "name", self.name,
+            "a text in one line that can name a directory",
+        )  # fmt: skip
         _check(self.peers >= 1 and self.peers <= 1000, "peers", self.peers, "from 1 to 1000")
         _check(0 < self.step_s < math.inf, "step_s", self.step_s, "above 0")
         _check(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more seconds")
@@ -125,6 +129,11 @@ class Experiment:
         run["run_seed"] = values.get("seed", 0)
         run["data"] = "stdlib" if values.get("data", "stdlib") == "stdlib" else "text"
         return cls(run=RunConfig.from_dict(run), **values)
+
+    @property
+    def directory(self) -> str:
+        """Name of the directory of this arm's records."""
+        return self.name.replace("/", "-")
 
     @property
     def storm(self) -> tuple[Fault, ...]:
@@ -170,7 +179,7 @@ def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tu
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     names = [experiment.name for experiment in found]
-    if len(set(names)) < len(names):
+    if len({experiment.directory for experiment in found}) < len(names):
         raise ConfigError(f"{path}: the arms are named {', '.join(map(repr, names))}: each needs a name of its own")
     return title, found
 

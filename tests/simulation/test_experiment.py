@@ -22,6 +22,9 @@ def test_settings_of_the_run_and_of_the_simulation_go_where_they_belong() -> Non
     ("settings", "message"),
     [
         ({"peer": 3}, "unknown setting 'peer'; did you mean peers?"),
+        ({"name": ".."}, r"name = '\.\.': must be a text in one line that can name a directory"),
+        ({"name": ""}, "name = ''"),
+        ({"name": "a\0b"}, "name = "),
         ({"peers": 0}, "peers = 0: must be from 1 to 1000"),
         ({"peers": "3"}, "peers = '3': must be of type int"),
         ({"steps": 0}, "steps = 0: must be 1 or more"),
@@ -74,6 +77,7 @@ def test_arms_differ_in_what_they_name(tmp_path: Path) -> None:
         ("peeers = 2", "did you mean peers"),
         ("arm = 3", "written as"),
         ('steps = 3\n[[arm]]\nname = "a"\n[[arm]]\nname = "a"', "a name of its own"),
+        ('steps = 3\n[[arm]]\nname = "a/b"\n[[arm]]\nname = "a-b"', "a name of its own"),
         ("[[arm]]\nsteps = 1\nschedule = [{step = 1}]", "must be a text"),
     ],
 )
@@ -83,6 +87,10 @@ def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path: Path, text: str, m
     with pytest.raises(ConfigError, match=message) as caught:
         read_experiments(file)
     assert str(file) in str(caught.value)
+
+
+def test_an_arms_directory_is_below_the_one_that_it_is_put_in() -> None:
+    assert Experiment.of(steps=1, name="../../SGD 0.3 / 0.9").directory == "..-..-SGD 0.3 - 0.9"
 
 
 def test_the_example_is_one(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings import did_you_mean
-from p2ptrain.simulation.happening import Happening
+from p2ptrain.simulation.happening import Happening, check_schedule
 from p2ptrain.simulation.storm import KINDS, Fault, draw_storm
 
 # Settings of a run that a simulation has no use for, or chooses itself.
@@ -52,7 +52,7 @@ class Experiment:
         loss: share of the fragments that do not arrive.
         drop: probability that a peer's outer gradient of a round is lost; it goes on from its own weights.
         speeds: relative speeds of the first peers; the others have 1.
-        schedule: what happens when.
+        schedule: what happens when, each of it before the run's last step.
         faults_per_hour: how many faults strike the peers an hour of virtual time; see `storm.draw_storm`.
         faults: their kinds.
         fault_s: how long one lasts on average, in virtual seconds.
@@ -109,6 +109,7 @@ class Experiment:
         _check(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
         _check(self.eval_every >= 1, "eval_every", self.eval_every, "1 or more")
         _check(self.run.total_steps >= 1, "steps", self.run.total_steps, "1 or more: a simulation has an end")
+        check_schedule(self.schedule, peers=self.peers, steps=self.run.total_steps)
 
     @classmethod
     def of(cls, **settings: Any) -> Experiment:

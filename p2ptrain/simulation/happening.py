@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings import did_you_mean
 
 ACTIONS = ("join", "leave", "crash", "pause", "resume", "speed", "cut", "mend", "narrow", "widen")
+# What takes another action back.
+UNDOES = {"resume": "pause", "mend": "cut", "widen": "narrow"}
+_WITH_VALUE = ("speed", "cut", "narrow")
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,12 @@ class Happening:
         if self.action not in ACTIONS:
             raise ConfigError(f"schedule: unknown action {self.action!r}; {did_you_mean(self.action, ACTIONS)}")
         if self.step < 0 or self.peer < 0 or not 0 < self.value < math.inf:
-            raise ConfigError(f"schedule: {self}: step and peer must be 0 or more, a speed above 0")
+            raise ConfigError(f"schedule {self}: step and peer must be 0 or more, a speed above 0")
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        value = f":{self.value:g}" if self.action in _WITH_VALUE else ""
+        return f"{self.step}:{self.action}:{self.peer}{value}"
 
     @classmethod
     def parse(cls, text: str) -> Happening:
@@ -48,3 +57,46 @@ class Happening:
         if len(parts) > 4:
             raise ConfigError(f"schedule {text!r}: has more than four parts")
         return cls(step, action, peer, value)
+
+
+def check_schedule(schedule: Iterable[Happening], *, peers: int, steps: int) -> None:
+    """Raises ConfigError naming the first entry that could do nothing.
+
+    Args:
+        schedule: what is done, in any order.
+        peers: how many there are from the start; others have to join.
+        steps: length of the run.
+    """
+    ordered = sorted(schedule, key=lambda happening: happening.step)
+    first = {happening.peer: happening.action for happening in reversed(ordered)}
+    known = {*range(peers), *(happening.peer for happening in ordered if happening.action == "join")}
+    present = {peer for peer in range(peers) if first.get(peer) != "join"}
+    done: set[tuple[str, int]] = set()  # actions that can be taken back, and to whom
+    for happening in ordered:
+        action, peer = happening.action, happening.peer
+        if happening.step >= steps:
+            raise _nothing(happening, f"the run has {steps} steps", "let it happen before, or give more --steps")
+        if peer not in known:
+            who = "the only peer is 0" if peers == 1 else f"the {peers} peers are 0 to {peers - 1}"
+            raise _nothing(happening, who, f"name one of them, or let peer {peer} join")
+        if action == "join":
+            if peer in present:
+                raise _nothing(happening, f"peer {peer} is there already", "let it crash or leave before, or drop this")
+            present.add(peer)
+        elif action in ("leave", "crash", "pause", "resume", "speed") and peer not in present:
+            raise _nothing(happening, f"peer {peer} is not there then", "let it join before, or drop this")
+        if action in ("leave", "crash"):
+            present.remove(peer)
+            done.discard(("pause", peer))  # who comes again is awake
+        elif action == "pause" and ("pause", peer) in done:
+            raise _nothing(happening, f"peer {peer} is paused already", "let it resume before, or drop this")
+        elif action in UNDOES and (UNDOES[action], peer) not in done:
+            raise _nothing(happening, f"no {UNDOES[action]} of peer {peer} comes before it", "add one, or drop this")
+        elif action in UNDOES:
+            done.remove((UNDOES[action], peer))
+        elif action in UNDOES.values():
+            done.add((action, peer))
+
+
+def _nothing(happening: Happening, why: str, fix: str) -> ConfigError:
+    return ConfigError(f"schedule {happening}: would do nothing, as {why}; {fix}")

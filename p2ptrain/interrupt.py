@@ -17,14 +17,32 @@ def interrupt_on_signals() -> None:
     Only for the main thread, as Python demands. What was started to ignore SIGINT, as a shell's background jobs are,
     goes on ignoring it.
     """
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+
+
+@contextmanager
+def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
+    """Within the block, the first signal that would raise KeyboardInterrupt calls `act` instead.
+
+    For what an exception in the middle of anything would break, such as trio's own code. Where `interrupt_on_signals`
+    was not called, as in a program that uses p2ptrain, signals stay what they are to that program.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         _end_at_the_next()
-        raise KeyboardInterrupt
+        act()
 
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handle)
+    ours = [number for number in SIGNALS if signal.getsignal(number) is _interrupt]
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is handle:
+                signal.signal(number, _interrupt)
 
 
 @contextmanager
@@ -47,6 +65,11 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
         if not received:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _end_at_the_next()
+    raise KeyboardInterrupt
 
 
 def _end_at_the_next() -> None:

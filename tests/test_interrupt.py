@@ -60,6 +60,37 @@ def test_the_second_signal_ends_the_process(program: str) -> None:
     assert done.stdout == "still here\n"
 
 
+IN_VIRTUAL_TIME = """
+async def main():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await trio.sleep(1)
+        finally:
+            print('cleans up', flush=True)
+
+interrupt_on_signals()
+try:
+    run_virtual(main, seed=0)
+except KeyboardInterrupt:
+    print('still here', flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print('too far')
+"""
+
+
+def test_a_program_in_virtual_time_is_cancelled_and_the_second_signal_ends_the_process() -> None:
+    imports = (
+        "import os, signal, trio\n"
+        "from p2ptrain.interrupt import interrupt_on_signals\n"
+        "from p2ptrain.memory_network.virtual_time import run_virtual\n"
+    )
+    program = f"{imports}{IN_VIRTUAL_TIME}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleans up\nstill here\n", "")
+
+
 def test_what_was_started_to_ignore_ctrl_c_goes_on_doing_so() -> None:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:

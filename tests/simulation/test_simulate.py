@@ -155,6 +155,23 @@ def test_what_cannot_work_is_said() -> None:
         run(model="gpt-huge")
 
 
+INTERRUPTED = """
+import os, sys
+from p2ptrain.cli.main import main
+from p2ptrain.simulation.swarm import _Simulation
+
+_Simulation._let_happen = lambda self, happening: os.kill(os.getpid(), happening.step)
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_swarm_ends_it_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    arguments = ["simulate", "--peers", "2", "--schedule", f"{number}:crash:1", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip()) == (130, "p2ptrain: interrupted")
+
+
 def test_ctrl_c_ends_all_arms_without_a_traceback(tmp_path: Path) -> None:
     arms = tmp_path / "arms.toml"
     arms.write_text('title = "Long"\npeers = 2\nsteps = 100000\n[[arm]]\nname = "a"\n[[arm]]\nname = "b"\n')

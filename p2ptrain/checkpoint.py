@@ -99,7 +99,7 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
     `parts`: as for `load`.
 
     Raises:
-        ConfigError: there are checkpoints, and all of them are damaged.
+        CheckpointError: there are checkpoints, and all of them are damaged.
     """
     found = checkpoints(out)
     for path in found:
@@ -108,7 +108,7 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
         except CheckpointError as error:
             logger.warning("%s", error)
     if found:
-        raise ConfigError(f"--out {out}: none of its {len(found)} checkpoints is whole; move them away to start afresh")
+        raise CheckpointError(f"{out}: none of its checkpoints is whole")
     return None
 
 

@@ -20,7 +20,7 @@ from p2ptrain.addresses import join_line, read_initial_peers, write_addresses
 from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.data import VOCAB_SIZE, Corpus, Shards, load_corpus
 from p2ptrain.doctor.quick import quick_look
-from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
+from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.interrupt import stop_on_signals
 from p2ptrain.models import build, check_name, context_length
 from p2ptrain.monitor.prometheus import PrometheusSink
@@ -88,7 +88,7 @@ def join_run(
             say(f"figures for Prometheus at {prometheus.url}")
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
         identity = Path(config.network.identity or out / IDENTITY_FILE)
-        saved = checkpoint.load_newest(out)
+        saved = _saved(out)
 
         network = dataclasses.replace(config.network, identity=str(identity))
         lobby = stack.enter_context(_open_lobby(network, _remembered(out), saved, say))
@@ -157,6 +157,14 @@ def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Call
     stack.callback(watch.stop)
     page = dataclasses.replace(settings.page_config(), port=port)
     say(f"the run is shown at {stack.enter_context(showing(Source(peer.run.run_id, watch), page))}")
+
+
+def _saved(out: Path) -> checkpoint.Checkpoint | None:
+    """What to go on from. Raises ConfigError where all that there is is damaged."""
+    try:
+        return checkpoint.load_newest(out)
+    except CheckpointError as error:
+        raise ConfigError(f"--out {error}; move them away to start afresh") from error
 
 
 def _remembered(out: Path) -> tuple[str, ...]:

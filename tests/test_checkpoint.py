@@ -169,8 +169,10 @@ def test_a_damaged_one_is_reported_and_the_one_before_used(
     assert f"checkpoint {tmp_path / 'checkpoint-5'} is damaged" in message
 
     DAMAGE[damage](tmp_path / "checkpoint-4")
-    with pytest.raises(ConfigError, match="none of its 2 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its checkpoints is whole"):
         checkpoint.load_newest(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: none of its checkpoints is whole; give another checkpoint$"):
+        checkpoint.load_given(tmp_path)
 
 
 def test_another_format_is_not_guessed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,6 +117,15 @@ def test_where_nobody_trains_yet_the_run_is_new(lobby: type[FakeLobby]) -> None:
     assert lobby.peer.run.total_steps == 1
 
 
+def test_where_every_checkpoint_is_damaged_nothing_is_started_afresh_unasked(lobby: type[FakeLobby]) -> None:
+    Path("p2ptrain-r/checkpoint-1").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"^--out p2ptrain-r: none of its checkpoints is whole; move them away to start afresh$"
+    ):
+        _join()
+    assert lobby.peer is None
+
+
 def test_the_same_command_again_continues(lobby: type[FakeLobby]) -> None:
     lobby.live = replace(LIVE, total_steps=2)
     _join(initial_peers=MADDR)

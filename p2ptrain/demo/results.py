@@ -17,6 +17,7 @@ from p2ptrain.config import RunConfig
 from p2ptrain.data import VOCAB_SIZE, load_corpus
 from p2ptrain.demo.conductor import DemoFailedError
 from p2ptrain.demo.directory import peer_directory
+from p2ptrain.errors import CheckpointError
 from p2ptrain.generation import generate_text
 from p2ptrain.model import ModelParts
 from p2ptrain.models import build
@@ -92,10 +93,13 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     """Load what the peers saved, measure it, and save the merged model below `out`.
 
     Raises:
-        DemoFailedError: no peer has saved anything.
+        DemoFailedError: no peer has saved anything, or one of them nothing that is whole.
     """
     finished = [peer for peer in swarm.peers.values() if peer.status == "finished"]
-    saved = {peer.number: checkpoint.load_newest(peer_directory(out, peer.number)) for peer in finished}
+    try:
+        saved = {peer.number: checkpoint.load_newest(peer_directory(out, peer.number)) for peer in finished}
+    except CheckpointError as error:
+        raise DemoFailedError(f"{error}; see the logs, {peer_directory(out, 1)} and so on") from error
     checkpoints = {number: found for number, found in saved.items() if found is not None}
     if not checkpoints:
         raise DemoFailedError(f"no peer has saved a checkpoint; see the logs, {peer_directory(out, 1)} and so on")

@@ -58,6 +58,8 @@ def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
         raise ConfigError(
             f"identity {file}: the directory {file.parent} does not exist; create it, or choose another file"
         )
+    if file.exists():
+        _read(file)  # what is no key is refused before a lock is left beside it
     with _locked(file):
         yield _read(file) if file.exists() else _make(file)
 

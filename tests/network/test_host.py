@@ -169,6 +169,7 @@ def test_identities_that_do_not_work(run: Run, tmp_path: Path) -> None:
     corrupt = tmp_path / "corrupt.key"
     corrupt.write_bytes(b"junk")
     assert f"identity {corrupt} does not hold an RSA private key" in refusal(run, config(identity=str(corrupt)))
+    assert list(tmp_path.iterdir()) == [corrupt]
     missing = tmp_path / "no such directory" / "peer.key"
     assert f"the directory {missing.parent} does not exist" in refusal(run, config(identity=str(missing)))
     assert f"identity {tmp_path} cannot be read: Is a directory" in refusal(run, config(identity=str(tmp_path)))

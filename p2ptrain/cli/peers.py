@@ -52,7 +52,9 @@ def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"run {run_id}: {len(members)} peers", title_justify="left")
+    from p2ptrain.monitor.words import count
+
+    table = Table(title=f"run {run_id}: {count(len(members), 'peer')}", title_justify="left")
     for title in ("peer", "role", "status", "step", "round", "steps/s", "addresses"):
         table.add_column(title, overflow="fold", justify="right" if title in ("step", "round", "steps/s") else "left")
     for member in members:

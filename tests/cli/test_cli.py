@@ -183,6 +183,8 @@ def test_peers_shows_who_takes_part(lobby: type[FakeLobby]) -> None:
     assert title.split() == ["run", "p2ptrain:", "2", "peers"]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["QmThird", "trainer", "training", "41", "2", "12.3", MADDR.rpartition("/p2p/")[0]]
+    lobby.present = (FakeMember(),)
+    assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
 
 
 def test_generate_writes_text_after_the_prompt() -> None:

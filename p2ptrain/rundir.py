@@ -6,6 +6,7 @@ leaves none behind. (The identity has a lock of its own, in `network/`, as it ma
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,16 @@ def make_directory(directory: Path) -> None:
     """Make a directory where it is missing. Raises ConfigError when that cannot be done."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(directory, error) from error
+
+
+def check_writable(directory: Path) -> None:
+    """Make a directory where it is missing, and see that files can be written there. Raises ConfigError."""
+    make_directory(directory)
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
         raise _unusable(directory, error) from error
 

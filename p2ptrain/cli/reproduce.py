@@ -30,6 +30,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     """
     from p2ptrain.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
     from p2ptrain.reproduction.report import format_outcome, markdown_rows, write_outcome
+    from p2ptrain.rundir import check_writable
     from p2ptrain.simulation.report import progress_bars
 
     chosen = [read_reproduction(name) for name in names or known_reproductions()]
@@ -39,6 +40,11 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
             click.echo(f"{reproduction.name:12} {reproduction.title}")
         return
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # what every single peer sees is in its records
+    check_writable(out)
+    for reproduction in chosen:
+        check_writable(out / reproduction.name)
+        for arm in reproduction.arms:
+            check_writable(out / reproduction.name / arm.directory)
     rows = ["| row | the paper says | paper | here | verdict |", "|---|---|---|---|---|"]
     for reproduction in chosen:
         began_s = time.monotonic()

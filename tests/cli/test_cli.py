@@ -99,6 +99,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["join", "-c", "none.toml"], "cannot read config file none.toml"),
         (["peers"], "--initial-peers: is needed"),
         (["generate", "none"], "none: no checkpoint there"),
+        (["simulate", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory); give one"),
+        (["reproduce", "s7", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory)"),
         (["generate", "--length", "0"], "0 is not in the range x>=1"),
     ],
 )

@@ -5,7 +5,8 @@ A checkpoint is a directory `checkpoint-<step>`:
     model.safetensors    one file per part of the state, such as model, trainer and peer: its tensors
     manifest.json        size and SHA-256 of each file, everything of the state that is not a tensor, and `info`
 
-It is written under another name and renamed when complete, so a crash or a full disk never harms the ones before.
+It is written under another name and renamed when complete, so a crash or a full disk never harms the ones before. The
+newest is the one that was saved last, not that of the highest step: a round may put a fast peer back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -66,7 +68,8 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         for unfinished in out.glob(".checkpoint-*.tmp"):
             shutil.rmtree(unfinished)
         building.mkdir(parents=True)
-        _write(building, checkpoint)
+        serial = 1 + max((_serial(path) or 0 for path in _found(out)), default=0)
+        _write(building, checkpoint, serial)
         if target.exists():
             shutil.rmtree(target)
         building.rename(target)
@@ -75,7 +78,8 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         shutil.rmtree(building, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
-    for old in checkpoints(out)[KEEP:]:
+    # Those whose manifest is damaged go first.
+    for old in sorted(_found(out), key=lambda path: _serial(path) or 0, reverse=True)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -86,11 +90,16 @@ def name_of(step: int) -> str:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """The checkpoint directories below `out`, newest first. Empty when `out` does not exist."""
-    if not out.is_dir():
-        return []
-    steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return sorted(steps, key=lambda path: steps[path], reverse=True)
+    """The checkpoint directories below `out`, newest first. Empty when `out` does not exist.
+
+    One whose manifest is damaged may be the newest, and comes first.
+    """
+
+    def place(path: Path) -> float:
+        serial = _serial(path)
+        return math.inf if serial is None else serial
+
+    return sorted(_found(out), key=place, reverse=True)
 
 
 def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint | None:
@@ -152,7 +161,23 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     return saved
 
 
-def _write(folder: Path, checkpoint: Checkpoint) -> None:
+def _found(out: Path) -> list[Path]:
+    """The checkpoint directories below `out`, that of the highest step first."""
+    if not out.is_dir():
+        return []
+    steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def _serial(path: Path) -> int | None:
+    """Higher than that of every checkpoint that was there when it was saved; None when its manifest is damaged."""
+    try:
+        return int(json.loads((path / MANIFEST).read_bytes())["content"].get("serial", 0))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
     files, plain = {}, {}
     for part, value in checkpoint.state.items():
         tensors: dict[str, torch.Tensor] = {}
@@ -164,7 +189,8 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         files[file.name] = {"sha256": digest, "size_bytes": file.stat().st_size}
     content = {
-        "format": FORMAT, "step": checkpoint.step, "info": dict(checkpoint.info), "files": files, "state": plain,
+        "format": FORMAT, "serial": serial, "step": checkpoint.step, "info": dict(checkpoint.info), "files": files,
+        "state": plain,
     }  # fmt: skip
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"sha256": _digest(content), "content": content}, indent=1), encoding="utf-8")

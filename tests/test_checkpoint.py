@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import shutil
@@ -85,6 +86,44 @@ def test_the_last_three_are_kept(tmp_path: Path) -> None:
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None
     assert newest.step == 100
+
+
+def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+    """A round may put a fast peer back, and what it saves then is of a lower step."""
+    for step in (185, 188, 190, 184):
+        checkpoint.save(tmp_path, _checkpoint(step))
+    assert _names(tmp_path) == ["checkpoint-184", "checkpoint-188", "checkpoint-190"]
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None
+    assert newest.step == 184
+
+
+def test_checkpoints_of_before_they_were_numbered_go_by_their_steps(tmp_path: Path) -> None:
+    for step in (10, 9):
+        manifest = checkpoint.save(tmp_path, _checkpoint(step)) / "manifest.json"
+        content = json.loads(manifest.read_text())["content"]
+        del content["serial"]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        manifest.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": content}))
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None
+    assert newest.step == 10
+    checkpoint.save(tmp_path, _checkpoint(5))
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None
+    assert newest.step == 5
+
+
+def test_one_with_a_damaged_manifest_is_said_and_goes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2, 3):
+        path = checkpoint.save(tmp_path, _checkpoint(step))
+    (path / "manifest.json").write_text("{")
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None
+    assert newest.step == 2
+    assert f"checkpoint {path} is damaged" in caplog.text
+    checkpoint.save(tmp_path, _checkpoint(4))
+    assert _names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
 
 def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:

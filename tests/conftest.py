@@ -9,7 +9,10 @@ import pytest
 
 # Tests that start peers, browsers or other programs of their own. They take turns; all others may run side by side
 # (`make test`), those of the network too, which start little but its daemons.
-PROCESSES = ("swarm", "demo", "examples", "links", "dashboard", "doctor", "test_wheel.py")
+PROCESSES = (
+    "swarm/", "examples/", "links/", "demo/test_demo.py", "dashboard/test_page.py", "doctor/test_doctor.py",
+    "test_wheel.py",
+)  # fmt: skip
 
 # Tests press Ctrl-C on processes that they start. A shell starts its background jobs with SIGINT ignored, and children
 # inherit that: `make test &` would wait for ever.
@@ -19,5 +22,5 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in PROCESSES:
+        if item.path.relative_to(here).as_posix().startswith(PROCESSES):
             item.add_marker("processes")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.namespaces import Wires
 from tests.links.peers import MODEL, RUN, join, join_all, wait_for_rounds
 from tests.swarm.processes import Swarm, assert_anchors_agree
 
 
+@pytest.mark.long
 def test_two_private_peers_train_together_through_a_public_one(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
     """It relays for nobody: fragments and rounds find their way by whom each can reach."""
     machines = [net.machine(), net.behind_nat(), net.behind_nat()]

@@ -8,10 +8,10 @@ import time
 import torch
 
 from benchmarks.results import Row
-from p2ptrain.data import VOCAB_SIZE, load_corpus
-from p2ptrain.models import build
 from p2ptrain.simulation import Experiment, simulate
-from p2ptrain.trainer import Trainer
+from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.models import build
+from p2ptrain.training.trainer import Trainer
 
 # Interleaved, as the machine is not equally fast all the time.
 REPEATS = 5

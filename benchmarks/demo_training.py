@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from p2ptrain.config import RunConfig
-from p2ptrain.data import VOCAB_SIZE, fixed_windows, load_corpus
-from p2ptrain.models import build, context_length
-from p2ptrain.trainer import Trainer
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.data import VOCAB_SIZE, fixed_windows, load_corpus
+from p2ptrain.training.models import build, context_length
+from p2ptrain.training.trainer import Trainer
 
 # The demo's own (ALGORITHMS.md, section 4).
 BATCH_SIZE = 4

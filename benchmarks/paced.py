@@ -11,7 +11,7 @@ import time
 import torch
 from torch import nn
 
-from p2ptrain.models import build
+from p2ptrain.training.models import build
 
 # A step takes 5 ms alone on a core; with gossip, rounds, measurements and the daemon a peer takes 0.2 cores at 50 ms
 # (measured), and so about 0.3 at this: four fit on two cores, with room for what else there runs.

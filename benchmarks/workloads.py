@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from p2ptrain.config import RunConfig
-from p2ptrain.data import VOCAB_SIZE, load_corpus
-from p2ptrain.models import build
-from p2ptrain.trainer import Trainer
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.models import build
+from p2ptrain.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ in from there reaches all of them. Two processes, a minute:
 
     torchrun --nproc-per-node 2 examples/island_ddp.py
 
-Paste the line that it prints into a second terminal: `python examples/island_ddp.py` is an island of one process, and
+Paste the line that it prints into a second terminal: `python examples/island_ddp.py` is a process group of one process, and
 trains with this one as its equal. If a process dies, the others stop; torchrun --max-restarts 3 starts all again.
 Ctrl-C ends all of them; the traceback is torchrun's own.
 """
@@ -29,7 +29,7 @@ parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to lis
 parser.add_argument("--steps", type=int, default=20_000, help="length of the run")
 arguments = parser.parse_args()
 
-if "RANK" not in os.environ:  # started without torchrun: an island of one
+if "RANK" not in os.environ:  # started without torchrun: a process group of one
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -49,7 +49,7 @@ def main() -> None:
         if peer.rank == 0:
             command = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
             print("others join by:", shlex.join(command), sep="\n", flush=True)
-        parallel = DistributedDataParallel(model)  # averages the gradients of the island's processes
+        parallel = DistributedDataParallel(model)  # averages the gradients of the process group's processes
         optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-3)
         generator = torch.Generator().manual_seed(peer.data_seed)  # another one on each rank
         while peer.run_step < arguments.steps:

@@ -19,7 +19,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 import p2ptrain
-from p2ptrain.models.gpt import GPT, GPTConfig  # or any other model
+from p2ptrain.training.models.gpt import GPT, GPTConfig  # or any other model
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("folder", nargs="?", type=Path, default=Path(p2ptrain.__file__).parent, help="of text files")

@@ -16,8 +16,8 @@ from p2ptrain.version import __version__
 if TYPE_CHECKING:
     from p2ptrain.api import DiLoCo, Sparta, join
     from p2ptrain.errors import ConfigError, RunMismatchError
-    from p2ptrain.peer import Peer
-    from p2ptrain.protocol.handover import RoundReport, StepReport
+    from p2ptrain.peer.peer import Peer
+    from p2ptrain.protocol.exchange_types import RoundReport, StepReport
     from p2ptrain.simulation.experiment import Experiment
     from p2ptrain.simulation.swarm import simulate
 
@@ -25,7 +25,7 @@ _HOMES = {
     "ConfigError": "p2ptrain.errors",
     "DiLoCo": "p2ptrain.api",
     "Experiment": "p2ptrain.simulation.experiment",
-    "Peer": "p2ptrain.peer",
+    "Peer": "p2ptrain.peer.peer",
     "RoundReport": "p2ptrain.protocol.exchange",
     "RunMismatchError": "p2ptrain.errors",
     "Sparta": "p2ptrain.api",

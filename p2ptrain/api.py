@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from p2ptrain.config import NetworkConfig, resolve_run
 from p2ptrain.errors import ConfigError
-from p2ptrain.island import Island
-from p2ptrain.lobby import Lobby
-from p2ptrain.model import ModelParts
 from p2ptrain.monitor.prometheus import PrometheusSink
-from p2ptrain.peer import Peer
-from p2ptrain.ranks import device_of
+from p2ptrain.peer.group_peer import GroupPeer
+from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.process_group import device_of
+from p2ptrain.peer.session import NetworkSession
+from p2ptrain.settings.config import NetworkConfig, resolve_run
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,7 +99,7 @@ def join(
     resume: dict[str, Any] | None = None,
     on_status: Callable[[str], None] | None = None,
     process_group: ProcessGroup | None = None,
-) -> Peer | Island:
+) -> Peer | GroupPeer:
     """Join a run with a model of your own, or start it when there are no initial peers.
 
     Trainable parameters are exchanged, tied ones once; frozen ones must be equal on all peers; persistent buffers are
@@ -127,7 +127,7 @@ def join(
             arguments. Only rank 0 is on the network, and its word counts. The group's timeout must cover the joining.
 
     Returns:
-        A `Peer`; with a process group an `Island`, which has the same methods.
+        A `Peer`; with a process group an `GroupPeer`, which has the same methods.
 
     Raises:
         ConfigError: an argument cannot work, or the network or the run cannot be reached; the message says what to do.
@@ -175,8 +175,8 @@ def join(
     def enter() -> Peer:
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
-            lobby = failing.enter_context(
-                Lobby.open(
+            session = failing.enter_context(
+                NetworkSession.open(
                     NetworkConfig(
                         initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs),
                         announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
@@ -184,23 +184,23 @@ def join(
                     )
                 )
             )  # fmt: skip
-            found = lobby.find_run(run_id, FIND_RUN_S) if initial_peers else None
+            found = session.find_run(run_id, FIND_RUN_S) if initial_peers else None
             run = resolve_run(explicit, found)
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(
-                    "inner_moments = 'averaged': does not reach the other processes of an island; leave process_group "
+                    "inner_moments = 'averaged': does not reach the other processes of a process group; leave process_group "
                     "out, or take part in a run with inner_moments = 'local'"
                 )
             if found is None and total_steps is None:
                 run = dataclasses.replace(run, total_steps=0)
-            peer = lobby.enter(
+            peer = session.enter(
                 model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
                 resume_state=resume, on_status=on_status,
             )  # fmt: skip
             failing.pop_all()  # from here on they go with the peer
-        peer.on_leave(lobby.close)
+        peer.on_leave(session.close)
         return peer
 
     if process_group is None:
         return enter()
-    return Island(model, process_group, enter, device=device_of(process_group, model))
+    return GroupPeer(model, process_group, enter, device=device_of(process_group, model))

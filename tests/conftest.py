@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.interrupt import SIGNALS
+from p2ptrain.signals import SIGNALS
 
 # Tests that start peers, browsers or other programs of their own. They take turns; all others may run side by side
 # (`make test`), those of the network too, which start little but its daemons.

@@ -1,4 +1,4 @@
-"""Stand-ins for a peer and a lobby: the contract of `p2ptrain.peer` and `p2ptrain.lobby` without a network."""
+"""Stand-ins for a peer and a session: the contract of `p2ptrain.peer.peer` and `p2ptrain.peer.session` without a network."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from p2ptrain.config import NetworkConfig, RunConfig
 from p2ptrain.errors import ConfigError, UnreachableError
-from p2ptrain.monitor.sinks import Sink
+from p2ptrain.peer.sinks import Sink
+from p2ptrain.settings.config import NetworkConfig, RunConfig
 
 MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmFake"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmFake"
@@ -90,8 +90,8 @@ class FakeMember:
     speed: float = 12.34
 
 
-class FakeLobby:
-    """A lobby whose live run is the class attribute `live`; keeps what it was asked in class attributes."""
+class FakeNetworkSession:
+    """A session whose live run is the class attribute `live`; keeps what it was asked in class attributes."""
 
     live: RunConfig | None = None
     present: tuple[FakeMember, ...] = ()
@@ -106,7 +106,7 @@ class FakeLobby:
     alone = False
 
     @classmethod
-    def open(cls, config: NetworkConfig, *, alone: bool = False) -> FakeLobby:
+    def open(cls, config: NetworkConfig, *, alone: bool = False) -> FakeNetworkSession:
         if config.initial_peers and set(config.initial_peers) <= set(cls.unreachable) and not alone:
             raise UnreachableError("no initial peer can be reached")
         cls.alone = alone
@@ -141,7 +141,7 @@ class FakeLobby:
         )
         return type(self).peer
 
-    def __enter__(self) -> FakeLobby:
+    def __enter__(self) -> FakeNetworkSession:
         return self
 
     def __exit__(self, *exception: object) -> None:

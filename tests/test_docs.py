@@ -25,9 +25,9 @@ from markdown_it.token import Token
 
 from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
-from p2ptrain.protocol.messages import KINDS
-from p2ptrain.reference import SECTIONS, reasons, reference
-from p2ptrain.settings import SETTINGS
+from p2ptrain.protocol.wire.messages import KINDS
+from p2ptrain.settings.reference import SECTIONS, reasons, reference
+from p2ptrain.settings.table import SETTINGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(

@@ -13,7 +13,7 @@ import click
 from benchmarks.namespaces import why_not
 from benchmarks.paced import STEP_S, STEP_VARIABLE
 from benchmarks.results import machine
-from benchmarks.soak.ground import prepare_ground
+from benchmarks.soak.environment import prepare_ground
 from benchmarks.soak.plan import CUT, KINDS, plan_faults
 from benchmarks.soak.report import format_soak
 from benchmarks.soak.storm import SoakError, run_soak

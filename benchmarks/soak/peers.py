@@ -13,13 +13,13 @@ import psutil
 
 from benchmarks.measure import cpu_s, memory
 from benchmarks.processes import descendants
-from benchmarks.soak.ground import Place
-from p2ptrain.demo.conductor import LOG
+from benchmarks.soak.environment import Place
 from p2ptrain.demo.events import EventReader
+from p2ptrain.demo.orchestrator import LOG
 from p2ptrain.demo.processes import Process
-from p2ptrain.monitor.account import Account
-from p2ptrain.protocol.events import Event
-from p2ptrain.session import METRICS_FILE
+from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.protocol.event_log.events import Event
+from p2ptrain.training.join import METRICS_FILE
 
 # At the pace that is asked for.
 ROUND_EVERY_S = 12.0
@@ -62,7 +62,7 @@ class Scene:
     out: Path
     addresses: Path
     processes: list[Process]
-    account: Account
+    run_audit: RunAudit
     step_s: float
 
 
@@ -152,7 +152,7 @@ class SoakPeer:
             if event["event"] == "start":
                 # It says so once it has imported torch: a join is counted from the start of the process.
                 event["t"] = self._started_s
-            self._scene.account.note(self.name, event)
+            self._scene.run_audit.note(self.name, event)
             if event["event"] == "step":
                 self.steps.append(event["t"])
                 self.blocked_s += self._blocked(event)

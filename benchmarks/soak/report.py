@@ -19,13 +19,13 @@ from benchmarks.soak.verdict import growths
 
 def format_soak(soak: Soak, *, seed: int) -> str:
     """The table: what was measured, what is wanted, and what it was."""
-    account, peers = soak.account, soak.peers
+    run_audit, peers = soak.run_audit, soak.peers
     storm_s, kinds = soak.over_s - soak.storm_s, Counter(fault.kind for _, fault in soak.done)
-    sizes = account.participation
+    sizes = run_audit.participation
     rounds = sum(sizes.values())
-    joins = [join for join in account.joins if join.started_s >= soak.storm_s]
+    joins = [join for join in run_audit.joins if join.started_s >= soak.storm_s]
     lived_s = sum(_awake_s(peer, soak) for peer in peers)
-    last = [list(round_.states) for round_ in account.committed if round_.t > soak.over_s]
+    last = [list(round_.states) for round_ in run_audit.committed if round_.t > soak.over_s]
     rows = [
         ("peers, minutes of storm, faults (seed)", "",
          f"{len(peers)}, {storm_s / 60:.1f}, {len(soak.done)} ({seed}): "
@@ -34,13 +34,13 @@ def format_soak(soak: Soak, *, seed: int) -> str:
         ("… lost while a process was down or asleep", "", f"{1 - lived_s / (len(peers) * storm_s):.1%}"),
         ("time that exchanges held the training of live peers", "≤ 3 %",
          f"{sum(peer.blocked_s for peer in peers) / _training_s(soak):.2%}"),
-        ("rounds committed / skipped (in one peer's view)", "", f"{rounds} / {account.skipped}"),
+        ("rounds committed / skipped (in one peer's view)", "", f"{rounds} / {run_audit.skipped}"),
         ("longest time without a committed round, from one to the next", "", _longest_gap(soak)),
         ("contributors of a round", "",
          f"{statistics.fmean(sizes.elements()):.2f} on average ("
          + ", ".join(f"{size}: {count}" for size, count in sorted(sizes.items())) + ")" if rounds else "-"),
-        ("committed rounds of which all peers hold equal hashes", "100 %", f"{account.agreement:.0%} of {rounds}"),
-        ("states replaced by a peer that trained (repairs)", "", str(account.repairs)),
+        ("committed rounds of which all peers hold equal hashes", "100 %", f"{run_audit.agreement:.0%} of {rounds}"),
+        ("states replaced by a peer that trained (repairs)", "", str(run_audit.repairs)),
         ("joins and restarts: start of the process to the run's state", "", _spread([j.state_s for j in joins])),
         ("… to the first step", "", _spread([j.step_s for j in joins])),
         ("… to the first round that it contributed to", "", _spread([j.round_s for j in joins])),
@@ -82,7 +82,7 @@ def _training_s(soak: Soak) -> float:
 
 
 def _longest_gap(soak: Soak) -> str:
-    times = sorted(round_.t for round_ in soak.account.committed if round_.t > soak.calm_s)
+    times = sorted(round_.t for round_ in soak.run_audit.committed if round_.t > soak.calm_s)
     gaps = [after - before for before, after in itertools.pairwise(times)]
     return f"{max(gaps):.0f} s; {statistics.median(gaps):.1f} s is normal" if gaps else "-"
 

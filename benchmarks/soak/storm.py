@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.soak.ground import Ground
+from benchmarks.soak.environment import Ground
 from benchmarks.soak.peers import Scene, SoakPeer
 from benchmarks.soak.plan import CUT, Fault
-from p2ptrain.demo.conductor import start_bootstrap
+from p2ptrain.demo.orchestrator import start_bootstrap
 from p2ptrain.demo.processes import running_processes
-from p2ptrain.monitor.account import Account
 from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.monitor.run_audit import RunAudit
 
 POLL_S = 0.25
 MEASURE_EVERY_S = 10.0
@@ -37,7 +37,7 @@ class Soak:
     """
 
     peers: list[SoakPeer]
-    account: Account
+    run_audit: RunAudit
     calm_s: float = 0.0
     storm_s: float = 0.0
     over_s: float = 0.0
@@ -48,7 +48,7 @@ class Soak:
     def together(self) -> RoundView | None:
         """The first round that was committed after the storm and landed by all peers; so all are in its lineage."""
         names = {peer.name for peer in self.peers}
-        later = (round_ for round_ in self.account.committed if round_.t > self.over_s)
+        later = (round_ for round_ in self.run_audit.committed if round_.t > self.over_s)
         return min((round_ for round_ in later if names <= round_.states.keys()), key=lambda r: r.t, default=None)
 
 
@@ -70,13 +70,13 @@ def run_soak(
 
     Raises SoakError.
     """
-    account = Account()
+    run_audit = RunAudit()
     with running_processes() as processes:
         addresses = start_bootstrap(
             out, processes, lambda: False, host_maddrs=ground.bootstrap.host_maddrs, enter=ground.bootstrap.enter
         )
-        scene = Scene(out, addresses, processes, account, step_s)
-        soak = Soak([SoakPeer(i, home, scene) for i, home in enumerate(ground.peers)], account)
+        scene = Scene(out, addresses, processes, run_audit, step_s)
+        soak = Soak([SoakPeer(i, home, scene) for i, home in enumerate(ground.peers)], run_audit)
         try:
             _conduct(soak, ground, faults, (calm_s, storm_s, end_s), say)
         finally:
@@ -122,8 +122,8 @@ def _look(soak: Soak, down: frozenset[int] = frozenset()) -> None:
         if peer.process.exit_status is not None and peer.number not in down:
             said = "\n".join(peer.process.last_lines)
             raise SoakError(f"{peer.name} ended with status {peer.process.exit_status}:\n{said}")
-    if soak.account.disagreements:
-        raise SoakError(soak.account.disagreements[0])
+    if soak.run_audit.disagreements:
+        raise SoakError(soak.run_audit.disagreements[0])
 
 
 class _Storm:

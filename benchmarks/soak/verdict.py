@@ -66,8 +66,8 @@ def growths(usage: Sequence[Usage]) -> list[Growth]:
 
 def failures(soak: Soak) -> list[str]:
     """What no soak may show, a line each; empty after one that was come through."""
-    found = list(soak.account.disagreements)
-    if not soak.account.committed:
+    found = list(soak.run_audit.disagreements)
+    if not soak.run_audit.committed:
         found.append("no round was committed")
     if soak.together is None:
         last = "; ".join(f"{peer.name}: {_last_round(soak, peer.name)}" for peer in soak.peers)
@@ -83,7 +83,7 @@ def failures(soak: Soak) -> list[str]:
 
 
 def _last_round(soak: Soak, peer: str) -> str:
-    landed = [round_ for round_ in soak.account.rounds.values() if peer in round_.states]
+    landed = [round_ for round_ in soak.run_audit.rounds.values() if peer in round_.states]
     if not landed:
         return "none"
     last = max(landed, key=lambda round_: round_.t)

@@ -214,7 +214,7 @@ def joining() -> str:
             (0, 1, "dial, by the address that was pasted"),
             (0, 1, "look up the members' keys in the DHT"),
             (1, 0, "addresses, each signed by its peer"),
-            (0, 2, "as a guest: what are the run's settings?"),
+            (0, 2, "as an observer: what are the run's settings?"),
             (2, 0, "settings; compared with those that were given"),
             (0, 0, "the model is built, its layout checked"),
             (0, 2, "Hello with the run digest: another digest is refused, with the reason"),

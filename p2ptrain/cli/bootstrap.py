@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
-from p2ptrain.settings import NETWORK_SETTINGS, SETTINGS, Settings
+from p2ptrain.settings.table import NETWORK_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {"The network": NETWORK_SETTINGS, "The run": (SETTINGS["run_id"],)}
 DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
@@ -33,27 +33,27 @@ def bootstrap(settings: Settings) -> None:
     Then, wherever training is to happen, the line that it prints:
         p2ptrain join --initial-peers /ip4/203.0.113.7/tcp/4001/p2p/Qm…
     """
-    from p2ptrain.addresses import join_line, write_addresses
-    from p2ptrain.interrupt import stop_on_signals
-    from p2ptrain.lobby import Lobby
-    from p2ptrain.rundir import make_directory
+    from p2ptrain.peer.session import NetworkSession
+    from p2ptrain.settings.initial_peers import join_line, write_addresses
+    from p2ptrain.signals import stop_on_signals
+    from p2ptrain.training.output_dir import make_directory
 
     network = settings.network_config()
     identity = Path(network.identity or DEFAULT_IDENTITY)
     if network.identity is None:
         make_directory(identity.parent)
     with ExitStack() as stack:
-        lobby = stack.enter_context(Lobby.open(dataclasses.replace(network, identity=str(identity))))
+        session = stack.enter_context(NetworkSession.open(dataclasses.replace(network, identity=str(identity))))
         stop = stack.enter_context(stop_on_signals())
         if target := settings.values["write_addresses"]:
-            write_addresses(Path(str(target)), lobby.maddrs)
-        click.echo(f"bootstrap node {lobby.peer_id}")
-        for maddr in lobby.maddrs:
+            write_addresses(Path(str(target)), session.maddrs)
+        click.echo(f"bootstrap node {session.peer_id}")
+        for maddr in session.maddrs:
             click.echo(f"listening on {maddr}")
         click.echo("peers join with:")
-        click.echo(join_line(lobby.maddrs, str(settings.values["run_id"])))
+        click.echo(join_line(session.maddrs, str(settings.values["run_id"])))
         while not stop():
-            if lobby.failure is not None:
-                raise lobby.failure
+            if session.failure is not None:
+                raise session.failure
             time.sleep(POLL_S)
     click.echo("stopped")

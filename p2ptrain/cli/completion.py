@@ -7,8 +7,8 @@ from collections.abc import Callable
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from p2ptrain.presets import MODELS, PRESETS
-from p2ptrain.settings import Setting
+from p2ptrain.settings.presets import MODELS, PRESETS
+from p2ptrain.settings.table import Setting
 
 SHELLS = ("bash", "zsh", "fish")
 # Where click looks for a shell's question; it follows from the name of the command.

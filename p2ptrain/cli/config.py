@@ -8,7 +8,7 @@ import click
 
 from p2ptrain.cli.join import SECTIONS
 from p2ptrain.cli.options import settings_command, takes_settings
-from p2ptrain.settings import Settings
+from p2ptrain.settings.table import Settings
 
 
 @click.group()
@@ -45,7 +45,7 @@ def reference() -> None:
     \b
         p2ptrain config reference > docs/configuration.md
     """
-    from p2ptrain.reference import reference
+    from p2ptrain.settings.reference import reference
 
     click.echo(reference(), nl=False)
 

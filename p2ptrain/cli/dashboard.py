@@ -6,7 +6,7 @@ import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings import PAGE_SETTINGS, SETTINGS, Settings
+from p2ptrain.settings.table import PAGE_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {
     "The page": PAGE_SETTINGS,
@@ -33,7 +33,7 @@ def dashboard(settings: Settings) -> None:
     """
     if not settings.network_config().initial_peers:
         raise ConfigError("--initial-peers: is needed to watch a run; give the address of one of its peers")
-    from p2ptrain.dashboard.outside import show_from_outside
+    from p2ptrain.monitor.dashboard.standalone import show_from_outside
 
     try:
         show_from_outside(settings, say=click.echo)

@@ -43,8 +43,8 @@ def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
 
     from rich.console import Console
 
-    from p2ptrain.demo.conductor import DemoFailedError
     from p2ptrain.demo.demo import DemoOptions, run_demo
+    from p2ptrain.demo.orchestrator import DemoFailedError
 
     console = Console()
     options = DemoOptions(peers, minutes, seed, Path(out), plain or not console.is_interactive)

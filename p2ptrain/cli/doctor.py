@@ -9,7 +9,7 @@ import sys
 import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
-from p2ptrain.settings import NETWORK_SETTINGS, SETTINGS, Settings
+from p2ptrain.settings.table import NETWORK_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {
     "The run": (SETTINGS["run_id"], SETTINGS["model"]),
@@ -35,8 +35,8 @@ def doctor(settings: Settings, as_json: bool) -> None:
     Before joining, or when joining fails:
         p2ptrain doctor --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
     """
-    from p2ptrain.doctor.examine import examine, texts
-    from p2ptrain.doctor.finding import Mark, works
+    from p2ptrain.monitor.doctor.examine import examine, texts
+    from p2ptrain.monitor.doctor.finding import Mark, works
 
     logging.getLogger("p2ptrain").setLevel(logging.ERROR)
     findings = list(examine(settings))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from p2ptrain.config import RunConfig
+from p2ptrain.settings.config import RunConfig
 
 
 @click.command()
@@ -29,7 +29,7 @@ def generate(directory: str, prompt: str, length: int, temperature: float, seed:
     From one checkpoint of another:
         p2ptrain generate p2ptrain-novels/checkpoint-4000 --prompt "It was" --length 1000
     """
-    from p2ptrain.generation import generate_text, load_model
+    from p2ptrain.training.generation import generate_text, load_model
 
     model = load_model(Path(directory))
     click.echo(prompt, nl=False)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
-from p2ptrain.settings import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
+from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from p2ptrain.training import Progress
+    from p2ptrain.training.loop import Progress
 
 SECTIONS = {
     "The run (a joiner takes these over, and need not give them)": RUN_SETTINGS,
@@ -41,7 +41,7 @@ def join(settings: Settings, plain: bool) -> None:
     Start one on your own text and model, for 10,000 steps:
         p2ptrain join --run-id novels --data texts/ --model mymodels:small_gpt --steps 10000
     """
-    from p2ptrain.session import join_run
+    from p2ptrain.training.join import join_run
 
     if not plain and (console := _live_console()) is not None:
         _join_live(settings, console)
@@ -62,10 +62,10 @@ def _live_console() -> Console | None:
 
 
 def _join_live(settings: Settings, console: Console) -> None:
-    from p2ptrain.addresses import join_line
     from p2ptrain.monitor.liveview import LiveView
     from p2ptrain.monitor.terminal import open_terminal
-    from p2ptrain.session import join_run
+    from p2ptrain.settings.initial_peers import join_line
+    from p2ptrain.training.join import join_run
 
     view = LiveView()
     with open_terminal(console, view) as terminal:

@@ -21,7 +21,7 @@ from p2ptrain.cli.peers import peers
 from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
 from p2ptrain.errors import ConfigError
-from p2ptrain.interrupt import interrupt_on_signals
+from p2ptrain.signals import interrupt_on_signals
 from p2ptrain.version import __version__
 
 INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended

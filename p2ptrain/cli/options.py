@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from p2ptrain.cli.completion import completer
-from p2ptrain.settings import SETTINGS, Setting, merge
+from p2ptrain.settings.table import SETTINGS, Setting, merge
 
 EVERY_WAY = (
     "Every option can also be set in the environment (P2PTRAIN_…, such as P2PTRAIN_SYNC_EVERY) or in the TOML file "

@@ -11,7 +11,7 @@ import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings import SETTINGS, Settings
+from p2ptrain.settings.table import SETTINGS, Settings
 
 SECTIONS = {
     "The run": (SETTINGS["run_id"],),
@@ -35,11 +35,11 @@ def peers(settings: Settings, as_json: bool) -> None:
     network = settings.network_config()
     if not network.initial_peers:
         raise ConfigError("--initial-peers: is needed to ask about a run; give the address of one of its peers")
-    from p2ptrain.lobby import Lobby
+    from p2ptrain.peer.session import NetworkSession
 
     run_id = str(settings.values["run_id"])
-    with Lobby.open(network) as lobby:
-        members = [dataclasses.asdict(member) for member in lobby.members(run_id)]
+    with NetworkSession.open(network) as session:
+        members = [dataclasses.asdict(member) for member in session.members(run_id)]
     if as_json:
         click.echo(json.dumps(members, indent=2))
     elif not members:
@@ -52,7 +52,7 @@ def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from p2ptrain.monitor.words import count
+    from p2ptrain.monitor.formatting import count
 
     table = Table(title=f"run {run_id}: {count(len(members), 'peer')}", title_justify="left")
     for title in ("peer", "role", "status", "step", "round", "steps/s", "addresses"):

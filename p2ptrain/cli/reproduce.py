@@ -28,10 +28,10 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     Everything, and a report:
         p2ptrain reproduce --out report
     """
-    from p2ptrain.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
-    from p2ptrain.reproduction.report import format_outcome, markdown_rows, write_outcome
-    from p2ptrain.rundir import check_writable
     from p2ptrain.simulation.report import progress_bars
+    from p2ptrain.simulation.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
+    from p2ptrain.simulation.reproduction.report import format_outcome, markdown_rows, write_outcome
+    from p2ptrain.training.output_dir import check_writable
 
     chosen = [read_reproduction(name) for name in names or known_reproductions()]
     chosen = [reproduction for reproduction in chosen if reproduction.headline or not headline]

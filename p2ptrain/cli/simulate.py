@@ -69,23 +69,23 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     else:
         title, experiments = read_experiments(file, **settings)
 
-    from p2ptrain.rundir import check_writable
-    from p2ptrain.simulation.arms import simulate_arms
     from p2ptrain.simulation.plot import save_plot
-    from p2ptrain.simulation.report import format_accounts, format_table, progress_bars
+    from p2ptrain.simulation.report import format_run_audits, format_table, progress_bars
+    from p2ptrain.simulation.variants import simulate_variants
+    from p2ptrain.training.output_dir import check_writable
 
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # what every single peer sees is in its records
     directories = [out / experiment.directory if len(experiments) > 1 else out for experiment in experiments]
     for directory in (out, *directories):
         check_writable(directory)
     with progress_bars(experiments) as on_progress:
-        arms = simulate_arms(experiments, on_progress)
+        arms = simulate_variants(experiments, on_progress)
     for arm, directory in zip(arms, directories, strict=True):
         arm.write(directory)
     save_plot(title, arms, out / "curves.png")
     click.echo(format_table(arms))
-    if any(arm.experiment.happenings for arm in arms):
-        click.echo(format_accounts(arms))
+    if any(arm.experiment.scheduled_events for arm in arms):
+        click.echo(format_run_audits(arms))
     click.echo(f"written to {out}: records, table.csv, happenings.csv, curves.png")
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2ptrain.config import PeerConfig, RunConfig
-from p2ptrain.data import VOCAB_SIZE, load_corpus
-from p2ptrain.models import build
-from p2ptrain.trainer import Trainer
+from p2ptrain.settings.config import PeerConfig, RunConfig
+from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.models import build
+from p2ptrain.training.trainer import Trainer
 
 MODEL = "gpt-demo"
 WARM_UP_STEPS = 20

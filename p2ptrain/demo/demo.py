@@ -13,17 +13,17 @@ import torch
 from rich.console import Console
 
 from p2ptrain.demo.calibration import measure_step_s
-from p2ptrain.demo.conductor import Conductor, start_bootstrap
 from p2ptrain.demo.directory import CURVES, RESULTS, SUMMARY, claim_demo_directory
 from p2ptrain.demo.display import open_display
+from p2ptrain.demo.orchestrator import Orchestrator, start_bootstrap
 from p2ptrain.demo.plan import Plan, make_plan
 from p2ptrain.demo.plot import save_plot
 from p2ptrain.demo.processes import running_processes
 from p2ptrain.demo.report import format_report
 from p2ptrain.demo.results import Results, measure
-from p2ptrain.interrupt import stop_on_signals
+from p2ptrain.monitor.formatting import count
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.monitor.words import count
+from p2ptrain.signals import stop_on_signals
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,6 @@ def _train(
             f"a round every {plan.sync_every:,}",
         )
         with open_display(console, plain=options.plain) as display:
-            Conductor(plan, options.out, addresses, processes, swarm).run(display, stop)
+            Orchestrator(plan, options.out, addresses, processes, swarm).run(display, stop)
         bootstrap_id = addresses.read_text(encoding="utf-8").split()[0].rpartition("/")[2]
     return plan, swarm, bootstrap_id

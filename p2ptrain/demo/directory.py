@@ -9,7 +9,7 @@ from pathlib import Path
 
 from p2ptrain.demo.plan import RUN_ID
 from p2ptrain.errors import ConfigError
-from p2ptrain.rundir import claim_out
+from p2ptrain.training.output_dir import claim_out
 
 MARKER = ".p2ptrain-demo"
 BOOTSTRAP = "bootstrap"

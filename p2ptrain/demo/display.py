@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from p2ptrain.demo.screen import render
+from p2ptrain.monitor.formatting import clock, count
 from p2ptrain.monitor.swarmview import Happening, SwarmView
-from p2ptrain.monitor.words import clock, count
 
 PROGRESS_LINE_EVERY_S = 10.0
 
@@ -69,7 +69,7 @@ class Lines:
 
 
 def happening_line(happening: Happening) -> Text:
-    """One happening with its time."""
+    """One scheduled event with its time."""
     return Text.assemble((f"{clock(happening.at_s):>5}", "dim"), "  ", (happening.text, happening.style))
 
 

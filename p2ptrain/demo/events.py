@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from p2ptrain.protocol.events import Event
+from p2ptrain.protocol.event_log.events import Event
 
 
 class EventReader:

@@ -10,9 +10,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from p2ptrain.monitor.formatting import clock
+from p2ptrain.monitor.plot_style import COLOURS, LOOK
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.monitor.words import clock
-from p2ptrain.plots import COLOURS, LOOK
 
 GROUPS = 150
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from p2ptrain.demo.directory import BOOTSTRAP, CURVES, SUMMARY
 from p2ptrain.demo.plan import Plan
 from p2ptrain.demo.results import Results
+from p2ptrain.monitor.formatting import clock, count, size
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.monitor.words import clock, count, size
 
 PORT = 4001
 WIDTH = 79

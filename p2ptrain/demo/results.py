@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from p2ptrain import checkpoint
 from p2ptrain.algorithms.metrics import pairwise_correlation
-from p2ptrain.config import RunConfig
-from p2ptrain.data import VOCAB_SIZE, load_corpus
-from p2ptrain.demo.conductor import DemoFailedError
 from p2ptrain.demo.directory import peer_directory
+from p2ptrain.demo.orchestrator import DemoFailedError
 from p2ptrain.errors import CheckpointError
-from p2ptrain.generation import generate_text
-from p2ptrain.model import ModelParts
-from p2ptrain.models import build
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.trainer import Trainer
+from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.generation import generate_text
+from p2ptrain.training.models import build
+from p2ptrain.training.trainer import Trainer
 
 PROMPT = "def "
 SAMPLE_LENGTH = 400

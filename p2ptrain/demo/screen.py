@@ -7,10 +7,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from p2ptrain.monitor.formatting import clock, count, size
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import Happening, SwarmView
 from p2ptrain.monitor.tables import loss_text, new_table, status_text
-from p2ptrain.monitor.words import clock, count, size
 
 # From this width on there is room for everything.
 WIDE = 110
@@ -24,7 +24,7 @@ def render(swarm: SwarmView, now_s: float, *, width: int, height: int) -> Render
         swarm: what to show.
         now_s: seconds since the epoch.
         width: of the terminal, in columns.
-        height: of the terminal, in lines; old happenings make room.
+        height: of the terminal, in lines; old scheduled events make room.
     """
     table = _table(swarm, wide=width >= WIDE)
     room = height - len(swarm.peers) - 7

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.island import Island
-from p2ptrain.peer import Peer
+from p2ptrain.peer.group_peer import GroupPeer
+from p2ptrain.peer.peer import Peer
 
 # The peer's part of a Trainer's checkpoint.
 STATE_FILE = "p2ptrain.safetensors"
@@ -42,7 +42,7 @@ class P2PCallback(TrainerCallback):
     `TrainingArguments(include_num_input_tokens_seen="all")`; do the same on all peers.
     """
 
-    def __init__(self, peer: Peer | Island) -> None:
+    def __init__(self, peer: Peer | GroupPeer) -> None:
         """
         Args:
             peer: joined with the model that the Trainer trains, on the device that it trains on

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.transport import PeerId
 
 # Segments that one direction of a stream holds before its sender waits, like a socket buffer.
 SEGMENTS_IN_FLIGHT = 64

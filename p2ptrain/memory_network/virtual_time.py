@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import trio
 import trio.testing
 
-from p2ptrain.interrupt import interrupts_call
+from p2ptrain.signals import interrupts_call
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from p2ptrain.protocol.thinning import coalesce
+from p2ptrain.protocol.event_log.downsampling import coalesce
 
 # More than a screen has columns.
 MOST_POINTS = 2048

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
-from p2ptrain.protocol.observer import Sighting, View
+from p2ptrain.protocol.event_log.observer import Sighting, View
 
 GONE, LEFT = "gone", "left"
 # Everybody who was ever seen, with his curves; beyond that the one that has been gone for longest makes room.
@@ -18,7 +18,7 @@ class LiveSwarm:
     """What an observer's views add up to.
 
     Attributes:
-        swarm: peers, rounds, correlations and happenings; these in seconds since the epoch.
+        swarm: peers, rounds, correlations and scheduled events; these in seconds since the epoch.
         sightings: how each peer was seen last, by number.
     """
 

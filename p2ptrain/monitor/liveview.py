@@ -17,10 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from p2ptrain.monitor.formatting import count, duration, short_id, size
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.tables import fitting, loss_text, new_table, status_text
-from p2ptrain.monitor.words import count, duration, short_id, size
-from p2ptrain.protocol.others import OtherPeer
+from p2ptrain.protocol.membership.peer_status import PeerStatus
 
 # From these widths on there is room for more columns.
 WIDE, MIDDLE = 100, 72
@@ -48,7 +48,7 @@ class WatchedPeer(Protocol):
     @property
     def status(self) -> str: ...
     @property
-    def others(self) -> Sequence[OtherPeer]: ...
+    def others(self) -> Sequence[PeerStatus]: ...
 
 
 class LiveView:
@@ -181,7 +181,7 @@ class LiveView:
         return f"skipped {sum(skipped.values()):,}: {reasons}" if skipped else ""
 
 
-def _table(me: PeerView, doing: str, own_speed: float, others: list[OtherPeer], rows: int, width: int) -> Table:
+def _table(me: PeerView, doing: str, own_speed: float, others: list[PeerStatus], rows: int, width: int) -> Table:
     table = new_table()
     names = ["step", *(["rounds", "steps/s"] if width >= MIDDLE else []), *(["round trip"] if width >= WIDE else [])]
     numbers = [max(len(name), MIN_NUMBER) for name in names]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from p2ptrain.monitor.curve import Curve
-from p2ptrain.protocol.events import Event
+from p2ptrain.protocol.event_log.events import Event
 
 # Speeds are of this many seconds: long enough to read, short enough to see the kill.
 RECENT_S = 4.0
@@ -148,7 +148,7 @@ class PeerView:
                 self.status, self.stop_reason = "finished", event["reason"]
 
     def _apply_step(self, event: Event) -> None:
-        steps = event.get("steps", 1)  # more than one where a journal folded them
+        steps = event.get("steps", 1)  # more than one where a event log folded them
         self.step = event["step"]
         self.own_steps += steps
         self.tokens += event["tokens"]

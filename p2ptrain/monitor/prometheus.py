@@ -21,8 +21,8 @@ from prometheus_client import (
     start_http_server,
 )
 
-from p2ptrain.endpoint import LOOPBACK, parse_endpoint
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.endpoint import LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
 
 # Around the 0.2 to 5 ms that an exchange takes (docs/BENCHMARKS.md), with room for a machine that swaps.

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.metrics import pairwise_correlation
+from p2ptrain.monitor.formatting import count, size
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.roundview import RoundView, SkipView
-from p2ptrain.monitor.words import count, size
-from p2ptrain.protocol.events import Event
+from p2ptrain.protocol.event_log.events import Event
 
 PLAIN, GOOD, BAD = "", "green", "bold red"
-# What is kept: rounds of a day at one a minute, a screenful of happenings, samples of 30 peers in 15 MB.
+# What is kept: rounds of a day at one a minute, a screenful of scheduled events, samples of 30 peers in 15 MB.
 MOST_ROUNDS = 1500
 MOST_HAPPENINGS = 1000
 MOST_SAMPLED = 256
@@ -58,7 +58,7 @@ class SwarmView:
         peers: by number, in the order in which they appeared.
         rounds: committed and solo rounds, by lineage and number.
         skips: rounds that single peers skipped, by lineage and number.
-        happenings: what to tell, in the order in which it was heard.
+        scheduled events: what to tell, in the order in which it was heard.
         killed_at: number of the killed peer, and when, in seconds since the epoch.
         joined_at: number of the late peer, and when it had the swarm's weights.
         late: number of the late peer once its process is started.
@@ -205,6 +205,6 @@ class SwarmView:
 
 
 def _forget(kept: dict[tuple[str, int], Kept], most: int) -> None:
-    """Drop the oldest beyond `most`: those of the lowest rounds, as peers' journals do not come in order."""
+    """Drop the oldest beyond `most`: those of the lowest rounds, as peers' event logs do not come in order."""
     while len(kept) > most:
         del kept[min(kept, key=lambda key: key[1])]

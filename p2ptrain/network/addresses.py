@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.protocol.reachability import is_public
+from p2ptrain.protocol.membership.reachability import is_public
 
 # A machine with many interfaces reports about ten; each costs up to a 5 s dial.
 MAX_HINTS = 16

@@ -12,7 +12,7 @@ from typing import Any
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.control import read_varint, varint
-from p2ptrain.protocol.transport import Stream
+from p2ptrain.protocol.wire.transport import Stream
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"

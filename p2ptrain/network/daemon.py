@@ -19,12 +19,12 @@ from pathlib import Path
 
 import trio
 
-from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import cli_path
 from p2ptrain.network.background import open_background
 from p2ptrain.network.diagnosis import explain_start_failure, explain_start_timeout
+from p2ptrain.settings.config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 

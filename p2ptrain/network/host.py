@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.network.addresses import (
     check_announce_maddrs,
@@ -24,6 +23,7 @@ from p2ptrain.network.relay import Relay
 from p2ptrain.network.relays import Relays
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.supervisor import Events, Supervisor
+from p2ptrain.settings.config import NetworkConfig
 
 
 @dataclass(frozen=True)

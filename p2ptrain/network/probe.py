@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import trio
 
-from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import P2P, Multiaddr
 from p2ptrain.network.addresses import by_peer_id, check_initial_peers
@@ -23,6 +22,7 @@ from p2ptrain.network.dialback import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.scratch import scratch_directory
+from p2ptrain.settings.config import NetworkConfig
 
 
 @dataclass

@@ -20,7 +20,7 @@ from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.circuit import Fields, Status
 from p2ptrain.network.control import DaemonSocket, open_stream
-from p2ptrain.protocol.transport import Stream
+from p2ptrain.protocol.wire.transport import Stream
 
 logger = logging.getLogger(__name__)
 

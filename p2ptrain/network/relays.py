@@ -21,7 +21,7 @@ from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.circuit import Fields, Status
 from p2ptrain.network.control import ask, open_stream
-from p2ptrain.protocol.reachability import Scope, is_relayed, scope_of
+from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import trio
 
-from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.network.addresses import check_host_maddrs, with_ports_of
 from p2ptrain.network.bootstrap import dial_initial_peers
@@ -24,6 +23,7 @@ from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.p2p import LibP2P
+from p2ptrain.settings.config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 

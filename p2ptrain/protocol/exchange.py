@@ -20,9 +20,7 @@ from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
-from p2ptrain.config import RunConfig
-from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.handover import (
+from p2ptrain.protocol.exchange_types import (
     Arrival,
     Changes,
     Epoch,
@@ -34,6 +32,8 @@ from p2ptrain.protocol.handover import (
     SnapshotWanted,
     StepReport,
 )
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.settings.config import RunConfig
 
 # Fragments waiting for the next step. 64 partners at one fragment a step; beyond that the oldest are dropped.
 MAX_INBOX = 64

@@ -21,15 +21,15 @@ import trio
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, slot_blocks
 from p2ptrain.algorithms.topology import partners
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.handover import Arrival, Epoch, Push, PushPlan
-from p2ptrain.protocol.link import Link
-from p2ptrain.protocol.messages import Fragment
-from p2ptrain.protocol.transport import Compute, PeerId
-from p2ptrain.protocol.wire import MAX_PAYLOAD_BYTES
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
+from p2ptrain.protocol.wire.messages import Fragment
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 # At most about 20 pushes a second (measured, DESIGN.md): faster steps share one push.
 MIN_PUSH_INTERVAL_S = 0.05

@@ -15,17 +15,20 @@ from typing import Protocol
 
 import trio
 
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import RoundReport
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.handover import RoundReport
-from p2ptrain.protocol.journal import RATE_BYTES_S, Journal, Pace
-from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.membership import Membership, encode_record
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.membership import Membership, encode_record
+from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
+from p2ptrain.protocol.rounds.engine import RoundEngine
+from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored, StateSync
+from p2ptrain.protocol.state_sync.transfer import StateServer
+from p2ptrain.protocol.wire.messages import (
     Answer,
     Beat,
     Fragment,
@@ -34,22 +37,19 @@ from p2ptrain.protocol.messages import (
     Message,
     Request,
 )
-from p2ptrain.protocol.others import OtherPeer, describe
-from p2ptrain.protocol.packing import pack_value
-from p2ptrain.protocol.rounds.engine import RoundEngine
-from p2ptrain.protocol.standing import ModelAccess, Restored, Standing
-from p2ptrain.protocol.state import StateServer
-from p2ptrain.protocol.transport import Compute, Directory, PeerId, Transport
+from p2ptrain.protocol.wire.serialization import pack_value
+from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
+from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 FRAGMENTS_EVENT_S = 2.0
 # Requests of one partner served at once; a state chunk holds 4 MiB, so this bounds memory.
 MAX_SERVED_AT_ONCE = 12
-# Guests ask for one thing after the other.
-MAX_SERVED_TO_GUEST = 2
+# Observers ask for one thing after the other.
+MAX_SERVED_TO_OBSERVER = 2
 
-TRAINER, GUEST = "trainer", "guest"
+TRAINER, OBSERVER = "trainer", "observer"
 NO_FAULTS = NoFaults()
 
 
@@ -66,7 +66,7 @@ class Node:
         may_found: whether the run may be founded at once, because there is nobody to ask.
         restored: state from a checkpoint, used where the swarm has nothing newer.
         events: takes what happens here.
-        journal: what guests are told of it.
+        event log: what observers are told of it.
         rng: all random choices of this peer.
         faults: what a simulation makes go wrong.
         peer_timeout_s: the longest that a silent peer counts as there.
@@ -85,7 +85,7 @@ class Node:
         restored: Restored | None,
         compute: Compute,
         events: Events,
-        journal: Journal,
+        event_log: EventLog,
         rng: random.Random,
         faults: Faults = NO_FAULTS,
         peer_timeout_s: float = PEER_TIMEOUT_S,
@@ -101,8 +101,8 @@ class Node:
         self._transport = transport
         self._exchange = exchange
         self._events = events
-        self._journal = journal
-        self._journal_pace = Pace(RATE_BYTES_S)
+        self._event_log = event_log
+        self._event_log_pace = RateLimit(RATE_BYTES_S)
         self._digest = run.digest
         self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s)
@@ -116,7 +116,7 @@ class Node:
             lambda: transport.maddrs,
         )
         self.engine = RoundEngine(self, exchange, self.state, rng)
-        self.standing = Standing(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
+        self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
         self._gossip = Gossip(self, exchange, rng) if run.fragment_fraction > 0 else None
         self._server = StateServer(
             self.state, lambda: self.engine.head, lambda: self.engine.busy, model.buffers, compute
@@ -136,13 +136,13 @@ class Node:
             self._nursery = nursery
             await nursery.start(self.links.run)
             nursery.start_soon(self.membership.run_forever)
-            await self.standing.establish()
+            await self.state_sync.establish()
             self.membership.settle()
             await nursery.start(self.engine.run_forever)
             if self._gossip is not None:
                 nursery.start_soon(self._gossip.run_forever)
             nursery.start_soon(self._record_fragments)
-            nursery.start_soon(self.standing.keep_up)
+            nursery.start_soon(self.state_sync.keep_up)
             self.ready.set()
 
     def leave(self, reason: str) -> None:
@@ -155,10 +155,10 @@ class Node:
     @property
     def status(self) -> str:
         """What this peer is doing now, for people."""
-        return self.engine.phase if self.ready.is_set() else self.standing.status
+        return self.engine.phase if self.ready.is_set() else self.state_sync.status
 
     @property
-    def others(self) -> list[OtherPeer]:
+    def others(self) -> list[PeerStatus]:
         """The other live peers of the run, as their last beats say. For any thread."""
         return describe(link for link in list(self.links.live.values()) if link.hello.role == TRAINER)
 
@@ -198,7 +198,7 @@ class Node:
 
     def fall_behind(self, reason: str) -> None:
         """Replace the whole state by the swarm's."""
-        self.standing.fall_behind(reason)
+        self.state_sync.fall_behind(reason)
 
     def announce(self) -> None:
         """Tell all partners at once where we stand now."""
@@ -249,12 +249,12 @@ class Node:
             case Hello():
                 raise WireError("a second Hello")
             case _ if link.hello.role != TRAINER or not link.hello.digest:
-                pass  # guests look on
+                pass  # observers look on
             case Beat():
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs)
                 if self.ready.is_set():
-                    self.standing.compare(link, message)
+                    self.state_sync.compare(link, message)
             case Fragment():
                 if self._gossip is None:
                     raise WireError("a fragment in a run without gossip")
@@ -270,7 +270,7 @@ class Node:
 
     def _on_request(self, link: Link, request: Request) -> None:
         assert self._nursery is not None
-        most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_GUEST
+        most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_OBSERVER
         if self._serving.get(link.peer_id, 0) >= most:
             link.send(Answer(request.request, False, "busy"))
             return
@@ -283,8 +283,8 @@ class Node:
                 payload = json.dumps(self.run.to_dict()).encode()
                 await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
             elif request.what == "events":
-                page = await self.compute(self._journal.page, request.index)
-                await self._journal_pace.wait(len(page))
+                page = await self.compute(self._event_log.page, request.index)
+                await self._event_log_pace.wait(len(page))
                 await link.send_bulk(Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
             elif link.hello.role != TRAINER:
                 link.send(Answer(request.request, False, "for members of the run"))

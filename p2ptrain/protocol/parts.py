@@ -9,10 +9,10 @@ import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.link import Link, Traffic
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import Answer, Part, Record, Request
-from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.wire.messages import Answer, Part, Record, Request
+from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 # One piece of a part on the wire: small enough for control frames to pass between two.
 PIECE_BYTES = 128 * 1024

@@ -5,8 +5,8 @@
 """
 
 from p2ptrain.simulation.experiment import Experiment, read_experiments
-from p2ptrain.simulation.happening import Happening
 from p2ptrain.simulation.records import Records
+from p2ptrain.simulation.scheduled_event import ScheduledEvent
 from p2ptrain.simulation.swarm import simulate
 
-__all__ = ["Experiment", "Happening", "Records", "read_experiments", "simulate"]
+__all__ = ["Experiment", "Records", "ScheduledEvent", "read_experiments", "simulate"]

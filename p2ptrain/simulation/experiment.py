@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings import did_you_mean
-from p2ptrain.simulation.happening import Happening, check_schedule
-from p2ptrain.simulation.storm import KINDS, Fault, draw_storm
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.table import did_you_mean
+from p2ptrain.simulation.fault_injection import KINDS, Fault, draw_storm
+from p2ptrain.simulation.scheduled_event import ScheduledEvent, check_schedule
 
 # Settings of a run that a simulation has no use for, or chooses itself.
 _NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
@@ -75,7 +75,7 @@ class Experiment:
     loss: float = 0.0
     drop: float = 0.0
     speeds: tuple[float, ...] = ()
-    schedule: tuple[Happening, ...] = ()
+    schedule: tuple[ScheduledEvent, ...] = ()
     faults_per_hour: float = 0.0
     faults: tuple[str, ...] = KINDS
     # A machine that is started anew, or a line that comes back (guess).
@@ -145,10 +145,10 @@ class Experiment:
         )  # fmt: skip
 
     @property
-    def happenings(self) -> list[Happening]:
+    def scheduled_events(self) -> list[ScheduledEvent]:
         """All that is done to peers, by schedule or storm, in order."""
-        of_storm = [happening for fault in self.storm for happening in fault.happenings]
-        return sorted([*self.schedule, *of_storm], key=lambda happening: happening.step)
+        of_storm = [scheduled_event for fault in self.storm for scheduled_event in fault.scheduled_events]
+        return sorted([*self.schedule, *of_storm], key=lambda scheduled_event: scheduled_event.step)
 
     def starts_late(self, peer: int) -> bool:
         """Whether a peer is not there at the start."""
@@ -188,7 +188,7 @@ def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tu
 def _converted(name: str, value: Any, default: Any) -> Any:
     """A field's value from TOML's or Python's types. Raises ConfigError."""
     if name == "schedule" and isinstance(value, (list, tuple)):
-        return tuple(_happening(item) for item in value)
+        return tuple(_scheduled_event(item) for item in value)
     if name == "speeds" and isinstance(value, (list, tuple)):
         if not all(type(speed) in (int, float) for speed in value):
             raise ConfigError(f"speeds = {value!r}: must be numbers")
@@ -202,14 +202,14 @@ def _converted(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def _happening(item: object) -> Happening:
-    if isinstance(item, Happening):
+def _scheduled_event(item: object) -> ScheduledEvent:
+    if isinstance(item, ScheduledEvent):
         return item
     if isinstance(item, str):
-        return Happening.parse(item)
+        return ScheduledEvent.parse(item)
     if isinstance(item, Mapping) and set(item) <= {"step", "action", "peer", "value"} and len(item) >= 3:
         try:
-            return Happening(**item)
+            return ScheduledEvent(**item)
         except TypeError as error:
             raise ConfigError(f"schedule {dict(item)}: {error}") from None
     raise ConfigError(f"schedule {item!r}: must be a text such as 300:crash:2")

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import trio
 
-from p2ptrain.config import RunConfig
-from p2ptrain.data import Corpus, Shards
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.model import ModelParts
-from p2ptrain.monitor.account import Account
+from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.handover import StepReport
-from p2ptrain.protocol.journal import Journal
+from p2ptrain.protocol.exchange_types import StepReport
 from p2ptrain.protocol.node import Node
+from p2ptrain.settings.config import RunConfig
 from p2ptrain.simulation.experiment import Experiment
-from p2ptrain.trainer import Trainer
-from p2ptrain.training import record_evaluation, training_steps
+from p2ptrain.training.data import Corpus, Shards
+from p2ptrain.training.loop import record_evaluation, training_steps
+from p2ptrain.training.trainer import Trainer
 
 # How often a peer that waits for the run's state looks whether it has come, in virtual seconds.
 LOOK_S = 0.01
@@ -31,7 +31,7 @@ class SimulatedPeer:
 
     def __init__(
         self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
-        network: MemoryNetwork, incarnation: int, shards: Shards | None, account: Account,
+        network: MemoryNetwork, incarnation: int, shards: Shards | None, run_audit: RunAudit,
     ) -> None:  # fmt: skip
         self.number = number
         self.peer_id = f"peer-{number}"
@@ -40,11 +40,11 @@ class SimulatedPeer:
         self.awake = trio.Event()
         self.awake.set()
         self.records: list[dict[str, Any]] = []
-        self._journal = Journal(trio.current_time)
+        self._event_log = EventLog(trio.current_time)
         self.failure: Exception | None = None
         self.ended = False
         self._measured_at = -1
-        self._account = account
+        self._run_audit = run_audit
         self._experiment = experiment
         parts = ModelParts(model)
         spans, shard_tokens = None, 0
@@ -67,7 +67,7 @@ class SimulatedPeer:
         self.node = Node(
             network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, parts, run,
             incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
-            events=self.record, journal=self._journal, rng=random.Random(f"{run.run_seed}/{name}"),
+            events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
             faults=_Weather(experiment, name),
         )  # fmt: skip
         self._scope = trio.CancelScope()
@@ -94,8 +94,8 @@ class SimulatedPeer:
         if event == "eval":
             self._measured_at = self.run_step
         self.records.append({"event": event, "t": round(trio.current_time(), 6), **fields})
-        self._account.note(self.peer_id, self.records[-1])
-        self._journal.write(event, **fields)
+        self._run_audit.note(self.peer_id, self.records[-1])
+        self._event_log.write(event, **fields)
 
     def leave(self, reason: str) -> None:
         """Tell the others, and end."""

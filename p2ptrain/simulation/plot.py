@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from p2ptrain.plots import COLOURS, LOOK
+from p2ptrain.monitor.plot_style import COLOURS, LOOK
 from p2ptrain.simulation.records import Records
 
 STYLES = ("-", "--", ":", "-.")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.algorithms.metrics import disagreement, pairwise_correlation
-from p2ptrain.monitor.account import Account
+from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.simulation.experiment import Experiment
 
 COLUMNS = ("step", "t", "peers", "training_loss", "held_out_loss", "correlation", "disagreement", "bytes_sent")
@@ -33,7 +33,7 @@ class Records:
     experiment: Experiment
     events: dict[str, list[dict[str, Any]]]
     began_s: float
-    account: Account
+    run_audit: RunAudit
 
     def of(self, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """All events of these kinds, with the peer that recorded them."""
@@ -136,7 +136,7 @@ class Records:
         return [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
 
     def write(self, directory: Path) -> None:
-        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `happenings.csv`."""
+        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `scheduled_events.csv`."""
         directory.mkdir(parents=True, exist_ok=True)
         for peer, events in self.events.items():
             lines = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
@@ -148,9 +148,9 @@ class Records:
         with (directory / "happenings.csv").open("w", encoding="utf-8", newline="") as file:
             happened = csv.writer(file, lineterminator="\n")
             happened.writerow(("t", "action", "peer", "value"))
-            for happening in self.experiment.happenings:
-                t = round(happening.step * self.experiment.step_s, 6)
-                happened.writerow((t, happening.action, f"peer-{happening.peer}", happening.value))
+            for scheduled_event in self.experiment.scheduled_events:
+                t = round(scheduled_event.step * self.experiment.step_s, 6)
+                happened.writerow((t, scheduled_event.action, f"peer-{scheduled_event.peer}", scheduled_event.value))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -65,7 +65,7 @@ def format_table(arms: Sequence[Records]) -> str:
     return _text(table)
 
 
-def format_accounts(arms: Sequence[Records]) -> str:
+def format_run_audits(arms: Sequence[Records]) -> str:
     """What all arms came through, a line each."""
     table = Table(box=None, pad_edge=False)
     for column in (
@@ -74,22 +74,22 @@ def format_accounts(arms: Sequence[Records]) -> str:
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in arms:
-        account = arm.account
-        joins = [join for join in account.joins if join.started_s >= arm.began_s]
+        run_audit = arm.run_audit
+        joins = [join for join in run_audit.joins if join.started_s >= arm.began_s]
         times = sorted(join.step_s for join in joins if join.step_s is not None)
-        sizes = list(account.participation.elements())
+        sizes = list(run_audit.participation.elements())
         table.add_row(
             arm.experiment.name,
             str(len(arm.experiment.storm)),
             f"{arm.goodput:.2%}",
             str(arm.steps_lost),
-            str(len(account.committed)),
-            str(account.skipped),
+            str(len(run_audit.committed)),
+            str(run_audit.skipped),
             f"{statistics.fmean(sizes):.2f} of {arm.experiment.peers}" if sizes else "-",
-            str(account.repairs),
+            str(run_audit.repairs),
             str(len(joins)),
             f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
-            f"{account.agreement:.0%}",
+            f"{run_audit.agreement:.0%}",
         )
     return _text(table)
 

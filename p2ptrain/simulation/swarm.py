@@ -9,18 +9,18 @@ from collections.abc import Callable
 import torch
 import trio
 
-from p2ptrain.data import VOCAB_SIZE, Corpus, load_corpus
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.virtual_time import run_virtual
-from p2ptrain.model import ModelParts
-from p2ptrain.models import build, context_length
-from p2ptrain.monitor.account import Account
-from p2ptrain.sharding import make_shards, train_briefly
+from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.simulation.experiment import Experiment
-from p2ptrain.simulation.happening import Happening
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
+from p2ptrain.simulation.scheduled_event import ScheduledEvent
+from p2ptrain.training.data import VOCAB_SIZE, Corpus, load_corpus
+from p2ptrain.training.models import build, context_length
+from p2ptrain.training.sharding import make_shards, train_briefly
 
 # A run takes its steps, its rounds, and the time of those that were slow or came back; beyond that something hangs.
 MOST_TIMES_AS_LONG = 20
@@ -67,7 +67,7 @@ class _Simulation:
         )
         self._run = dataclasses.replace(experiment.run, model_layout=layout)
         self._all: list[SimulatedPeer] = []
-        self._account = Account()
+        self._run_audit = RunAudit()
         # Who was cut off from the others, by peer id, and on which side.
         self._sides: dict[str, float] = {}
         self._all_happened = False
@@ -108,56 +108,58 @@ class _Simulation:
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        return Records(experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s, self._account)
+        return Records(
+            experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s, self._run_audit
+        )
 
     def _start(self, number: int) -> None:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
             number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards,
-            self._account,
+            self._run_audit,
         )  # fmt: skip
         self._all.append(peer)
         self._present[number] = peer
         self._nursery.start_soon(peer.live, self._begun.wait)
 
     async def _follow_schedule(self, began_s: float) -> None:
-        for happening in self._experiment.happenings:
-            await trio.sleep_until(began_s + happening.step * self._experiment.step_s)
-            self._let_happen(happening)
+        for scheduled_event in self._experiment.scheduled_events:
+            await trio.sleep_until(began_s + scheduled_event.step * self._experiment.step_s)
+            self._let_happen(scheduled_event)
         self._all_happened = True
 
-    def _let_happen(self, happening: Happening) -> None:
-        name, peer = f"peer-{happening.peer}", self._present.get(happening.peer)
-        match happening.action:
+    def _let_happen(self, scheduled_event: ScheduledEvent) -> None:
+        name, peer = f"peer-{scheduled_event.peer}", self._present.get(scheduled_event.peer)
+        match scheduled_event.action:
             case "narrow":
-                self._network.narrow(name, happening.value * 1e6 / 8)
+                self._network.narrow(name, scheduled_event.value * 1e6 / 8)
             case "widen":
                 self._network.narrow(name, None)
             case "cut":
-                self._divide({**self._sides, name: happening.value})
+                self._divide({**self._sides, name: scheduled_event.value})
             case "mend":
                 self._divide({other: side for other, side in self._sides.items() if other != name})
             case "join" if peer is None:
-                self._start(happening.peer)
+                self._start(scheduled_event.peer)
             case _ if peer is not None:
-                self._befall(peer, happening)
+                self._befall(peer, scheduled_event)
 
-    def _befall(self, peer: SimulatedPeer, happening: Happening) -> None:
-        match happening.action:
+    def _befall(self, peer: SimulatedPeer, scheduled_event: ScheduledEvent) -> None:
+        match scheduled_event.action:
             case "crash":
                 self._network.crash(peer.peer_id)
                 peer.crash()
-                del self._present[happening.peer]
+                del self._present[scheduled_event.peer]
             case "leave":
                 peer.leave("left")
                 peer.crash()
-                del self._present[happening.peer]
+                del self._present[scheduled_event.peer]
             case "pause":
                 peer.awake = trio.Event()
             case "resume":
                 peer.awake.set()
             case "speed":
-                peer.speed = happening.value
+                peer.speed = scheduled_event.value
 
     def _divide(self, sides: dict[str, float]) -> None:
         self._sides = sides
@@ -182,7 +184,7 @@ class _Simulation:
         self._check_failures()
 
     def _check_failures(self) -> None:
-        broken = self._account.disagreements
+        broken = self._run_audit.disagreements
         assert not broken, f"the promise of the round protocol is broken (seed {self._experiment.seed}): {broken[0]}"
         for peer in self._all:
             if peer.failure is not None:

@@ -13,8 +13,8 @@ from benchmarks.soak.peers import Usage
 from benchmarks.soak.plan import BACK_S, CUT, KINDS, Fault, plan_faults
 from benchmarks.soak.storm import Soak
 from benchmarks.soak.verdict import LEAST_USAGES, SETTLED_S, failures, growths
-from p2ptrain.models import build
-from p2ptrain.monitor.account import Account
+from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.training.models import build
 
 MINUTES = 200
 OVER_S = 1000.0
@@ -57,9 +57,9 @@ class Seat:
 
 def _soak(*rounds: tuple[str, str, int, float]) -> Soak:
     """Two peers that landed rounds: peer, lineage, number and the seconds after the storm at which it told of it."""
-    soak = Soak([Seat("a"), Seat("b")], Account(), over_s=OVER_S, end_s=OVER_S + 180)
+    soak = Soak([Seat("a"), Seat("b")], RunAudit(), over_s=OVER_S, end_s=OVER_S + 180)
     for peer, lineage, number, later_s in rounds:
-        soak.account.note(
+        soak.run_audit.note(
             peer,
             {"event": "round", "status": "committed", "lineage": lineage, "round": number, "t": OVER_S + later_s,
              "state_sha256": f"{lineage}/{number}", "contributors": ["a", "b"], "late": False},
@@ -70,7 +70,7 @@ def _soak(*rounds: tuple[str, str, int, float]) -> Soak:
 def test_a_soak_is_come_through_when_all_land_a_round_after_the_storm() -> None:
     soak = _soak(("a", "x", 1, -9.0), ("b", "x", 1, -9.0), ("a", "x", 2, 5.0), ("a", "x", 3, 9.0), ("b", "x", 3, 9.5))
     assert failures(soak) == []
-    assert soak.together is soak.account.rounds["x", 3]
+    assert soak.together is soak.run_audit.rounds["x", 3]
 
 
 @pytest.mark.parametrize(

@@ -12,24 +12,24 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from p2ptrain import checkpoint
 from p2ptrain.cli.join import format_progress
 from p2ptrain.cli.main import cli
-from p2ptrain.config import RunConfig
-from p2ptrain.data import VOCAB_SIZE
 from p2ptrain.errors import ConfigError
-from p2ptrain.models import build
-from p2ptrain.settings import SETTINGS
-from p2ptrain.training import Progress
-from tests.fakes import MADDR, FakeLobby, FakeMember
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.table import SETTINGS
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.loop import Progress
+from p2ptrain.training.models import build
+from tests.fakes import MADDR, FakeMember, FakeNetworkSession
 
 COMMANDS = (["join"], ["bootstrap"], ["peers"], ["dashboard"], ["doctor"], ["generate"], ["config", "show"])
 
 
 @pytest.fixture
-def lobby(monkeypatch: pytest.MonkeyPatch) -> type[FakeLobby]:
-    fake = type("Lobby", (FakeLobby,), {})
-    monkeypatch.setitem(sys.modules, "p2ptrain.lobby", types.SimpleNamespace(Lobby=fake))
+def session(monkeypatch: pytest.MonkeyPatch) -> type[FakeNetworkSession]:
+    fake = type("NetworkSession", (FakeNetworkSession,), {})
+    monkeypatch.setitem(sys.modules, "p2ptrain.peer.session", types.SimpleNamespace(NetworkSession=fake))
     return fake
 
 
@@ -139,7 +139,7 @@ def test_config_show_tells_value_and_source(monkeypatch: pytest.MonkeyPatch) -> 
     assert presets["lr"] == rows["lr"]
 
 
-def test_join_trains_and_prints_its_line_whole(lobby: type[FakeLobby]) -> None:
+def test_join_trains_and_prints_its_line_whole(session: type[FakeNetworkSession]) -> None:
     text = _output("join", "--steps", "2", "--threads", "1", "--device", "cpu")
     assert f"\np2ptrain join --initial-peers {MADDR}\n" in text
     assert "step 2/2 · loss " in text
@@ -157,35 +157,37 @@ def test_progress_is_one_line() -> None:
     )
 
 
-def test_bootstrap_prints_and_writes_its_addresses(lobby: type[FakeLobby], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bootstrap_prints_and_writes_its_addresses(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: os.kill(os.getpid(), 15))
     text = _output("bootstrap", "--write-addresses", "addresses")
     assert f"\np2ptrain join --initial-peers {MADDR}\n" in text
     assert text.endswith("stopped\n")
     assert MADDR in Path("addresses").read_text(encoding="utf-8")
-    assert lobby.opened is not None
-    assert lobby.opened.identity == "p2ptrain-bootstrap/identity.key"
+    assert session.opened is not None
+    assert session.opened.identity == "p2ptrain-bootstrap/identity.key"
 
 
-def test_a_bootstrap_node_without_its_daemon_does_not_stay(lobby: type[FakeLobby]) -> None:
-    lobby.failure = ConfigError("the libp2p daemon (p2pd) died")
+def test_a_bootstrap_node_without_its_daemon_does_not_stay(session: type[FakeNetworkSession]) -> None:
+    session.failure = ConfigError("the libp2p daemon (p2pd) died")
     result = CliRunner().invoke(cli, ["bootstrap"])
     assert isinstance(result.exception, ConfigError)
     assert "p2pd" in str(result.exception)
 
 
-def test_peers_shows_who_takes_part(lobby: type[FakeLobby]) -> None:
+def test_peers_shows_who_takes_part(session: type[FakeNetworkSession]) -> None:
     arguments = ("peers", "--initial-peers", MADDR)
     assert _output(*arguments) == "nobody takes part in run 'p2ptrain'\n"
     assert json.loads(_output(*arguments, "--json")) == []
-    lobby.present = (FakeMember(), FakeMember(peer_id="QmThird", step=41))
+    session.present = (FakeMember(), FakeMember(peer_id="QmThird", step=41))
     members = json.loads(_output(*arguments, "--json"))
     assert (members[1]["peer_id"], members[1]["maddrs"], members[1]["step"]) == ("QmThird", [MADDR], 41)
     title, *_, row, _ = _output(*arguments).splitlines()
     assert title.split() == ["run", "p2ptrain:", "2", "peers"]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["QmThird", "trainer", "training", "41", "2", "12.3", MADDR.rpartition("/p2p/")[0]]
-    lobby.present = (FakeMember(),)
+    session.present = (FakeMember(),)
     assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
 
 

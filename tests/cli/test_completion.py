@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from p2ptrain.cli.completion import SHELLS
 from p2ptrain.cli.main import cli
-from p2ptrain.models import PRESETS as SHAPES
-from p2ptrain.presets import MODELS
+from p2ptrain.settings.presets import MODELS
+from p2ptrain.training.models import PRESETS as SHAPES
 
 
 def _completed(line: str) -> list[str]:

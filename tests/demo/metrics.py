@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.protocol.events import Event
+from p2ptrain.protocol.event_log.events import Event
 
 BEGAN_S = 1000.0
 TOTAL_STEPS = 100

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from p2ptrain.demo.display import open_display
 from p2ptrain.demo.screen import render
+from p2ptrain.monitor.formatting import clock, count, size
 from p2ptrain.monitor.swarmview import SwarmView
-from p2ptrain.monitor.words import clock, count, size
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, small_swarm
 

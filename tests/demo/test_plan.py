@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.demo.calibration import measure_step_s
 from p2ptrain.demo.plan import LATE_START_S, ROUNDS, make_plan
-from p2ptrain.settings import SETTINGS, merge
+from p2ptrain.settings.table import SETTINGS, merge
 
 
 @pytest.mark.parametrize("step_s", [0.003, 0.012, 0.2])

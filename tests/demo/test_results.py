@@ -10,19 +10,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from p2ptrain import checkpoint
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.cli.main import cli
-from p2ptrain.config import RunConfig
-from p2ptrain.data import VOCAB_SIZE
 from p2ptrain.demo.directory import peer_directory
 from p2ptrain.demo.plan import Plan, make_plan
 from p2ptrain.demo.plot import save_plot, smooth
 from p2ptrain.demo.report import format_report
 from p2ptrain.demo.results import Results, measure, measure_traffic
-from p2ptrain.generation import load_model
-from p2ptrain.models import build
-from p2ptrain.settings import merge
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.table import merge
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.generation import load_model
+from p2ptrain.training.models import build
 from tests.demo.metrics import small_swarm
 
 PARAMETERS = 110_464

@@ -68,23 +68,23 @@ def test_two_peers_of_a_gpt2_under_the_trainer_of_transformers(swarm: Swarm) -> 
 
 
 @pytest.mark.long
-def test_the_processes_of_an_island_end_with_the_same_weights(swarm: Swarm) -> None:
-    island = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} --steps 1200 {LOOPBACK}")
-    assert island.wait() == 0, swarm.report()
-    assert line_after("others join by:", island)
-    ranks = re.findall(r"rank (.): (step 1200, norm of the weights [\d.]+)\n", island.output)
+def test_the_processes_of_an_group_peer_end_with_the_same_weights(swarm: Swarm) -> None:
+    group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} --steps 1200 {LOOPBACK}")
+    assert group_peer.wait() == 0, swarm.report()
+    assert line_after("others join by:", group_peer)
+    ranks = re.findall(r"rank (.): (step 1200, norm of the weights [\d.]+)\n", group_peer.output)
     assert {rank for rank, _ in ranks} == {"0", "1"}
     assert len({where for _, where in ranks}) == 1, ranks
 
 
 @pytest.mark.long
-def test_an_island_that_loses_a_process_ends(swarm: Swarm) -> None:
-    island = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} {LOOPBACK}")
-    swarm.until(lambda: "round 0" in island.output)
-    island.killed = True
-    (rank_1,) = (p for p in psutil.Process(island.pid).children() if p.environ().get("RANK") == "1")
+def test_an_group_peer_that_loses_a_process_ends(swarm: Swarm) -> None:
+    group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} {LOOPBACK}")
+    swarm.until(lambda: "round 0" in group_peer.output)
+    group_peer.killed = True
+    (rank_1,) = (p for p in psutil.Process(group_peer.pid).children() if p.environ().get("RANK") == "1")
     rank_1.kill()
-    assert island.wait() != 0
+    assert group_peer.wait() != 0
 
 
 def test_a_checkpoint_is_tuned_by_its_owner_and_by_one_who_has_none(swarm: Swarm) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.integrations.transformers import STATE_FILE, P2PCallback
-from p2ptrain.protocol.handover import StepReport
+from p2ptrain.protocol.exchange_types import StepReport
+from p2ptrain.settings.config import RunConfig
 from tests.fakes import FakePeer
 
 CONFIG = GPT2Config(n_embd=8, n_layer=1, n_head=1, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)

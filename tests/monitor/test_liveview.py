@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import pytest
 from rich.console import Console
 
+from p2ptrain.monitor.formatting import duration
 from p2ptrain.monitor.liveview import LiveView
-from p2ptrain.monitor.words import duration
-from p2ptrain.protocol.others import OtherPeer, shown
+from p2ptrain.protocol.membership.peer_status import PeerStatus, shown
 
 ME = "QmZz4Ge1naYkNEwL9Rfdu1nDKsdRKtqjiugZbvH9g5Y4wb"
 LINE = f"p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/40123/p2p/{ME}"
 OTHERS = (
-    OtherPeer("QmAx2f81kq", "training", 1204, 7, 38.2, 0.012),
-    OtherPeer("QmA9h5Y4wq", "round 7: sending 3/4", 1201, 7, 37.0, 0.104),
-    OtherPeer("QmB7h2kLmq", "downloading state 61 %", 0, 0, 0.0, 0.034),
+    PeerStatus("QmAx2f81kq", "training", 1204, 7, 38.2, 0.012),
+    PeerStatus("QmA9h5Y4wq", "round 7: sending 3/4", 1201, 7, 37.0, 0.104),
+    PeerStatus("QmB7h2kLmq", "downloading state 61 %", 0, 0, 0.0, 0.034),
 )
 
 
@@ -25,7 +25,7 @@ OTHERS = (
 class Peer:
     peer_id: str = ME
     status: str = "round 7: averaging"
-    others: list[OtherPeer] = field(default_factory=lambda: list(OTHERS))
+    others: list[PeerStatus] = field(default_factory=lambda: list(OTHERS))
 
 
 @dataclass

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import trio
 
-from p2ptrain.config import NetworkConfig
 from p2ptrain.errors import ConfigError
 from p2ptrain.network import daemon, launcher
 from p2ptrain.network.host import open_network
+from p2ptrain.settings.config import NetworkConfig
 from tests.network.local import config, daemons_of, is_running, keep_open, open_pair
 
 Run = Callable[..., Any]
@@ -282,7 +282,7 @@ def test_no_file_descriptors_are_left(run: Run) -> None:
 
 PEER = """
 import signal, sys, trio
-from p2ptrain.config import NetworkConfig
+from p2ptrain.settings.config import NetworkConfig
 from p2ptrain.network.host import open_network
 from p2ptrain.network.thread import NetworkThread
 

@@ -15,7 +15,7 @@ import trio.testing
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import control, p2p
 from p2ptrain.network.host import Network, open_network
-from p2ptrain.protocol.transport import Directory, Stream, Transport
+from p2ptrain.protocol.wire.transport import Directory, Stream, Transport
 from tests.network.local import config, open_pair, open_streams, read
 
 Run = Callable[..., Any]

@@ -24,7 +24,7 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.p2p import PROTOCOL_NAME
 from p2ptrain.network.relays import check_answer
 from p2ptrain.network.scratch import scratch_directory
-from p2ptrain.protocol.reachability import Scope
+from p2ptrain.protocol.membership.reachability import Scope
 from tests.network.local import config, read
 
 Run = Callable[..., Any]

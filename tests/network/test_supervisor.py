@@ -16,7 +16,7 @@ from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.network import daemon, p2p, supervisor
 from p2ptrain.network.addresses import with_ports_of
 from p2ptrain.network.host import Network, open_network
-from p2ptrain.protocol.transport import Stream
+from p2ptrain.protocol.wire.transport import Stream
 from tests.network.local import config, daemons_of, read
 
 Run = Callable[..., Any]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from p2ptrain.addresses import write_addresses
 from p2ptrain.network.addresses import check_initial_peers
-from p2ptrain.settings import CONFIG_VARIABLE, Settings, merge
+from p2ptrain.settings.initial_peers import write_addresses
+from p2ptrain.settings.table import CONFIG_VARIABLE, Settings, merge
 
 PEERS = Path(__file__).parents[2] / "peers"
 ROOT = PEERS.parent

@@ -11,7 +11,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network.addresses import check_announce_maddrs
-from p2ptrain.settings import NETWORK_SETTINGS, RUN_SETTINGS, Settings, merge
+from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, Settings, merge
 
 PEERS = Path(__file__).parents[2] / "peers"
 ROLES = ("bootstrap", "datacentre", "gpu", "home", "worker")

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import pytest
 import trio
 
-from p2ptrain.config import RunConfig
 from p2ptrain.memory_network import Fault
-from p2ptrain.protocol import messages
-from p2ptrain.protocol.messages import KIND_OF
+from p2ptrain.protocol.wire import messages
+from p2ptrain.protocol.wire.messages import KIND_OF
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import Witness, start_all
 

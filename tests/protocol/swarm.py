@@ -16,15 +16,15 @@ import torch
 import trio
 
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.config import RunConfig
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
-from p2ptrain.monitor.account import Account
+from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import StepReport
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.handover import StepReport
-from p2ptrain.protocol.journal import Journal
 from p2ptrain.protocol.node import NO_FAULTS, Node
-from p2ptrain.protocol.standing import Restored
+from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.settings.config import RunConfig
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (2100, 64))]
@@ -108,7 +108,7 @@ class Swarm:
         self.shapes = shapes
         self.peers: dict[str, TestPeer] = {}
         self.dead: list[TestPeer] = []
-        self.account = Account()
+        self.run_audit = RunAudit()
         # What a visit to the worker thread takes.
         self.work_s = 0.0
         self._nursery = nursery
@@ -129,12 +129,12 @@ class Swarm:
         self._incarnations += 1
         events: list[dict[str, Any]] = []
 
-        journal = Journal(trio.current_time)
+        event_log = EventLog(trio.current_time)
 
         def record(event: str, /, **fields: object) -> None:
-            journal.write(event, **fields)
+            event_log.write(event, **fields)
             events.append({"event": event, "t": trio.current_time(), **fields})
-            self.account.note(peer_id, events[-1])
+            self.run_audit.note(peer_id, events[-1])
 
         async def compute(work: Callable[..., Any], *args: Any) -> Any:
             if self.work_s:
@@ -144,7 +144,7 @@ class Swarm:
         node = Node(
             self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
             incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
-            events=record, journal=journal, rng=rng, faults=faults,
+            events=record, event_log=event_log, rng=rng, faults=faults,
         )  # fmt: skip
         peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
         self.peers[peer_id] = peer
@@ -160,7 +160,7 @@ class Swarm:
 
     def check(self) -> None:
         """The promise holds so far, and nobody's program has ended."""
-        assert not self.account.disagreements, self.account.disagreements
+        assert not self.run_audit.disagreements, self.run_audit.disagreements
         errors = {peer.peer_id: peer.error for peer in [*self.peers.values(), *self.dead] if peer.error is not None}
         assert not errors, errors
 

@@ -7,11 +7,14 @@ import dataclasses
 import pytest
 import trio
 
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import Fault, MemoryNetwork
-from p2ptrain.protocol.link import MIN_PATIENCE_S, Link, Traffic
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.links.link import MIN_PATIENCE_S, Link, Traffic
+from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.leader import SENDING_SHARE, Leader, RoundTimeoutError
+from p2ptrain.protocol.rounds.pace import FIRST_CHUNK_S, MARGIN, MIN_ATTEMPT_S, STALL_S, Pace
+from p2ptrain.protocol.rounds.reduction import Reduction
+from p2ptrain.protocol.wire.messages import (
     Abort,
     Answer,
     Arrived,
@@ -22,10 +25,7 @@ from p2ptrain.protocol.messages import (
     Reduce,
     Request,
 )
-from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.leader import SENDING_SHARE, Leader, RoundTimeoutError
-from p2ptrain.protocol.rounds.pace import FIRST_CHUNK_S, MARGIN, MIN_ATTEMPT_S, STALL_S, Pace
-from p2ptrain.protocol.rounds.reduction import Reduction
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, linked_pair, start_endpoint, until
 

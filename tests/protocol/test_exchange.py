@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import IndexSpace, Plan
-from p2ptrain.config import RunConfig
 from p2ptrain.protocol.exchange import MAX_INBOX, MAX_WAITING_PER_SENDER, Exchange
-from p2ptrain.protocol.handover import Arrival, Epoch, Landing, Push, PushPlan, RoundReport, Snapshot, SnapshotWanted
+from p2ptrain.protocol.exchange_types import (
+    Arrival,
+    Epoch,
+    Landing,
+    Push,
+    PushPlan,
+    RoundReport,
+    Snapshot,
+    SnapshotWanted,
+)
+from p2ptrain.settings.config import RunConfig
 
 SPACE = IndexSpace([("matrix", (30, 64)), ("bias", (70,))])
 STEP_S = 0.1

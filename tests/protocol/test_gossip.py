@@ -19,16 +19,16 @@ import trio
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import num_slots
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Epoch
 from p2ptrain.protocol.faults import NoFaults
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.handover import Epoch
-from p2ptrain.protocol.link import Link, Traffic
-from p2ptrain.protocol.messages import Fragment
-from p2ptrain.protocol.packing import to_header
-from p2ptrain.protocol.wire import PREFIX_BYTES
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.wire.frames import PREFIX_BYTES
+from p2ptrain.protocol.wire.messages import Fragment
+from p2ptrain.protocol.wire.serialization import to_header
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, inline, run_virtual, swarm
 
 SHAPES = [("embedding", (40, 64)), ("bias", (70,)), ("head", (700, 64))]

@@ -15,9 +15,9 @@ import pytest
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.monitor.account import Account
-from p2ptrain.protocol.link import Traffic
-from p2ptrain.protocol.messages import (
+from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Ack,
     Answer,
@@ -32,7 +32,7 @@ from p2ptrain.protocol.messages import (
     Record,
     Request,
 )
-from p2ptrain.protocol.packing import _fields, pack_value
+from p2ptrain.protocol.wire.serialization import _fields, pack_value
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import start_endpoint
 
@@ -128,7 +128,7 @@ def test_a_member_that_says_anything_at_all(seed: int) -> None:
             assert [p.error for p in s.peers.values()] == [None] * len(NAMES)
             gone = trio.current_time()
             # Whether rounds that it took part in were agreed on is not promised; the ones after are.
-            s.account = Account()
+            s.run_audit = RunAudit()
             await s.until(
                 lambda: all(
                     any(r["t"] > gone and len(r["contributors"]) == len(NAMES) for r in p.rounds())

@@ -7,9 +7,9 @@ from typing import Any
 
 import trio
 
-from p2ptrain.protocol.messages import Head
 from p2ptrain.protocol.rounds.lineage import QUORUM_LOST_S, LineageWatch
 from p2ptrain.protocol.rounds.presence import Presence
+from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual
 
 HEAD = Head("g", "0-x", 3, "s", "a", (("a", "1"), ("b", "1"), ("c", "1")), 100, 1000, None)

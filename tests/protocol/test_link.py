@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
-from p2ptrain.protocol.link import (
+from p2ptrain.protocol.links.link import (
     MAX_CONTROL_QUEUE,
     MAX_FRAGMENT_QUEUE,
     MIN_WINDOW_BYTES,
@@ -24,7 +24,8 @@ from p2ptrain.protocol.link import (
     LinkCounters,
     Traffic,
 )
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.wire.frames import PREFIX_BYTES, decode_prefix, encode_frame
+from p2ptrain.protocol.wire.messages import (
     Ack,
     Attempt,
     Beat,
@@ -34,7 +35,6 @@ from p2ptrain.protocol.messages import (
     Leave,
     Message,
 )
-from p2ptrain.protocol.wire import PREFIX_BYTES, decode_prefix, encode_frame
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import hello_of, linked_pair, until
 

@@ -9,9 +9,10 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
-from p2ptrain.protocol.link import PEER_TIMEOUT_S, Link, Traffic
-from p2ptrain.protocol.links import HELLO_TIMEOUT_S, MAX_STRIKES
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
+from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S, MAX_STRIKES
+from p2ptrain.protocol.wire.frames import encode_frame
+from p2ptrain.protocol.wire.messages import (
     Ack,
     Answer,
     Beat,
@@ -20,7 +21,6 @@ from p2ptrain.protocol.messages import (
     Leave,
     Request,
 )
-from p2ptrain.protocol.wire import encode_frame
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import Endpoint, endpoints, hello_of, linked_pair, start_endpoint, until
 
@@ -236,19 +236,19 @@ def test_another_run_is_refused() -> None:
     run_virtual(main)
 
 
-def test_a_guest_is_welcome_without_a_digest() -> None:
+def test_a_observer_is_welcome_without_a_digest() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with endpoints(network, "a") as (a,), trio.open_nursery() as nursery:
-            guest = await start_endpoint(network, nursery, hello_of("g", digest="", role="guest"))
-            await guest.links.connect("a", [])
-            await check_works(a, guest)
+            observer = await start_endpoint(network, nursery, hello_of("g", digest="", role="observer"))
+            await observer.links.connect("a", [])
+            await check_works(a, observer)
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
 
 
-@pytest.mark.parametrize(("digest", "role"), [("", "trainer"), ("digest", "guest")])
+@pytest.mark.parametrize(("digest", "role"), [("", "trainer"), ("digest", "observer")])
 def test_nobody_trains_without_a_digest(digest: str, role: str) -> None:
     async def main() -> None:
         network = MemoryNetwork()

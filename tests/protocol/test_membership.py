@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.link import Link
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.membership import (
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.membership import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
     MAX_KNOWN,
@@ -34,7 +34,7 @@ from p2ptrain.protocol.membership import (
     encode_record,
     member_key,
 )
-from p2ptrain.protocol.messages import Beat, Leave, Message
+from p2ptrain.protocol.wire.messages import Beat, Leave, Message
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import hello_of, until
 
@@ -261,16 +261,16 @@ def test_hints_of_partners_are_enough_without_the_directory() -> None:
     run_virtual(main)
 
 
-def test_a_guest_does_not_count_as_company() -> None:
-    """A peer that is alone with an onlooker looks for members as eagerly as one that is alone."""
+def test_a_observer_does_not_count_as_company() -> None:
+    """A peer that is alone with an observers looks for members as eagerly as one that is alone."""
 
     async def main() -> None:
         async with town() as t:
             a = await t.start("a")
-            guest = await t.start("guest", role="guest")
-            await guest.links.connect("a", [])
+            observer = await t.start("observer", role="observer")
+            await observer.links.connect("a", [])
             await trio.sleep(10)
-            assert a.linked == {"guest"}
+            assert a.linked == {"observer"}
             assert a.membership.sample(5) == ()
             b = await t.start("b")
             b.membership.stop()

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol import packing
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.wire import serialization
+from p2ptrain.protocol.wire.frames import MAX_HEADER_BYTES
+from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     KINDS,
     Attempt,
@@ -31,8 +32,7 @@ from p2ptrain.protocol.messages import (
     Roster,
     RosterPart,
 )
-from p2ptrain.protocol.packing import from_header, pack_value, to_header, unpack_head, unpack_record
-from p2ptrain.protocol.wire import MAX_HEADER_BYTES
+from p2ptrain.protocol.wire.serialization import from_header, pack_value, to_header, unpack_head, unpack_record
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 
@@ -110,7 +110,7 @@ WRONG: dict[Any, list[Any]] = {
     int: ["7", 7.0, True, None, b"7", [7], {}, 2**63, 2**64 - 1],
     float: ["0.5", True, None, b"", [0.5], NAN, INF, -INF, 2**60],
     bool: [1, 0, "true", None, []],
-    str: [b"text", 7, None, ["text"], {}, "x" * (packing.MAX_STRING + 1)],
+    str: [b"text", 7, None, ["text"], {}, "x" * (serialization.MAX_STRING + 1)],
 }
 
 
@@ -190,8 +190,8 @@ def test_random_and_damaged_headers_are_refused_or_well_formed(kind: type[Messag
         pytest.param(b"\x91\xc1", id="a byte that msgpack never uses"),
         pytest.param(b"\x91\xa1x\x00", id="something after the end"),
         pytest.param(b"", id="nothing"),
-        pytest.param(msgpack.packb(["x"] * (packing.MAX_LIST + 1)), id="a list that is too long"),
-        pytest.param(msgpack.packb(["x" * (packing.MAX_STRING + 1)]), id="a string that is too long"),
+        pytest.param(msgpack.packb(["x"] * (serialization.MAX_LIST + 1)), id="a list that is too long"),
+        pytest.param(msgpack.packb(["x" * (serialization.MAX_STRING + 1)]), id="a string that is too long"),
     ],
 )
 def test_a_hostile_header_costs_nothing(header: bytes) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import pytest
 import trio
 
-from p2ptrain.protocol.events import Event
-from p2ptrain.protocol.guest import UNREACHABLE
-from p2ptrain.protocol.journal import Journal
-from p2ptrain.protocol.link import Link, Traffic
-from p2ptrain.protocol.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
-from p2ptrain.protocol.messages import Answer, Request
-from p2ptrain.protocol.observer import MOST_MEMBERS, Observer, Sighting
+from p2ptrain.protocol.event_log.event_log import EventLog
+from p2ptrain.protocol.event_log.events import Event
+from p2ptrain.protocol.event_log.observer import MOST_MEMBERS, Observer, Sighting
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.membership.lookup import UNREACHABLE
+from p2ptrain.protocol.membership.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.wire.messages import Answer, Request
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint
 
@@ -45,7 +45,7 @@ class Watch:
 async def watching(s: Swarm, name: str = "observer") -> AsyncIterator[Watch]:
     observer = Observer("test", inline, trio.current_time)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(observer.watch_as_guest, s.network.transport(name), s.network.directory(name))
+        nursery.start_soon(observer.watch_as_observer, s.network.transport(name), s.network.directory(name))
         yield Watch(observer)
         nursery.cancel_scope.cancel()
 
@@ -89,7 +89,7 @@ def test_what_was_before_is_told_and_nothing_twice() -> None:
             await s.until(lambda: all(len(p.rounds("committed")) >= 4 for p in s.peers.values()))
             async with watching(s) as watch:
                 await trio.sleep(15)
-                # Cut off for a while, in which its journal is not read.
+                # Cut off for a while, in which its event log is not read.
                 s.network.partition(["observer"], ["a", "b"])
                 await trio.sleep(60)
                 assert not any(member.linked for member in watch.look().members.values())
@@ -105,7 +105,7 @@ def test_what_was_before_is_told_and_nothing_twice() -> None:
     run_virtual(main)
 
 
-def test_a_restarted_peer_begins_a_new_journal() -> None:
+def test_a_restarted_peer_begins_a_new_event_log() -> None:
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch:
             s.start("a", founder=True)
@@ -127,9 +127,9 @@ def test_a_restarted_peer_begins_a_new_journal() -> None:
     run_virtual(main)
 
 
-def endpoint_with(journal: Journal | None, answer: bytes = b"") -> Callable[[Endpoint], None]:
+def endpoint_with(event_log: EventLog | None, answer: bytes = b"") -> Callable[[Endpoint], None]:
     async def on_request(link: Link, request: Request) -> None:
-        payload = journal.page(request.index) if journal is not None else answer
+        payload = event_log.page(request.index) if event_log is not None else answer
         await link.send_bulk(Answer(request.request, True, "events"), payload, Traffic.STATE)
 
     def equip(endpoint: Endpoint) -> None:
@@ -163,7 +163,7 @@ def test_nonsense_costs_its_sender_its_place_and_nobody_else(answer: bytes) -> N
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:
             await announced(s, nursery, "liar", endpoint_with(None, answer))
-            good = Journal(trio.current_time)
+            good = EventLog(trio.current_time)
             await announced(s, nursery, "good", endpoint_with(good))
             await trio.sleep(6)
             good.write("peers", alive=["x"])
@@ -183,7 +183,7 @@ def test_a_mute_peer_and_one_that_cannot_be_reached_hold_up_nobody() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:
             await announced(s, nursery, "mute", lambda endpoint: None)
             await announce(s, "nowhere")
-            good = Journal(trio.current_time)
+            good = EventLog(trio.current_time)
             await announced(s, nursery, "good", endpoint_with(good))
             await trio.sleep(20)
             good.write("peers", alive=["x"])
@@ -200,14 +200,14 @@ def test_a_mute_peer_and_one_that_cannot_be_reached_hold_up_nobody() -> None:
 def test_thirty_peers_of_which_one_dies_and_one_joins() -> None:
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:
-            journals = {f"p{n}": Journal(trio.current_time) for n in range(31)}
+            event_logs = {f"p{n}": EventLog(trio.current_time) for n in range(31)}
 
             async def live(name: str) -> None:
-                await announced(s, nursery, name, endpoint_with(journals[name]))
+                await announced(s, nursery, name, endpoint_with(event_logs[name]))
                 while True:
                     await announce(s, name)
                     for _ in range(100):
-                        journals[name].write("step", step=1, loss=2.0, tokens=8, step_s=0.1, exchange_s=0.0)
+                        event_logs[name].write("step", step=1, loss=2.0, tokens=8, step_s=0.1, exchange_s=0.0)
                         await trio.sleep(0.1)
 
             scopes: dict[str, trio.CancelScope] = {}
@@ -225,8 +225,8 @@ def test_thirty_peers_of_which_one_dies_and_one_joins() -> None:
             nursery.start_soon(start, "p30")
             await trio.sleep(45)
             watch.look()
-            assert {n for n, member in watch.members.items() if member.linked} == set(journals) - {"p7"}
-            assert all(sum(e["steps"] for e in watch.of(name, "step")) > 300 for name in set(journals) - {"p7"})
+            assert {n for n, member in watch.members.items() if member.linked} == set(event_logs) - {"p7"}
+            assert all(sum(e["steps"] for e in watch.of(name, "step")) > 300 for name in set(event_logs) - {"p7"})
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
@@ -244,14 +244,14 @@ def test_a_crowd_of_made_up_members_is_bounded() -> None:
 
 
 def test_nobody_is_asked_while_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.protocol.observer.MOST_WAITING", 50)
+    monkeypatch.setattr("p2ptrain.protocol.event_log.observer.MOST_WAITING", 50)
 
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:
-            journal = Journal(trio.current_time)
-            await announced(s, nursery, "a", endpoint_with(journal))
+            event_log = EventLog(trio.current_time)
+            await announced(s, nursery, "a", endpoint_with(event_log))
             for n in range(100):
-                journal.write("peers", alive=[f"p{n}"])
+                event_log.write("peers", alive=[f"p{n}"])
                 await trio.sleep(1)
             assert len(watch.look().of("a", "peers")) < 60
             await trio.sleep(3)
@@ -281,15 +281,15 @@ def test_a_member_watches_over_the_links_that_it_has() -> None:
 # --- the side that is asked ------------------------------------------------------------------------------------------
 
 
-def test_a_greedy_guest_gets_what_is_its_share() -> None:
-    """It asks without end, and training and the other guest go on."""
+def test_a_greedy_observer_gets_what_is_its_share() -> None:
+    """It asks without end, and training and the other observer go on."""
 
     async def main() -> None:
         async with swarm(RUN, latency_s=0.01) as s, watching(s) as watch, trio.open_nursery() as nursery:
             s.start("a", founder=True)
             s.start("b")
             await s.until(lambda: len(s.peers["a"].rounds("committed")) >= 2)
-            greedy = await start_endpoint(s.network, nursery, hello_of("greedy", digest="", role="guest"))
+            greedy = await start_endpoint(s.network, nursery, hello_of("greedy", digest="", role="observer"))
             link = await greedy.links.connect("a", [])
             for number in range(2000):
                 link.send(Request(number, "events", "", 0))
@@ -309,16 +309,16 @@ def test_a_greedy_guest_gets_what_is_its_share() -> None:
     run_virtual(main)
 
 
-def test_guests_get_events_and_nothing_else() -> None:
+def test_observers_get_events_and_nothing_else() -> None:
     async def main() -> None:
         async with swarm(RUN) as s, trio.open_nursery() as nursery:
             s.start("a", founder=True)
             await s.until(lambda: bool(s.peers["a"].rounds()))
-            guest = await start_endpoint(s.network, nursery, hello_of("guest", digest="", role="guest"))
-            link = await guest.links.connect("a", [])
+            observer = await start_endpoint(s.network, nursery, hello_of("observer", digest="", role="observer"))
+            link = await observer.links.connect("a", [])
             found: dict[str, bool] = {}
             for what in ("settings", "events", "part", "record", "chunk", "hashes"):
-                answer, _ = await guest.links.request(link, what, timeout_s=5)
+                answer, _ = await observer.links.request(link, what, timeout_s=5)
                 found[what] = answer.found
             assert [what for what, given in found.items() if given] == ["settings", "events"]
             nursery.cancel_scope.cancel()

@@ -9,11 +9,11 @@ import pytest
 import trio
 
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership, encode_record
-from p2ptrain.protocol.messages import Head
-from p2ptrain.protocol.reachability import Scope, scope_of, worth_dialling
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership, encode_record
+from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
 from p2ptrain.protocol.rounds.turn import ANYBODYS_TURN, Turn
+from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of
 
@@ -133,7 +133,7 @@ def test_who_cannot_be_dialled_is_told_once_and_what_to_do(caplog: pytest.LogCap
                     assert not caplog.records
                 caplog.clear()
 
-    with caplog.at_level("INFO", "p2ptrain.protocol.membership"):
+    with caplog.at_level("INFO", "p2ptrain.protocol.membership.membership"):
         run_virtual(main)
 
 

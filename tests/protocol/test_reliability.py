@@ -12,10 +12,10 @@ import trio
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import Fault
-from p2ptrain.protocol import messages
-from p2ptrain.protocol.handover import Landing
-from p2ptrain.protocol.messages import KIND_OF, Message
-from p2ptrain.protocol.standing import ADOPT_TIMEOUT_S
+from p2ptrain.protocol.exchange_types import Landing
+from p2ptrain.protocol.state_sync.state_sync import ADOPT_TIMEOUT_S
+from p2ptrain.protocol.wire import messages
+from p2ptrain.protocol.wire.messages import KIND_OF, Message
 from tests.protocol.storm import PLAIN
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import Witness, common, start_all

@@ -15,8 +15,8 @@ import trio
 import trio.testing
 
 from p2ptrain.memory_network import Fault
-from p2ptrain.protocol import messages
-from p2ptrain.protocol.messages import KIND_OF
+from p2ptrain.protocol.wire import messages
+from p2ptrain.protocol.wire.messages import KIND_OF
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import Witness, common, start_all
 

@@ -11,8 +11,8 @@ import torch
 import trio
 
 from p2ptrain.algorithms.outer import outer_step
-from p2ptrain.protocol.handover import RoundReport, Snapshot
-from p2ptrain.protocol.messages import Attempt, Call, Record
+from p2ptrain.protocol.exchange_types import RoundReport, Snapshot
+from p2ptrain.protocol.wire.messages import Attempt, Call, Record
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 
 

@@ -26,7 +26,7 @@ def test_a_storm_is_the_same_every_time() -> None:
     storm = Storm.of(3)
     first, second = (weather(storm) for _ in range(2))
     assert [p.events for p in first.peers.values()] == [p.events for p in second.peers.values()]
-    assert first.account.committed
+    assert first.run_audit.committed
 
 
 def test_a_failure_is_told_with_its_seed_and_the_least_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.link import Link
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import Beat, Hello, Message, Request
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.wire.messages import Beat, Hello, Message, Request
 
 OnRequest = Callable[[Link, Request], Awaitable[None]]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.data import VOCAB_SIZE, load_corpus
-from p2ptrain.models import build
 from p2ptrain.simulation import Experiment, Records, simulate
-from p2ptrain.trainer import Trainer
+from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.models import build
+from p2ptrain.training.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

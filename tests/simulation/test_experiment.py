@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.simulation import Experiment, Happening, read_experiments
+from p2ptrain.simulation import Experiment, ScheduledEvent, read_experiments
 
 
 def test_settings_of_the_run_and_of_the_simulation_go_where_they_belong() -> None:
@@ -62,7 +62,7 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str) -> None:
 
 def test_a_schedule_says_who_is_there_when() -> None:
     experiment = Experiment.of(peers=2, steps=10, schedule=["3:join:3", "2:crash:0", "5:join:0", "4:join:1"])
-    assert experiment.schedule[0] == Happening(3, "join", 3)
+    assert experiment.schedule[0] == ScheduledEvent(3, "join", 3)
     assert [experiment.starts_late(peer) for peer in range(4)] == [False, True, True, True]
 
 
@@ -76,7 +76,7 @@ def test_arms_differ_in_what_they_name(tmp_path: Path) -> None:
     title, (plain, slow) = read_experiments(file, steps=20)
     assert title == "Two"
     assert (plain.name, plain.run.fragment_fraction, plain.peers) == ("plain", 0.0, 2)
-    assert (slow.name, slow.schedule) == ("slow", (Happening(3, "speed", 1, 0.5),))
+    assert (slow.name, slow.schedule) == ("slow", (ScheduledEvent(3, "speed", 1, 0.5),))
     assert {plain.run.total_steps, slow.run.total_steps} == {20}
 
 

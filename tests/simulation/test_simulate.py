@@ -160,7 +160,7 @@ import os, sys
 from p2ptrain.cli.main import main
 from p2ptrain.simulation.swarm import _Simulation
 
-_Simulation._let_happen = lambda self, happening: os.kill(os.getpid(), happening.step)
+_Simulation._let_happen = lambda self, scheduled event: os.kill(os.getpid(), scheduled event.step)
 main()
 """
 

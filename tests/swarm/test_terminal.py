@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyte
 
-from p2ptrain import checkpoint
+from p2ptrain.training import checkpoint
 from tests.swarm.processes import CTRL_C, Process, Swarm, assert_anchors_agree
 
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

@@ -11,9 +11,9 @@ import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.protocol.messages import Attempt, Record
-from p2ptrain.protocol.packing import pack_value
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.messages import Attempt, Record
+from p2ptrain.protocol.wire.serialization import pack_value
+from p2ptrain.protocol.wire.transport import PeerId
 
 # Deciders of a round. 31 votes are plenty, and bound the leader's wait in large swarms (DESIGN.md).
 MAX_VOTERS = 31

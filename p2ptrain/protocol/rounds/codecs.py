@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2ptrain.algorithms.codec import Codec, codec
-from p2ptrain.config import RunConfig
+from p2ptrain.settings.config import RunConfig
 
 # What top-k saves: three bytes a kept value, against one for each of int8's.
 TOPK_PAYS_BELOW = 0.33

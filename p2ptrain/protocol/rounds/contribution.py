@@ -15,8 +15,8 @@ import torch
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.messages import Record
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import Record
 
 # What top-k did not send counts a little less in each round after (SparseLoCo: error feedback with a moving average).
 ERROR_DECAY = np.float32(0.95)

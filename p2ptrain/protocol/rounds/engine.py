@@ -16,14 +16,26 @@ from typing import Protocol
 import trio
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Epoch, Landing, RoundReport, Snapshot
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.handover import Epoch, Landing, RoundReport, Snapshot
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.parts import KEEP_ALL_S, PartStore
+from p2ptrain.protocol.rounds.ballot import Ballot
+from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.contribution import OwnContribution, check_record
+from p2ptrain.protocol.rounds.fetching import RecordFetcher
+from p2ptrain.protocol.rounds.homecoming import Homecoming
+from p2ptrain.protocol.rounds.leader import Leader, RoundTimeoutError
+from p2ptrain.protocol.rounds.lineage import LineageWatch, new_lineage
+from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.pace import Pace
+from p2ptrain.protocol.rounds.preparation import Preparation
+from p2ptrain.protocol.rounds.presence import Presence
+from p2ptrain.protocol.rounds.turn import Turn
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import (
     Abort,
     Arrived,
     Attempt,
@@ -44,20 +56,8 @@ from p2ptrain.protocol.messages import (
     Roster,
     Withdraw,
 )
-from p2ptrain.protocol.parts import KEEP_ALL_S, PartStore
-from p2ptrain.protocol.rounds.ballot import Ballot
-from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.contribution import OwnContribution, check_record
-from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.homecoming import Homecoming
-from p2ptrain.protocol.rounds.leader import Leader, RoundTimeoutError
-from p2ptrain.protocol.rounds.lineage import LineageWatch, new_lineage
-from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.pace import Pace
-from p2ptrain.protocol.rounds.preparation import Preparation
-from p2ptrain.protocol.rounds.presence import Presence
-from p2ptrain.protocol.rounds.turn import Turn
-from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.messages import Record
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.ballot import record_sha256
 from p2ptrain.protocol.rounds.contribution import check_decodes
-from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.wire.messages import Record
+from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 
 class _Fetch:

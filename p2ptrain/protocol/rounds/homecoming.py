@@ -8,15 +8,15 @@ from collections.abc import Callable
 import trio
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.config import RunConfig
-from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.handover import Landing, RoundReport
-from p2ptrain.protocol.messages import Head, Record
+from p2ptrain.protocol.exchange_types import Landing, RoundReport
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.outcome import head_of, landing, step_anchor
 from p2ptrain.protocol.rounds.preparation import Preparation
-from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 
 class Homecoming:

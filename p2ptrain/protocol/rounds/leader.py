@@ -19,9 +19,10 @@ import trio
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.rounds.ballot import highest_ready, is_quorum, record_sha256
+from p2ptrain.protocol.rounds.contribution import split_parts
+from p2ptrain.protocol.wire.messages import (
     Abort,
     Arrived,
     Attempt,
@@ -43,9 +44,8 @@ from p2ptrain.protocol.messages import (
     RosterPart,
     Withdraw,
 )
-from p2ptrain.protocol.rounds.ballot import highest_ready, is_quorum, record_sha256
-from p2ptrain.protocol.rounds.contribution import split_parts
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 

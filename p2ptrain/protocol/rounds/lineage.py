@@ -6,10 +6,10 @@ import hashlib
 
 import trio
 
-from p2ptrain.protocol.messages import Head
 from p2ptrain.protocol.rounds.ballot import is_quorum
 from p2ptrain.protocol.rounds.presence import Presence
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.messages import Head
+from p2ptrain.protocol.wire.transport import PeerId
 
 # A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md, round protocol, 10).
 QUORUM_LOST_S = 60.0

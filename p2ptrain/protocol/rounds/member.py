@@ -14,13 +14,18 @@ from typing import Protocol
 import trio
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.config import RunConfig
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.link import Traffic
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import (
+from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.rounds.ballot import Ballot, record_sha256
+from p2ptrain.protocol.rounds.codecs import mean_codec
+from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution, check_parts, chunk_bounds
+from p2ptrain.protocol.rounds.pace import Pace
+from p2ptrain.protocol.rounds.reduction import Reduction
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import (
     Abort,
     Arrived,
     Call,
@@ -36,13 +41,8 @@ from p2ptrain.protocol.messages import (
     Roster,
     RosterPart,
 )
-from p2ptrain.protocol.parts import PartStore
-from p2ptrain.protocol.rounds.ballot import Ballot, record_sha256
-from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution, check_parts, chunk_bounds
-from p2ptrain.protocol.rounds.pace import Pace
-from p2ptrain.protocol.rounds.reduction import Reduction
-from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 

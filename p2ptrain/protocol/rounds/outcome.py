@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.config import RunConfig
-from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.handover import Epoch, Landing, RoundReport
-from p2ptrain.protocol.messages import Head, Record
+from p2ptrain.protocol.exchange_types import Epoch, Landing, RoundReport
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.ballot import voters_of
 from p2ptrain.protocol.rounds.contribution import OwnContribution, apply_outcome
-from p2ptrain.protocol.transport import Compute, PeerId
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

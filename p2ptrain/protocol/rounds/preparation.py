@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import trio
 
-from p2ptrain.config import RunConfig
-from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.handover import Snapshot, SnapshotWanted
-from p2ptrain.protocol.link import Traffic
-from p2ptrain.protocol.links import Links
+from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.outcome import Spent, touched_buffer
-from p2ptrain.protocol.transport import Compute
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.transport import Compute
+from p2ptrain.settings.config import RunConfig
 
 
 class Preparation:

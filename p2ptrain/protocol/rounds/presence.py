@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from p2ptrain.protocol.links import Links
-from p2ptrain.protocol.messages import Beat, Head
+from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.ballot import Voter
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.messages import Beat, Head
+from p2ptrain.protocol.wire.transport import PeerId
 
 
 class PresenceHost(Protocol):

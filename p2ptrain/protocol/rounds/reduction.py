@@ -17,7 +17,7 @@ from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.contribution import chunk_bounds
 from p2ptrain.protocol.rounds.pace import Pace
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.transport import PeerId
 
 # Outer gradients are compared in pairs where there are at most so many, in about so many chunks of each part.
 MAX_COMPARED = 16

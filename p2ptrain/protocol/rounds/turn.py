@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
-from p2ptrain.protocol.messages import Due, Head
 from p2ptrain.protocol.rounds.ballot import Voter, is_quorum, leader_order
-from p2ptrain.protocol.transport import PeerId
+from p2ptrain.protocol.wire.messages import Due, Head
+from p2ptrain.protocol.wire.transport import PeerId
 
 # The joining window follows how long past JOINs took, within these bounds (DESIGN.md).
 MIN_WINDOW_S = 0.3

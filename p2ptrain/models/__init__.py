@@ -1,6 +1,0 @@
-"""The models that the command line offers, and those of the user: `package.module:factory`."""
-
-from p2ptrain.models.gpt import GPT, GPTConfig
-from p2ptrain.models.registry import PRESETS, build, check_name, context_length, count_parameters
-
-__all__ = ["GPT", "PRESETS", "GPTConfig", "build", "check_name", "context_length", "count_parameters"]

@@ -1,0 +1,150 @@
+"""The page as an ASGI application: files, curves on request, and everything else as server-sent events.
+
+Nothing can be changed through it, and nothing is loaded from elsewhere. It may be asked for under any address of this
+machine, but not under a stranger's name: a page of somebody else could read it then (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import anyio
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from p2ptrain.monitor.dashboard.curves import RANGES
+from p2ptrain.monitor.dashboard.page_state import PageState
+
+STATIC = Path(__file__).parent / "static"
+LOOK_S = 0.25
+# Something must come now and then, so that a connection that is dead is noticed.
+ALIVE_S = 15.0
+# Browsers that are told at once; each costs what one message takes.
+MOST_STREAMS = 32
+CURVES_TIMEOUT_S = 5.0
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
+}
+
+
+def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
+    """The application that shows `page_state`; `names` are those of this machine, beside localhost and addresses."""
+    streams = anyio.CapacityLimiter(MOST_STREAMS)
+
+    async def index(_: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def state(request: Request) -> Response:
+        if streams.available_tokens < 1:
+            return PlainTextResponse(f"{MOST_STREAMS} browsers are looking on already", 503)
+        return StreamingResponse(_stream(page_state, streams), media_type="text/event-stream")
+
+    async def curves(request: Request) -> Response:
+        given = request.query_params.get("range", "0")
+        if given not in map(str, RANGES):
+            return PlainTextResponse(f"range: one of {', '.join(map(str, RANGES))}", 400)
+        with anyio.move_on_after(CURVES_TIMEOUT_S):
+            while not page_state.closing:
+                if (data := page_state.want_curves(int(given))) is not None:
+                    return Response(data, media_type="application/json")
+                await anyio.sleep(LOOK_S)
+        return PlainTextResponse("no curves yet", 503)
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/api/state", state),
+            Route("/api/curves", curves),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[
+            Middleware(_SafeHeaders),
+            Middleware(_KnownHosts, names=frozenset(name.lower() for name in names)),
+            Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
+        ],
+    )
+
+
+async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> AsyncIterator[bytes]:
+    async with streams:
+        version, quiet_s = 0, 0.0
+        while not page_state.closing:
+            for at, name, data in page_state.since(version):
+                version, quiet_s = at, 0.0
+                yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+            if quiet_s >= ALIVE_S:
+                quiet_s = 0.0
+                yield b": still here\n\n"
+            await anyio.sleep(LOOK_S)
+            quiet_s += LOOK_S
+
+
+class _SafeHeaders:
+    """Adds HEADERS to every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+class _KnownHosts:
+    """Answers only requests for an address, for localhost, or for a name of this machine."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else "localhost"
+        answer: ASGIApp = self._app
+        if not is_known_host(host, self._names):
+            answer = PlainTextResponse(
+                "This page is served under this machine's addresses and localhost only. To serve it under a name, "
+                "start p2ptrain with --page-names NAME.\n",
+                403,
+            )
+        await answer(scope, receive, send)
+
+
+def is_known_host(host: str, names: frozenset[str]) -> bool:
+    """Whether a Host header names this machine in a way that no stranger can make up."""
+    name = host.lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") <= 1:
+        name = name.partition(":")[0]
+    return name == "localhost" or name in names or _is_address(name)
+
+
+def _is_address(text: str) -> bool:
+    parse: Callable[[str], object] = ipaddress.ip_address
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,116 @@
+"""All checks of `p2ptrain doctor`, in their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from p2ptrain.errors import ConfigError, P2PTrainError
+from p2ptrain.monitor.doctor import reach
+from p2ptrain.monitor.doctor.finding import Finding, Mark
+from p2ptrain.monitor.doctor.local import check_machine
+from p2ptrain.monitor.doctor.machine import read_machine
+from p2ptrain.network.addresses import check_host_maddrs
+from p2ptrain.network.probe import Probe, probe
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.table import Settings
+from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.models import count_parameters
+
+# A router that maps ports answers within seconds; one that does not never will.
+MAPPING_S = 4.0
+# Start of the daemon, dials, and the question for the time, each with a limit of its own.
+PROBE_TIMEOUT_S = 90.0
+FIND_RUN_S = 5.0
+ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Every check, one after the other as it is done.
+
+    Args:
+        settings: as `p2ptrain join` would get them.
+
+    Raises:
+        ConfigError: something that was given makes no sense.
+    """
+    config = settings.peer_config()
+    run_id = str(settings.values["run_id"])
+    out = Path(config.out or f"p2ptrain-{run_id}")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    refusal = _refusal(config.network)
+    network = dataclasses.replace(
+        config.network, identity=None, host_maddrs=ANY_PORT if refusal else config.network.host_maddrs
+    )
+    found, broken = _look_around(network)
+    answering = found is not None and any(peer.answered_s is not None for peer in found.peers)
+    run, run_finding = _look_at_run(settings, network, run_id) if answering else (None, None)
+    model = run.model if run is not None and not settings.explicit("model") else str(settings.values["model"])
+
+    machine = read_machine(out, gpu=config.device != "cpu")
+    parameters = count_parameters(model, vocab_size=VOCAB_SIZE) if model else None
+    yield from check_machine(machine, out=out, model=model, num_parameters=parameters, device=config.device)
+    yield reach.check_port(config.network, refusal)
+    if found is None:
+        assert broken is not None
+        yield broken
+        return
+    yield reach.check_daemon(found)
+    yield reach.check_addresses(found.maddrs)
+    yield reach.check_reachable(config.network, found)
+    yield from reach.check_initial_peers(found.peers)
+    yield reach.check_clock(found.peers)
+    if run_finding is not None:
+        yield run_finding
+
+
+def _refusal(network: NetworkConfig) -> ConfigError | None:
+    try:
+        check_host_maddrs(network.host_maddrs)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:
+    thread = NetworkThread()
+    on_loopback = all(reach.kind_of(maddr) is reach.Kind.LOOPBACK for maddr in network.host_maddrs)
+    mapping_s = 0.0 if on_loopback else MAPPING_S
+    try:
+        return thread.run(lambda: probe(network, mapping_s=mapping_s), timeout_s=PROBE_TIMEOUT_S), None
+    except (P2PTrainError, TimeoutError) as error:
+        text, _, remedy = str(error).partition("; ")
+        return None, Finding("libp2p daemon", Mark.FAILED, text, remedy or "pip install --force-reinstall hivemind")
+    finally:
+        thread.stop(PROBE_TIMEOUT_S)
+
+
+def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tuple[RunConfig | None, Finding]:
+    """The run's settings, and whether this peer could join it."""
+    from p2ptrain.peer.session import NetworkSession
+
+    try:
+        with NetworkSession.open(network) as session:
+            run = session.find_run(run_id, FIND_RUN_S)
+            members = len(session.members(run_id)) if run else 0
+    except ConfigError as error:  # a clock that is off, which has a line of its own
+        return None, reach.check_run(run_id, None, 0, error)
+    try:
+        settings.resolve_run(run)
+    except ConfigError as error:
+        return run, reach.check_run(run_id, run, members, error)
+    return run, reach.check_run(run_id, run, members, None)
+
+
+def texts(findings: Sequence[Finding]) -> Iterator[str]:
+    """Findings as lines for a terminal: one each, and its remedy below it."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    for finding in findings:
+        yield f"{finding.mark.value} {finding.check:<{width}}  {finding.text}"
+        if finding.remedy:
+            yield f"  {'':<{width}}  → {finding.remedy}"

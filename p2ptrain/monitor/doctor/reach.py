@@ -1,0 +1,211 @@
+"""Who reaches whom: judgements of addresses and of what a look at the network gave. Nothing here opens a socket."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from collections.abc import Iterator, Sequence
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.doctor.finding import Finding, Mark
+from p2ptrain.monitor.formatting import count, short_id
+from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
+from p2ptrain.network.dialback import DialBack
+from p2ptrain.network.probe import InitialPeer, Probe
+from p2ptrain.protocol.membership.reachability import Scope, scope_of
+from p2ptrain.settings.config import NetworkConfig, RunConfig
+
+# Said before it is too late: clocks that nobody sets drift by seconds a week.
+UNEASY_SKEW_S = 1.0
+CLOCK_REMEDY = "sudo timedatectl set-ntp true"
+_CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")
+
+
+class Kind(enum.Enum):
+    """What an address is, as people call it."""
+
+    LOOPBACK = "this machine alone"
+    PRIVATE = "private network"
+    CARRIER = "carrier-grade NAT"
+    LINK = "link-local"
+    PUBLIC = "public"
+    NAME = "name"
+    RELAYED = "through a relay"
+
+
+def kind_of(maddr: str) -> Kind:
+    """The kind of a multiaddr."""
+    _, family, host, *rest = [*maddr.split("/"), "", ""]
+    if "p2p-circuit" in rest:
+        return Kind.RELAYED
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return Kind.NAME
+    if family not in ("ip4", "ip6"):
+        return Kind.NAME
+    if address.version == 4 and address in _CARRIER_GRADE:
+        return Kind.CARRIER
+    if address.is_link_local:
+        return Kind.LINK
+    return {Scope.MACHINE: Kind.LOOPBACK, Scope.NETWORK: Kind.PRIVATE, Scope.PUBLIC: Kind.PUBLIC}[scope_of(maddr)]
+
+
+def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
+    """Whether what `--host-maddrs` asks for can be listened on.
+
+    Args:
+        config: how a peer would listen.
+        refusal: what `check_host_maddrs` said; None when all can be had.
+    """
+    wanted = ", ".join(config.host_maddrs)
+    if refusal is not None:
+        _, _, remedy = str(refusal).partition("; ")
+        return Finding("port", Mark.FAILED, str(refusal).partition(";")[0], remedy)
+    if all(maddr.rstrip("/").endswith("/0") for maddr in config.host_maddrs):
+        return Finding("port", Mark.OK, f"{wanted}: any that is free, another at each start")
+    return Finding("port", Mark.OK, f"{wanted}: free")
+
+
+def check_daemon(found: Probe) -> Finding:
+    return Finding("libp2p daemon", Mark.OK, f"p2pd runs, and was ready within {found.started_s:.1f} s")
+
+
+def check_addresses(maddrs: Sequence[str]) -> Finding:
+    """What this machine is dialled under, by kind."""
+    by_kind: dict[Kind, list[str]] = {}
+    for maddr in maddrs:
+        by_kind.setdefault(kind_of(maddr), []).append(_host(maddr))
+    text = "; ".join(f"{kind.value}: {', '.join(dict.fromkeys(hosts))}" for kind, hosts in by_kind.items())
+    if not set(by_kind) - {Kind.LOOPBACK, Kind.LINK}:
+        return Finding(
+            "addresses", Mark.WARNING, f"{text or 'none'}: peers on other machines cannot reach this one",
+            "--host-maddrs /ip4/0.0.0.0/tcp/0 listens on all addresses; is this machine on a network?",
+        )  # fmt: skip
+    return Finding("addresses", Mark.OK, text)
+
+
+def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
+    """Whether peers elsewhere can dial us: tried, where an initial peer would; else as far as addresses tell."""
+    for peer in found.peers:
+        tried, said = peer.dialled_back
+        if tried is DialBack.REACHED:
+            return Finding("reachable", Mark.OK, f"from anywhere: {short_id(peer.peer_id)} dialled back to {said}")
+        if tried is DialBack.FAILED:
+            text = (
+                f"not from outside: {short_id(peer.peer_id)} could not dial back, as a firewall or NAT is between; "
+                "with others that nobody can dial, this peer exchanges through those that can be"
+            )
+            return Finding("reachable", Mark.WARNING, text, _forward(config, found.maddrs))
+    maddrs = found.maddrs
+    kinds = {kind_of(maddr) for maddr in maddrs}
+    if config.announce_maddrs:
+        announced = ", ".join(config.announce_maddrs)
+        return Finding(
+            "reachable", Mark.WARNING, f"announced as {announced}; not tested from outside",
+            _try_it(config, config.announce_maddrs[0]),
+        )  # fmt: skip
+    if Kind.PUBLIC in kinds:
+        public = next(maddr for maddr in maddrs if kind_of(maddr) is Kind.PUBLIC)
+        listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/31337"
+        text = f"{_host(public)} is a public address; whether a firewall is before it was not tested"
+        return Finding("reachable", Mark.WARNING, text, _try_it(config, listening))
+    if kinds <= {Kind.LOOPBACK, Kind.LINK}:
+        return Finding("reachable", Mark.WARNING, "from this machine alone", "see addresses, above")
+    return Finding(
+        "reachable", Mark.WARNING,
+        "from this network; from elsewhere only by peers that have a public address, once this one has dialled them "
+        "(NAT, and no port mapped by the router)", _forward(config, maddrs),
+    )  # fmt: skip
+
+
+def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
+    """One line for each; one that answers is enough for a peer to work."""
+    if not peers:
+        yield Finding("initial peers", Mark.OK, "none given: join would start a run of its own")
+    enough = any(peer.answered_s is not None for peer in peers)
+    bad = Mark.WARNING if enough else Mark.FAILED
+    for peer in peers:
+        where = f"{_host(peer.maddrs[0])} ({short_id(peer.peer_id)})"
+        if peer.failure:
+            yield Finding(
+                "initial peer", bad, f"{where} cannot be reached: {peer.failure}",
+                f"on that machine, see that the peer runs and printed this address: {peer.maddrs[0]}",
+            )  # fmt: skip
+        elif peer.answered_s is None:
+            yield Finding(
+                "initial peer", bad, f"{where} is reached, but does not answer as part of a DHT",
+                "use an address that a p2ptrain peer printed",
+            )  # fmt: skip
+        else:
+            yield Finding(
+                "initial peer", Mark.OK,
+                f"{where} reached in {1e3 * peer.reached_s:.0f} ms, answers in {1e3 * peer.answered_s:.0f} ms",
+            )  # fmt: skip
+
+
+def check_clock(peers: Sequence[InitialPeer]) -> Finding:
+    """Our clock against those of the peers that answered: hivemind's DHT takes no records from one that is far off."""
+    skews = {peer.peer_id: peer.clock_ahead_s for peer in peers if peer.clock_ahead_s is not None}
+    if not skews:
+        return Finding("clock", Mark.OK, "compared with nobody's: that takes an initial peer that answers")
+    peer_id, worst = max(skews.items(), key=lambda item: abs(item[1]))
+    off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} that of {short_id(peer_id)}"
+    if abs(worst) > MAX_CLOCK_SKEW_S:
+        return Finding("clock", Mark.FAILED, f"{off}; {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
+    if abs(worst) > UNEASY_SKEW_S:
+        return Finding("clock", Mark.WARNING, f"{off}; up to {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
+    return Finding("clock", Mark.OK, f"as that of {count(len(skews), 'peer')}, to within {max(abs(worst), 0.1):.1f} s")
+
+
+def check_run(run_id: str, found: RunConfig | None, members: int, refusal: ConfigError | None) -> Finding:
+    """Whether the run can be joined with what was given.
+
+    Args:
+        run_id: its name.
+        found: its settings; None when nobody answered for it.
+        members: how many take part.
+        refusal: what joining would be refused with.
+    """
+    if refusal is not None:
+        return Finding("run", Mark.FAILED, str(refusal).partition(";")[0], str(refusal).partition("; ")[2])
+    if found is None:
+        return Finding(
+            "run", Mark.WARNING, f"nobody who takes part in run {run_id!r} was found: join would start it",
+            "see that --run-id is that of the others",
+        )  # fmt: skip
+    return Finding("run", Mark.OK, f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
+
+
+def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:
+    """How to be reached behind a router."""
+    if any(kind_of(maddr) is Kind.CARRIER for maddr in maddrs):
+        return "the provider shares one address among many: ask for one of your own, or use IPv6"
+    port = _fixed_port(config) or 31337
+    return (
+        f"forward TCP port {port} of the router to this machine, then: p2ptrain join "
+        f"--host-maddrs /ip4/0.0.0.0/tcp/{port} --announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/{port}"
+    )
+
+
+def _fixed_port(config: NetworkConfig) -> str:
+    return next((_port(maddr) for maddr in config.host_maddrs if _port(maddr) not in ("", "0")), "")
+
+
+def _try_it(config: NetworkConfig, maddr: str) -> str:
+    """How to find out: a node here, and a look at it from there."""
+    listen = f"/ip4/0.0.0.0/tcp/{_port(maddr)}"
+    return (
+        f"here: p2ptrain bootstrap --host-maddrs {listen} · on a machine elsewhere: p2ptrain doctor "
+        f"--initial-peers {maddr}/p2p/ID-THAT-IT-PRINTED"
+    )
+
+
+def _host(maddr: str) -> str:
+    parts = maddr.split("/")
+    return parts[2] if len(parts) > 2 else maddr
+
+
+def _port(maddr: str) -> str:
+    parts = maddr.split("/")
+    return parts[4] if len(parts) > 4 else ""

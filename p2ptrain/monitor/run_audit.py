@@ -1,0 +1,117 @@
+"""What a run came through, counted from its peers' metrics streams: of real peers or of simulated ones.
+
+An account takes events one by one, so that it can be kept while the run goes on; the promise of the round protocol is
+checked with each (docs/metrics.md): two peers that stand on one round of one lineage hold the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.protocol.event_log.events import Event
+
+
+@dataclass
+class Join:
+    """One start of a peer in a run that was there. Seconds from its `start`; None: it did not come so far."""
+
+    peer: str
+    started_s: float
+    state_s: float | None = None
+    step_s: float | None = None
+    round_s: float | None = None
+
+
+@dataclass
+class RunAudit:
+    """Counts of a whole run; `note` takes the next event of a peer, in the order of that peer's stream.
+
+    Attributes:
+        steps: inner steps done, by all peers.
+        held_s: seconds that exchanges held training, of all peers.
+        rounds: committed and solo rounds, by lineage and number.
+        skipped: rounds skipped, in the view of single peers.
+        joins: starts of peers in a run that was there, oldest first.
+        repairs: how often a peer that trained replaced its whole state by another's.
+        disagreements: what broke the promise, in words. There is none.
+    """
+
+    steps: int = 0
+    held_s: float = 0.0
+    rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
+    skipped: int = 0
+    joins: list[Join] = field(default_factory=list)
+    repairs: int = 0
+    disagreements: list[str] = field(default_factory=list)
+    _states: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    _joining: dict[str, Join] = field(default_factory=dict)
+    _adopted: set[str] = field(default_factory=set)
+
+    def note(self, peer: str, event: Event) -> None:
+        """Take one event; unknown ones are for others."""
+        match event["event"]:
+            case "start":
+                self._adopted.discard(peer)
+                self._joining[peer] = Join(peer, event["t"])
+            case "adopt":
+                self._check(peer, event)
+                self._on_adopt(peer, event)
+            case "step":
+                self.steps += 1
+                self.held_s += event["exchange_s"]
+                join = self._joining.get(peer)
+                if join is not None and join.step_s is None:
+                    join.step_s = event["t"] - join.started_s
+            case "round" if event["status"] == "skipped":
+                self.skipped += 1
+            case "round":
+                self._check(peer, event)
+                self._on_round(peer, event)
+
+    def _check(self, peer: str, event: Event) -> None:
+        key = (event["lineage"], event["round"])
+        state, other = self._states.setdefault(key, (event["state_sha256"], peer))
+        if state != event["state_sha256"]:
+            self.disagreements.append(
+                f"round {event['round']} of lineage {event['lineage']}: {peer} stands on state "
+                f"{event['state_sha256'][:8]}, {other} on {state[:8]}"
+            )
+
+    def _on_adopt(self, peer: str, event: Event) -> None:
+        if peer in self._adopted:
+            self.repairs += 1
+            return
+        self._adopted.add(peer)
+        join = self._joining.get(peer)
+        if join is not None and event["reason"] != "founded the run":
+            join.state_s = event["t"] - join.started_s
+            self.joins.append(join)
+
+    def _on_round(self, peer: str, event: Event) -> None:
+        key = (event["lineage"], event["round"])
+        if key not in self.rounds:
+            self.rounds[key] = RoundView(*key, event["status"], event["t"], tuple(event["contributors"]))
+        self.rounds[key].land(peer, event["state_sha256"], late=event["late"])
+        join = self._joining.get(peer)
+        if join is not None and join.round_s is None and not event["late"]:
+            join.round_s = event["t"] - join.started_s
+
+    # --- what follows from it -------------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> list[RoundView]:
+        """Rounds of two contributors or more."""
+        return [round_ for round_ in self.rounds.values() if len(round_.contributors) > 1]
+
+    @property
+    def agreement(self) -> float:
+        """Share of the committed rounds of which all peers that landed them hold the same bytes; 1 without any."""
+        committed = self.committed
+        return sum(round_.agreed for round_ in committed) / len(committed) if committed else 1.0
+
+    @property
+    def participation(self) -> Counter[int]:
+        """How many committed rounds had how many contributors."""
+        return Counter(len(round_.contributors) for round_ in self.committed)

@@ -1,0 +1,246 @@
+"""One peer that is several processes in step with each other: a process group, such as the GPUs of one machine.
+
+Rank 0 alone is on the network; it holds the `Peer`. DistributedDataParallel, or what does its work, keeps the weights
+of all ranks equal between exchanges. After each of them rank 0 tells the others what the swarm has changed: the blocks
+of merged fragments, O(pN), and all of the weights only when a round has landed. The run sees one peer, which has
+trained on the samples of all ranks.
+
+Every method that says "all ranks" is collective: it waits for the other processes, at most as long as the timeout of
+the process group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from p2ptrain.algorithms.indexspace import BLOCK, ParameterView
+from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
+from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.process_group import ProcessGroup
+from p2ptrain.protocol.exchange_types import Changes, RoundReport, StepReport
+from p2ptrain.settings.config import RunConfig
+
+# How long rank 0 waits for a round before it lets the others know that it still does: well below any group's timeout.
+TELL_EVERY_S = 1.0
+
+
+class GroupPeer:
+    """All processes of one peer, each of which has this object. Made by `p2ptrain.join(…, process_group=…)`.
+
+    A context manager that leaves the run at its end. Where the block ends without an exception, it ends on all ranks.
+
+    Attributes:
+        peer: what is on the network, with everything that a `Peer` can do; None on all ranks but 0.
+        rank, size: of this process in the group, and how many there are.
+        run: the run's settings.
+        peer_id: network identity of the process group.
+        data_seed: a seed for this process's share of the data: of its own on each rank.
+        maddrs: all addresses that others can dial, loopback last.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, group: dist.ProcessGroup, enter: Callable[[], Peer], *, device: torch.device
+    ) -> None:
+        """All ranks: join the run, and take over its weights and buffers.
+
+        Args:
+            model: the same on each rank.
+            group: its rank 0 is the one on the network.
+            enter: joins the run with `model`; called on rank 0.
+            device: where the group's backend wants tensors.
+
+        Raises:
+            ConfigError: `enter` did, on rank 0; then every rank does.
+            PeerLostError: as `step`.
+        """
+        self.rank, self.size = group.rank(), group.size()
+        self.peer: Peer | None = None
+        self._ranks = ProcessGroup(group, device)
+        self._parts = ModelParts(model)
+        self._view = ParameterView(self._parts.space, self._parts.tensors)
+        try:
+            settled = self._ranks.tell(self._enter(enter) if self.rank == 0 else {})
+            if "refused" in settled:
+                raise (RunMismatchError if settled["mismatch"] else ConfigError)(settled["refused"])
+            self.run = RunConfig.from_dict(settled["run"])
+            self.peer_id: str = settled["peer_id"]
+            self.maddrs: list[str] = settled["maddrs"]
+            self.data_seed = self.run.data_seed(f"{self.peer_id}/{self.rank}" if self.rank else self.peer_id)
+            if self.run.model_layout != self._parts.layout_sha256:
+                raise ConfigError(f"the model of rank {self.rank} is not that of rank 0: build the same on all ranks")
+            self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()))
+            self._state_sync: dict[str, Any] = {}
+            self._follow(StepReport(), Changes(everything=True))
+        except BaseException as error:
+            self.leave(type(error).__name__)
+            raise
+
+    def __enter__(self) -> GroupPeer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.leave("done" if kind is None else kind.__name__)
+        if kind is None:
+            self._follow(StepReport())
+            self._ranks.settle()
+
+    def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
+        """All ranks: exchange with the other peers; call it once after every optimizer step.
+
+        Args:
+            loss: this rank's training loss; the mean over the ranks is recorded.
+            samples: how much this rank trained on; the process group's share in rounds is the sum over its ranks.
+
+        Returns:
+            The report of rank 0. `exchange_s` includes the wait for the other ranks.
+
+        Raises:
+            PeerLostError: a rank has ended, or did not come here within the timeout of the process group. The process group
+                has left the run then, once its `with` block ends.
+            ConfigError: the model's parameters lie elsewhere than when it joined.
+        """
+        start = time.monotonic()
+        self._parts.check_in_place()
+        total_loss, losses, total = self._ranks.total(loss or 0.0, float(loss is not None), float(samples))
+        report = StepReport()
+        if self.peer is not None:
+            report = self.peer.step(total_loss / losses if losses else None, int(total))
+        report = self._follow(report)
+        return dataclasses.replace(report, exchange_s=time.monotonic() - start)
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        """All ranks: after the last step, wait until the run's last round has landed. False when it has not."""
+        deadline = time.monotonic() + timeout_s
+        waiting = True
+        while waiting:
+            if self.peer is not None:
+                left_s = deadline - time.monotonic()
+                finished = self.peer.wait_finished(min(left_s, TELL_EVERY_S))
+                waiting = not finished and left_s > TELL_EVERY_S and self.peer.failure is None
+            self._follow(StepReport())
+            waiting = bool(self._ranks.tell({"waiting": waiting})["waiting"])
+        return self.finished
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        """Append an event of the caller's own to the metrics stream; on rank 0, the others have none."""
+        if self.peer is not None:
+            self.peer.record(event, **fields)
+
+    # --- where the process group stands, as of the last step ----------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[str]:
+        """Ids of the other live peers of the run."""
+        return list(self._state_sync["alive"])
+
+    @property
+    def round(self) -> int:
+        """Rounds that this peer has resolved: the number of the next one."""
+        return int(self._state_sync["round"])
+
+    @property
+    def run_step(self) -> int:
+        """Position in the run, in inner steps of the run."""
+        return int(self._state_sync["run_step"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's length was reached and its last round has landed."""
+        return bool(self._state_sync["finished"])
+
+    @property
+    def anchor_sha256(self) -> str:
+        """Hash of the anchor: equal on all peers that stand on the same round."""
+        return str(self._state_sync["anchor_sha256"])
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the network side of rank 0 has ended by itself; None while it works."""
+        return None if self._state_sync["failure"] is None else PeerLostError(self._state_sync["failure"])
+
+    # --- state and leaving -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This peer's part of a checkpoint, as `Peer.state_dict`, on rank 0; empty on the others."""
+        return {} if self.peer is None else self.peer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """All ranks: `Peer.load_state_dict` with what rank 0 gives."""
+        taken = self._ranks.tell({"taken": self.peer is not None and self.peer.load_state_dict(state)})["taken"]
+        self._follow(StepReport())
+        return bool(taken)
+
+    def anchor_state_dict(self) -> dict[str, torch.Tensor]:
+        """All ranks: the weights of the last round, fp32 on the CPU, by parameter name."""
+        flat = torch.zeros(self._parts.space.num_blocks, BLOCK)
+        if self.peer is not None:
+            anchor = self.peer.anchor_state_dict()
+            for name, values in self._parts.unflatten(flat).items():
+                values.copy_(anchor[name])
+        self._ranks.copy(flat)
+        return self._parts.unflatten(flat)
+
+    def leave(self, reason: str = "done") -> None:
+        """Rank 0 tells the other peers and ends the network side; nothing is to be done on the others."""
+        if self.peer is not None:
+            self.peer.leave(reason)
+
+    # --- rank 0 to all -----------------------------------------------------------------------------------------------
+
+    def _enter(self, enter: Callable[[], Peer]) -> dict[str, Any]:
+        try:
+            self.peer = peer = enter()
+        except ConfigError as error:
+            return {"refused": str(error), "mismatch": isinstance(error, RunMismatchError)}
+        return {"run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs}
+
+    def _follow(self, report: StepReport, changes: Changes | None = None) -> StepReport:
+        """Bring all ranks to where rank 0 is: what it reports, where it stands, and the weights that have changed.
+
+        Args:
+            report: of rank 0; ignored on the others.
+            changes: in the weights of rank 0; None for those since they were last asked for.
+        """
+        message: dict[str, Any] = {}
+        blocks = torch.empty(0, dtype=torch.int64)
+        if self.peer is not None:
+            changes = changes or self.peer.take_changes()
+            blocks = torch.from_numpy(changes.blocks)
+            message = {
+                "standing": _state_sync(self.peer), "report": dataclasses.asdict(report),
+                "everything": changes.everything, "blocks": len(blocks),
+            }  # fmt: skip
+        message = self._ranks.tell(message)
+        self._state_sync = message["standing"]
+        if message["everything"]:
+            for tensor in self._parts.tensors:
+                self._ranks.copy(tensor)
+        elif message["blocks"]:
+            self._copy_blocks(blocks if self.peer is not None else blocks.new_empty(message["blocks"]))
+        landed = message["report"].pop("round")
+        if landed is not None:
+            landed = RoundReport(**landed | {"contributors": tuple(landed["contributors"])})
+        return StepReport(**message["report"], round=landed)
+
+    def _copy_blocks(self, blocks: torch.Tensor) -> None:
+        """Set these blocks, (n,) int64 numbers that rank 0 fills in, to what they are on rank 0."""
+        self._ranks.copy(blocks)
+        plan = self._parts.space.plan(blocks.numpy())
+        values = self._view.gather(plan)
+        self._ranks.copy(values)
+        if self.peer is None:
+            self._view.scatter(plan, values)
+
+
+def _state_sync(peer: Peer) -> dict[str, Any]:
+    return {
+        "alive": peer.alive, "round": peer.round, "run_step": peer.run_step, "finished": peer.finished,
+        "anchor_sha256": peer.anchor_sha256, "failure": None if peer.failure is None else str(peer.failure),
+    }  # fmt: skip

@@ -1,0 +1,395 @@
+"""`Peer`: joins a user's training loop to a node on the network thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import trio
+
+from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.network.host import Network
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer.malloc_trim import release_unused
+from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.peer.watch import Watch, off_loop
+from p2ptrain.protocol.event_log.event_log import EventLog
+from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Changes, StepReport
+from p2ptrain.protocol.membership.peer_status import PeerStatus
+from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
+from p2ptrain.settings.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[np.float32]
+
+# How often a waiting main thread looks around (Ctrl-C, progress).
+POLL_S = 0.05
+# A Leave needs one write per partner.
+LEAVE_S = 0.3
+# A round that is being brought home when we leave: its mean, the step and the hashes of a large model take seconds.
+LANDING_S = 5.0
+# A copy of anchor and moments, behind a round that is landing.
+STATE_TIMEOUT_S = 120.0
+
+
+class Peer:
+    """One member of a run. Made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at its end.
+
+    Every attribute and method is for the training thread, but `others`, `alive` and `status`, which any may read.
+
+    Attributes:
+        run: the run's settings.
+        peer_id: this peer's network identity.
+        data_seed: a seed for this peer's share of the data, the same after a restart with the same identity.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        run: RunConfig,
+        optimizer: torch.optim.Optimizer | None,
+        network: Network,
+        thread: NetworkThread,
+        records: Sink,
+        *,
+        incarnation: str,
+        may_found: bool,
+        peer_timeout_s: float,
+        resume_state: dict[str, Any] | None,
+        on_status: Callable[[str], None],
+    ) -> None:
+        self._parts = ModelParts(model)
+        self.run = _with_layout(run, self._parts.layout_sha256)
+        self.peer_id = network.peer_id
+        self.data_seed = run.data_seed(self.peer_id)
+        self._network = network
+        self._thread = thread
+        self._incarnation = incarnation
+        self._event_log = EventLog(time.time)
+        self._records = Sinks([records, self._event_log])
+        self._on_leave: Callable[[], None] = lambda: None
+        self._left = False
+        self._status = ""
+        self._failed: Exception | None = None
+        self._scope: trio.CancelScope | None = None
+        self._ended = threading.Event()
+        averaged = self._parts.averaged(self.run, optimizer)
+        self._exchange = Exchange(
+            self._parts.space, self._parts.tensors, self.run, averaged=averaged, clock=time.monotonic, post=thread.post
+        )
+        self.record(
+            "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
+            incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
+        )  # fmt: skip
+        restored = self._restored(resume_state)
+        self._limiter = trio.CapacityLimiter(1)
+        self._node = Node(
+            network.transport, network.directory, self._exchange, self._parts, self.run,
+            incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
+            events=self._on_event, event_log=self._event_log, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
+        )  # fmt: skip
+        network.tell(self._on_event)
+        thread.start_soon(self._run_node)
+        try:
+            self._await_ready(on_status)
+        except BaseException:
+            self.leave("could not join")
+            raise
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.leave("done" if kind is None else kind.__name__)
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
+        """Exchange with the other peers; call it once after every optimizer step.
+
+        The only call that changes the weights, and it never raises for the network: what does not arrive is skipped
+        and counted. A round that is due runs in the background and lands in a later call.
+
+        Args:
+            loss: this step's training loss, for the records.
+            samples: how much this step trained on (tokens or examples); weights this peer's share in rounds.
+
+        Returns:
+            What was sent, merged and skipped, the round that landed (or None), and the seconds it took.
+
+        Raises:
+            ConfigError: the model's parameters lie elsewhere than when it joined.
+        """
+        start = time.monotonic()
+        self._parts.check_in_place()
+        report = self._exchange.step(samples)
+        self._note_status()
+        self.record(
+            "step", step=self._exchange.run_step, loss=loss, tokens=samples,
+            step_s=round(self._exchange.step_s, 6), exchange_s=round(time.monotonic() - start, 6),
+        )  # fmt: skip
+        return report
+
+    def take_changes(self) -> Changes:
+        """What the last step, and what has landed since this was last asked, changed in the weights."""
+        return self._exchange.take_changes()
+
+    def wait_finished(self, timeout_s: float) -> bool:
+        """After the last step: wait until the run's last round has landed. False when it has not within the time."""
+        deadline = time.monotonic() + timeout_s
+        while not self._exchange.finished and time.monotonic() < deadline and self.failure is None:
+            self._exchange.idle()
+            time.sleep(POLL_S)
+        return self._exchange.finished
+
+    def record(self, event: str, /, **fields: Any) -> None:
+        """Append an event of the caller's own to the metrics stream."""
+        self._records.write(event, **fields)
+
+    # --- where we stand -----------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[str]:
+        """Ids of the other live peers of the run."""
+        return list(self._node.alive)
+
+    @property
+    def alive_maddrs(self) -> list[str]:
+        """Addresses of the other live peers: what to join through after a restart."""
+        return list(self._node.alive_maddrs)
+
+    @property
+    def others(self) -> list[PeerStatus]:
+        """The other live peers: what each does now, and where it stands. For any thread."""
+        return self._node.others
+
+    @property
+    def maddrs(self) -> list[str]:
+        """All addresses that others can dial, loopback last."""
+        return self._network.maddrs
+
+    @property
+    def founded(self) -> bool:
+        """Whether the run began with this peer: nobody had a state when it came, and it had no checkpoint."""
+        return self._node.state_sync.founded
+
+    @property
+    def round(self) -> int:
+        """Rounds that this peer has resolved: the number of the next one."""
+        return self._exchange.epoch.round + 1
+
+    @property
+    def run_step(self) -> int:
+        """Position in the run, in inner steps of the run; a joiner takes it over. Drive learning rates by it."""
+        return self._exchange.run_step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's length was reached and its last round has landed."""
+        return self._exchange.finished
+
+    @property
+    def shard_tokens(self) -> int:
+        """What this peer has to train on, for runs that weigh outer gradients by it; set it before training."""
+        return self._exchange.shard_tokens
+
+    @shard_tokens.setter
+    def shard_tokens(self, tokens: int) -> None:
+        self._exchange.shard_tokens = tokens
+
+    @property
+    def anchor_sha256(self) -> str:
+        """Hash of the anchor: equal on all peers that stand on the same round."""
+        return self._node.engine.head.anchor_sha256
+
+    @property
+    def status(self) -> str:
+        """What this peer is doing now, in words."""
+        return self._node.status
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why this peer's network side has ended by itself; None while it works. Training may go on alone."""
+        return self._failed or self._network.failure
+
+    def watch(self) -> Watch:
+        """Look at the run from here: at the others over the links that we have, and at ourselves."""
+        own = Own(self._incarnation, self._event_log, self._sight)
+        observer = Observer(self.run.run_id, off_loop, time.time, own)
+        return Watch(self._thread, observer, lambda: observer.watch(self._node.links))
+
+    def _sight(self) -> Sighting:
+        head = self._node.engine.head
+        speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
+        return Sighting(
+            self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed
+        )
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def anchor_state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights of the last round, agreed on by all: fp32 copies on the CPU by parameter name."""
+        return self._parts.unflatten(self._state_copy()["anchor"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """This peer's part of a checkpoint: anchor, outer optimizer and where it stands. Tensors are copies."""
+        return self._state_copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go back to a state of `state_dict()`, where the swarm has nothing newer.
+
+        Returns:
+            True when it was taken, False when the run is further already and it was ignored.
+
+        Raises:
+            ConfigError: it is damaged, or of another model.
+        """
+        restored = self._restored(state)
+        assert restored is not None
+        if not self._thread.run(self._node.state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
+            return False
+        self._thread.start_soon(self._node.state_sync.restore, restored)
+        deadline = time.monotonic() + STATE_TIMEOUT_S
+        while self.anchor_sha256 != restored.head.anchor_sha256 or self._exchange.landing_pending:
+            self._exchange.idle()
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_S)
+        return True
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    def on_leave(self, action: Callable[[], None]) -> None:
+        """Call `action` once this peer has left; `p2ptrain.join` closes its network with it."""
+        self._on_leave = action
+
+    def leave(self, reason: str = "done") -> None:
+        """Tell the others, end the network side, close the records. May be called twice; takes well below 10 s."""
+        if self._left:
+            return
+        self._left = True
+        if self._scope is not None:
+            self._thread.post(lambda: self._node.leave(reason))
+            self._land_the_last(LEAVE_S if self._node.alive else 0.0)
+            self._thread.post(self._scope.cancel)
+            self._ended.wait(5.0)
+            self._exchange.idle()
+        self.record("stop", reason=reason)
+        self._records.close()
+        self._on_leave()
+
+    def _land_the_last(self, at_least_s: float) -> None:
+        """Give our last word time to go out, and land a round that is being brought home: all of it, or nothing."""
+        began_s = time.monotonic()
+        while not self._ended.wait(0.01):
+            waited_s = time.monotonic() - began_s
+            if waited_s > (LANDING_S if self._node.engine.resolving else at_least_s):
+                break
+            self._exchange.idle()
+
+    # --- on the network thread ----------------------------------------------------------------------------------
+
+    def _on_event(self, event: str, /, **fields: Any) -> None:
+        self.record(event, **fields)
+        if event == "round":
+            self._thread.start_soon(self._compute, release_unused)
+
+    async def _compute(self, work: Callable[..., Any], /, *args: Any) -> Any:
+        """The one worker thread for codecs, hashes and disk: what is longer than a few milliseconds."""
+        return await trio.to_thread.run_sync(work, *args, limiter=self._limiter)
+
+    async def _run_node(self) -> None:
+        try:
+            with trio.CancelScope() as self._scope:
+                await self._node.run_forever()
+        except* Exception as errors:
+            error = errors.exceptions[0]
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            self._failed = error
+            if not isinstance(error, ConfigError):
+                logger.error("the network side of this peer failed", exc_info=errors)
+        finally:
+            self._ended.set()
+
+    def _note_status(self) -> str | None:
+        """Record what we do now where that has changed since the last time, and return it; else None."""
+        status = self._node.status
+        if status == self._status:
+            return None
+        self._status = status
+        self.record("status", status=status)
+        return status
+
+    def _await_ready(self, on_status: Callable[[str], None]) -> None:
+        while not self._node.ready.is_set():
+            if self.failure is not None:
+                raise self.failure
+            if (mismatch := self._node.links.mismatch) is not None and not self._node.alive:
+                raise RunMismatchError(mismatch)
+            if (status := self._note_status()) is not None:
+                on_status(status)
+            self._exchange.idle()
+            self._ended.wait(POLL_S)
+
+    def _state_copy(self) -> dict[str, Any]:
+        """A consistent copy of the agreed state, made behind a round that is being applied; also after leaving."""
+        if self._left:
+            return self._describe([vector.copy() for vector in self._node.state.vectors])
+        return self._thread.run(self._copy_state, timeout_s=STATE_TIMEOUT_S)
+
+    async def _copy_state(self) -> dict[str, Any]:
+        state = self._node.state
+        async with self._node.engine.state_lock:
+            return self._describe([await self._compute(vector.copy) for vector in state.vectors])
+
+    def _describe(self, vectors: list[Array]) -> dict[str, Any]:
+        anchor, *moments = map(torch.from_numpy, vectors)
+        return {
+            "head": pack_value(self._node.engine.head).hex(),
+            "run_step": self._exchange.run_step,
+            "anchor": anchor,
+            "moments": moments,
+        }
+
+    def _restored(self, state: dict[str, Any] | None) -> Restored | None:
+        """A checked `Restored` from `state_dict()`. Raises ConfigError."""
+        if state is None:
+            return None
+        anchor_state, vectors = self._exchange.new_state(), [state["anchor"], *state["moments"]]
+        wanted = [tuple(vector.shape) for vector in anchor_state.vectors]
+        if [tuple(vector.shape) for vector in vectors] != wanted:
+            raise ConfigError(
+                f"the state to resume from has {len(vectors)} vectors of {len(vectors[0])} blocks, "
+                f"this run needs {len(wanted)} of {anchor_state.num_blocks}: not of this model and run"
+            )
+        for own, saved in zip(anchor_state.vectors, vectors, strict=True):
+            own[:] = saved.numpy()
+        anchor_state.rehash()
+        head = unpack_head(bytes.fromhex(state["head"]))
+        if anchor_state.hashes.state != head.state_sha256:
+            raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
+        return Restored(anchor_state, head, int(state["run_step"]))
+
+
+def _with_layout(run: RunConfig, layout: str) -> RunConfig:
+    if run.model_layout and run.model_layout != layout:
+        raise RunMismatchError(
+            f"model: its parameters (names, shapes, dtypes, which are trained, frozen values) hash to {layout[:12]}, "
+            f"those of run {run.run_id!r} to {run.model_layout[:12]}; build the same model, or choose another run_id"
+        )
+    return dataclasses.replace(run, model_layout=layout)

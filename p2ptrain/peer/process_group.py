@@ -1,0 +1,93 @@
+"""What the processes of a process group say to each other: collectives of torch.distributed, each with its deadline."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from p2ptrain.errors import PeerLostError
+
+# The group's threads let go of a tensor within a millisecond, or when a busy machine lets them run.
+SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
+
+
+class ProcessGroup:
+    """The collectives that a process group needs. All raise PeerLostError when a rank is lost."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._held: list[weakref.ref[torch.Tensor]] = []
+
+    def total(self, *numbers: float) -> list[float]:
+        """The sums over all ranks."""
+        summed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        with self._lost_ranks_told():
+            self._group.allreduce([self._carried(summed)]).wait()
+            return [float(number) for number in summed.tolist()]
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Set the values of a tensor to those on rank 0."""
+        tensor = tensor.detach()
+        carried = tensor.to(self._device).contiguous()
+        with self._lost_ranks_told():
+            self._group.broadcast(self._carried(carried), 0).wait()
+            if carried is not tensor:
+                tensor.copy_(carried)
+
+    def tell(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message of rank 0, as JSON keeps it."""
+        told: dict[str, Any] = json.loads(self.tell_bytes(json.dumps(message).encode()))
+        return told
+
+    def tell_bytes(self, data: bytes) -> bytes:
+        """The bytes of rank 0."""
+        size = torch.tensor([len(data)])
+        self.copy(size)
+        told = torch.zeros(int(size), dtype=torch.uint8)
+        if self._group.rank() == 0:
+            told.numpy()[:] = np.frombuffer(data, np.uint8)
+        if len(told):
+            self.copy(told)
+        return told.numpy().tobytes()
+
+    def settle(self) -> None:
+        """Wait until the group's threads have let go of every tensor that they carried.
+
+        Gloo's threads do so shortly after a collective is done. One that is late for it, and finds that the interpreter
+        has ended, aborts the process ("terminate called without an active exception").
+        """
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        while any(held() is not None for held in self._held) and time.monotonic() < deadline:
+            time.sleep(SETTLE_POLL_S)
+
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of our own that a collective is about to carry; nobody else may keep it."""
+        self._held = [held for held in self._held if held() is not None] + [weakref.ref(tensor)]
+        return tensor
+
+    @contextmanager
+    def _lost_ranks_told(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"rank {self._group.rank()} of {self._group.size()} has lost another process of its process group, or waited "
+                f"longer than the process group's timeout for it ({error}); start all of them again, as torchrun "
+                f"--max-restarts does"
+            ) from error
+
+
+def device_of(group: dist.ProcessGroup, model: torch.nn.Module) -> torch.device:
+    """Where a process group wants the tensors that it carries: the CPU where it can, else the model's device."""
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return next(model.parameters()).device

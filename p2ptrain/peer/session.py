@@ -1,0 +1,179 @@
+"""A peer's place on the network before its model exists: who we are, which runs there are, and entering one."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.network.host import Network, open_network
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer.metrics_file import MetricsFile
+from p2ptrain.peer.peer import Peer
+from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.peer.watch import Watch, off_loop
+from p2ptrain.protocol.event_log.observer import Observer
+from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, list_members
+from p2ptrain.settings.config import NetworkConfig, RunConfig
+
+logger = logging.getLogger(__name__)
+
+# Opening refuses by itself within 25 s; this only guards against the unexpected.
+OPEN_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class NetworkSession:
+    """Owns the network thread and everything on it. A context manager; `close` may be called twice."""
+
+    def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
+        """Open the network; `alone` as `open_network`. Raises ConfigError with what to do about it."""
+        self._config = config
+        self._alone = alone
+        self._thread = NetworkThread()
+        self._opened = threading.Event()
+        self._error: BaseException | None = None
+        self._network: Network | None = None
+        self._close_now: Callable[[], object] = lambda: None
+        self._closed = threading.Event()
+        try:
+            self._thread.start_soon(self._hold_network)
+            _wait(self._opened, OPEN_TIMEOUT_S, "the network did not open")
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, config: NetworkConfig, *, alone: bool = False) -> NetworkSession:
+        """The same as the constructor, for reading: `with NetworkSession.open(config) as session:`."""
+        return cls(config, alone=alone)
+
+    def __enter__(self) -> NetworkSession:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def network(self) -> Network:
+        assert self._network is not None
+        return self._network
+
+    @property
+    def knows_others(self) -> bool:
+        """Whether there was anybody to join through."""
+        return bool(self._config.initial_peers) and not self._alone
+
+    @property
+    def failure(self) -> ConfigError | None:
+        """Why we are cut off for good; None while we are not."""
+        return self.network.failure
+
+    @property
+    def peer_id(self) -> str:
+        return self.network.peer_id
+
+    @property
+    def maddrs(self) -> list[str]:
+        """Addresses that others can dial, loopback last."""
+        return self.network.maddrs
+
+    def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
+        """The settings of the live run of this name, or None when nobody of it can be found."""
+
+        async def find() -> RunConfig | None:
+            return await ask_settings(self.network.transport, self.network.directory, run_id, timeout_s=timeout_s)
+
+        return self._thread.run(find, timeout_s=timeout_s + 30)
+
+    def members(self, run_id: str) -> list[MemberInfo]:
+        """Everybody who takes part in a run."""
+
+        async def look() -> list[MemberInfo]:
+            return await list_members(self.network.transport, self.network.directory, run_id)
+
+        return self._thread.run(look, timeout_s=30)
+
+    def watch(self, run_id: str) -> Watch:
+        """Look at a run from outside, as an observer that nobody counts."""
+        observer = Observer(run_id, off_loop, time.time)
+        network = self.network
+        return Watch(self._thread, observer, lambda: observer.watch_as_observer(network.transport, network.directory))
+
+    def enter(
+        self,
+        model: torch.nn.Module,
+        run: RunConfig,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        metrics: Path | None = None,
+        sinks: Sequence[Sink] = (),
+        resume_state: dict[str, Any] | None = None,
+        on_status: Callable[[str], None] | None = None,
+    ) -> Peer:
+        """Take part in a run with a model; returns once the model stands on the run's state.
+
+        Args:
+            model: its trainable parameters are overwritten by the run's anchor unless this peer founds the run.
+            run: the run's settings; `model_layout` is filled in from the model when empty.
+            optimizer: the inner one; only a run that averages Adam's moments asks for it.
+            metrics: file for the metrics stream, or None.
+            sinks: who else gets the events of this peer; closed when it leaves.
+            resume_state: what `Peer.state_dict()` returned before a restart.
+            on_status: called with what the joining peer is doing, whenever that changes.
+
+        Raises:
+            ConfigError: the model cannot be trained this way, or the run's state cannot be had.
+            RunMismatchError: the model is not the one that the run trains.
+        """
+        files = [MetricsFile(metrics)] if metrics is not None else []
+        records = Sinks([*files, *sinks])
+        try:
+            return Peer(
+                model, run, optimizer, self.network, self._thread, records,
+                incarnation=secrets.token_hex(8), may_found=not self.knows_others,
+                peer_timeout_s=self._config.peer_timeout_s, resume_state=resume_state,
+                on_status=on_status or (lambda status: None),
+            )  # fmt: skip
+        except BaseException:
+            records.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the network: no thread, process or socket is left."""
+        self._close_now()
+        if self._opened.is_set() and self._error is None:
+            self._closed.wait(CLOSE_TIMEOUT_S)
+        if not self._thread.stop(CLOSE_TIMEOUT_S):
+            logger.warning("the network thread did not end within %.0f s", CLOSE_TIMEOUT_S)
+
+    async def _hold_network(self) -> None:
+        closing = trio.Event()
+        self._close_now = lambda: self._thread.post(closing.set)
+        try:
+            async with open_network(self._config, alone=self._alone) as network:
+                self._network = network
+                self._opened.set()
+                await closing.wait()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._closed.set()
+            self._opened.set()
+
+
+def _wait(event: threading.Event, timeout_s: float, what: str) -> None:
+    if not event.wait(timeout_s):
+        raise ConfigError(f"{what} within {timeout_s:.0f} s; the machine may be overloaded: try again")

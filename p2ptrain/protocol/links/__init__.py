@@ -1,0 +1,1 @@
+"""One link per partner: flow control, heartbeats, priorities, requests."""

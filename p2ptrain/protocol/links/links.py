@@ -1,0 +1,269 @@
+"""All links of a peer: opening, accepting, the Hello handshake, heartbeats, requests, and who is alive.
+
+One long-lived link per partner. When two peers dial each other at the same instant the link simply gets a second
+stream to read from. A newer incarnation of a partner replaces its older link, and so does a partner that dials us
+while our side of an older link still seems to work: it has lost its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, FrameReader, Link, LinkCounters
+from p2ptrain.protocol.wire.frames import encode_frame
+from p2ptrain.protocol.wire.messages import (
+    Answer,
+    Beat,
+    Hello,
+    Message,
+    Request,
+)
+from p2ptrain.protocol.wire.transport import PeerId, Stream, Transport
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 8.0
+BEAT_EVERY_S = 1.0
+# A beat loop that is late by more was held up, and what others sent meanwhile waits to be read.
+HELD_UP_S = 1.0
+# The role of those who only look at a run: they have no settings yet, so their Hello carries no run digest.
+OBSERVER = "observer"
+# A partner that broke the wire format this often is refused for good: the format is versioned, so it is not by age.
+MAX_STRIKES = 3
+
+
+class LinkEvents(Protocol):
+    """What the owner of the links is told."""
+
+    async def on_message(self, link: Link, message: Message, payload: bytes) -> None: ...
+
+    def on_link(self, link: Link) -> None: ...
+
+    def on_lost(self, link: Link) -> None: ...
+
+    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat: ...
+
+
+class Links:
+    """Owns every stream of a peer.
+
+    Args:
+        hello: makes our side's Hello; the other's digest must equal ours, or be an observer's.
+        peer_timeout_s: the longest that a silent partner counts as there, whatever its link was like before.
+    """
+
+    def __init__(
+        self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
+        *, peer_timeout_s: float = PEER_TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self.peer_timeout_s = peer_timeout_s
+        self.live: dict[PeerId, Link] = {}
+        self.counters = LinkCounters()
+        self.strikes: dict[PeerId, int] = {}
+        self.mismatch: str | None = None
+        self._transport = transport
+        self._hello = hello
+        self._events = events
+        self._requests: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
+        self._request_ids = itertools.count(1)
+        self._connecting: dict[PeerId, trio.Event] = {}
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Accept streams and beat until cancelled; closes every stream on the way out."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._accept)
+            nursery.start_soon(self._beat)
+            task_status.started()
+
+    def get(self, peer_id: PeerId) -> Link | None:
+        return self.live.get(peer_id)
+
+    async def connect(self, peer_id: PeerId, maddrs: list[str]) -> Link:
+        """The live link to a peer, opened when there is none. Raises PeerLostError, RunMismatchError."""
+        while (pending := self._connecting.get(peer_id)) is not None:
+            await pending.wait()
+        if (link := self.live.get(peer_id)) is not None:
+            return link
+        if self.strikes.get(peer_id, 0) >= MAX_STRIKES:
+            raise PeerLostError(f"{peer_id}: refused after {MAX_STRIKES} protocol errors")
+        assert self._nursery is not None
+        self._connecting[peer_id] = trio.Event()
+        try:
+            stream = await self._transport.open_stream(peer_id, maddrs)
+            try:
+                with trio.fail_after(HELLO_TIMEOUT_S):
+                    await stream.send_all(encode_frame(self._hello()))
+                    hello, reader = await self._receive_hello(stream)
+            except trio.TooSlowError:
+                await stream.aclose()
+                raise PeerLostError(f"{peer_id}: no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
+            except BaseException as error:
+                if isinstance(error, WireError):
+                    self._strike(peer_id, error)
+                await stream.aclose()
+                raise
+            return self._register(peer_id, hello, stream, reader.read_ahead)
+        finally:
+            self._connecting.pop(peer_id).set()
+
+    async def request(
+        self, link: Link, what: str, subject: str = "", index: int = 0, *, timeout_s: float
+    ) -> tuple[Answer, bytes]:
+        """Ask one thing of a partner.
+
+        Raises PeerLostError when it is gone, or when neither the answer nor any other chunk has come for `timeout_s`:
+        on a slow link the answer may be behind others.
+        """
+        number = next(self._request_ids)
+        send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
+        self._requests[number] = (link.peer_id, send)
+        try:
+            link.send(Request(number, what, subject, index))
+            answer: tuple[Answer, bytes] | None = None
+
+            async def watch() -> None:
+                await link.lost.wait()
+                nursery.cancel_scope.cancel()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                deadline = trio.current_time() + timeout_s
+                while answer is None and trio.current_time() < deadline:
+                    with trio.move_on_at(deadline):
+                        answer = await receive.receive()
+                    deadline = max(deadline, link.bulk_heard_s + timeout_s)
+                nursery.cancel_scope.cancel()
+            if answer is None:
+                raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {timeout_s:.0f} s'}")
+            return answer
+        finally:
+            del self._requests[number]
+
+    def close_all(self, reason: str) -> None:
+        for link in list(self.live.values()):
+            link.close(reason)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        assert self._nursery is not None
+        while True:
+            stream = await self._transport.accept()
+            self._nursery.start_soon(self._welcome, stream)
+
+    async def _welcome(self, stream: Stream) -> None:
+        try:
+            if self.strikes.get(stream.remote, 0) >= MAX_STRIKES:
+                raise PeerLostError("refused")
+            with trio.fail_after(HELLO_TIMEOUT_S):
+                hello, reader = await self._receive_hello(stream)
+                await stream.send_all(encode_frame(self._hello()))
+        except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
+            logger.debug("stream from %s refused: %s", stream.remote, error)
+            if isinstance(error, WireError):
+                self._strike(stream.remote, error)
+            if isinstance(error, RunMismatchError):
+                with trio.move_on_after(1):
+                    await self._answer_mismatch(stream)
+            await stream.aclose()
+            return
+        except BaseException:
+            await stream.aclose()
+            raise
+        self._register(stream.remote, hello, stream, reader.read_ahead)
+
+    async def _answer_mismatch(self, stream: Stream) -> None:
+        """Let the other side see our digest too, so that it can tell its user."""
+        try:
+            await stream.send_all(encode_frame(self._hello()))
+            await stream.receive_some()
+        except PeerLostError:
+            return
+
+    async def _receive_hello(self, stream: Stream) -> tuple[Hello, FrameReader]:
+        reader = FrameReader(stream)
+        _, hello, _ = await reader.frame()
+        if not isinstance(hello, Hello):
+            raise WireError(f"first frame is {type(hello).__name__}, not Hello")
+        if (hello.role == OBSERVER) != (not hello.digest):
+            raise WireError(f"a {hello.role} {'with' if hello.digest else 'without'} a run digest")
+        ours = self._hello()
+        if hello.run_id != ours.run_id:
+            raise RunMismatchError(f"{stream.remote} belongs to run {hello.run_id!r}, not {ours.run_id!r}")
+        if hello.digest and ours.digest and hello.digest != ours.digest:
+            self.mismatch = (
+                f"peer {stream.remote} trains run {ours.run_id!r} with other settings (run digest {hello.digest[:12]}, "
+                f"ours is {ours.digest[:12]}); leave settings out to take over the run's, or choose another run id"
+            )
+            raise RunMismatchError(self.mismatch)
+        return hello, reader
+
+    def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
+        assert self._nursery is not None
+        link = self.live.get(peer_id)
+        if link is not None:
+            if link.hello.incarnation != hello.incarnation:
+                link.close("it was restarted")
+            elif trio.current_time() - link.opened_s > HELLO_TIMEOUT_S:
+                # Too long ago to have been dialled at the same instant.
+                link.close("it dialled anew")
+            if not link.lost.is_set():
+                self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
+                return link
+            self._remove(link)
+        link = self.live[peer_id] = Link(
+            peer_id, hello, self.counters, self._on_message, peer_timeout_s=self.peer_timeout_s
+        )  # fmt: skip
+        self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
+        self._events.on_link(link)
+        return link
+
+    def _remove(self, link: Link) -> None:
+        if self.live.get(link.peer_id) is link:
+            del self.live[link.peer_id]
+            self._events.on_lost(link)
+
+    async def _run_stream(self, link: Link, stream: Stream, read_ahead: bytes) -> None:
+        try:
+            await link.run_stream(stream, read_ahead)
+        except* WireError as errors:
+            self._strike(link.peer_id, errors.exceptions[0])
+        finally:
+            self._remove(link)
+
+    def _strike(self, peer_id: PeerId, error: Exception) -> None:
+        self.strikes[peer_id] = self.strikes.get(peer_id, 0) + 1
+        logger.warning("%s broke the protocol: %s", peer_id, error)
+
+    async def _on_message(self, link: Link, message: Message, payload: bytes) -> None:
+        if isinstance(message, Answer):
+            waiting = self._requests.get(message.request)
+            if waiting is not None and waiting[0] == link.peer_id:
+                try:
+                    waiting[1].send_nowait((message, payload))
+                except trio.WouldBlock:
+                    raise WireError("answered one request twice") from None
+            return
+        await self._events.on_message(link, message, payload)
+
+    async def _beat(self) -> None:
+        due, excused = trio.current_time(), False
+        while True:
+            now = trio.current_time()
+            # Once: a machine that is always late must come to a judgement too.
+            excused = now - due > HELD_UP_S and not excused
+            for link in list(self.live.values()):
+                if now - link.last_heard > link.patience_s and not excused:
+                    link.close(f"nothing heard for {link.patience_s:.0f} s")
+                else:
+                    link.make_beat(self._events.make_beat)
+            due = now + BEAT_EVERY_S
+            await trio.sleep_until(due)

@@ -1,0 +1,190 @@
+"""Looking at a run from outside: its settings, before one's own model exists, and who takes part.
+
+An observer says Hello with an empty digest. It is answered, told how everyone stands, and counted by nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunMismatchError, WireError
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.links import OBSERVER, Links
+from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
+from p2ptrain.protocol.membership.peer_status import shown
+from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
+from p2ptrain.protocol.wire.messages import Beat, Hello, Message
+from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport
+from p2ptrain.settings.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+# A record stored elsewhere is seen within about a second; look this long before saying that there is nobody.
+LOOK_S = 2.0
+# A linked peer sends its first beat at once.
+FIRST_BEAT_S = 3.0
+MAX_SETTINGS_BYTES = 64 * 1024
+# Behind NAT, as a rule; or gone so recently that its record is still there.
+UNREACHABLE = "cannot be reached from here"
+# Members asked for the settings at once, so that one that hangs costs no time (guess).
+ASKED_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class MemberInfo:
+    """One member of a run as it describes itself. `speed` is in inner steps per second."""
+
+    peer_id: PeerId
+    maddrs: tuple[str, ...]
+    role: str
+    status: str
+    step: int
+    round: int
+    lineage: str
+    speed: float
+
+
+async def ask_settings(
+    transport: Transport, directory: Directory, run_id: str, *, timeout_s: float
+) -> RunConfig | None:
+    """The settings of a live run, from any of its members; None when nobody of it can be reached in time.
+
+    Raises ConfigError when the members' settings do not fit this version of p2ptrain.
+    """
+    answer: RunConfig | ConfigError | None = None
+    asking: set[PeerId] = set()
+    failures: Counter[PeerId] = Counter()
+
+    async def ask(peer_id: PeerId, maddrs: tuple[str, ...]) -> None:
+        nonlocal answer
+        asking.add(peer_id)
+        try:
+            link = await links.connect(peer_id, list(maddrs))
+            _, payload = await links.request(link, "settings", timeout_s=timeout_s)
+            answer = _parse_settings(peer_id, payload)
+        except (PeerLostError, WireError, RunMismatchError) as error:
+            # Gone since it was announced, or a member of another run by now.
+            logger.debug("no settings from %s: %s", peer_id, error)
+            failures[peer_id] += 1
+            asking.remove(peer_id)
+            return
+        except ConfigError as error:
+            answer = error
+        nursery.cancel_scope.cancel()
+
+    async with observer_links(transport, run_id) as links:
+        started = trio.current_time()
+        with trio.move_on_after(timeout_s):
+            async with trio.open_nursery() as nursery:
+                while True:
+                    members = await find_members(directory, run_id, transport.peer_id)
+                    if not members and not asking and trio.current_time() - started > LOOK_S:
+                        break
+                    idle = sorted(members.keys() - asking, key=lambda peer_id: (failures[peer_id], peer_id))
+                    for peer_id in idle[: ASKED_AT_ONCE - len(asking)]:
+                        nursery.start_soon(ask, peer_id, members[peer_id][0])
+                    await trio.sleep(0.3)
+    if isinstance(answer, ConfigError):
+        raise answer
+    return answer
+
+
+async def list_members(transport: Transport, directory: Directory, run_id: str) -> list[MemberInfo]:
+    """Everybody who takes part in a run and can be reached from here, and those behind NAT who cannot."""
+    infos: list[MemberInfo] = []
+
+    async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
+        with trio.move_on_after(2 * FIRST_BEAT_S):
+            try:
+                link = await links.connect(peer_id, list(maddrs))
+            except P2PTrainError:
+                if any(scope_of(maddr) is Scope.NETWORK for maddr in maddrs) and not is_public(maddrs):
+                    infos.append(MemberInfo(peer_id, maddrs, role, UNREACHABLE, 0, -1, "", 0.0))
+                return
+            while link.beat is None and not link.lost.is_set():
+                await trio.sleep(0.02)
+            if (beat := link.beat) is not None:
+                infos.append(
+                    MemberInfo(
+                        peer_id, maddrs, role, shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
+                    )
+                )
+
+    async with observer_links(transport, run_id) as links:
+        members = await find_members(directory, run_id, transport.peer_id)
+        if not members:
+            await trio.sleep(1.0)
+            members = await find_members(directory, run_id, transport.peer_id)
+        async with trio.open_nursery() as nursery:
+            for peer_id, (maddrs, role) in members.items():
+                nursery.start_soon(visit, peer_id, maddrs, role)
+    return sorted(infos, key=lambda info: info.peer_id)
+
+
+class _Onlooker:
+    """Link events of an observer: it takes no part."""
+
+    async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
+        """Beats are kept by the link itself; everything else is not for us."""
+
+    def on_link(self, link: Link) -> None:
+        """Nothing to do: the caller holds the link."""
+
+    def on_lost(self, link: Link) -> None:
+        """Nothing to do: requests notice by themselves."""
+
+    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
+        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, OBSERVER, 0.0, (), 0)
+
+
+@asynccontextmanager
+async def observer_links(transport: Transport, run_id: str) -> AsyncIterator[Links]:
+    """Links of one who looks on."""
+    # Another look by the same identity is told from this one by the time.
+    hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, ())
+    links = Links(transport, lambda: hello, _Onlooker())
+    async with trio.open_nursery() as nursery:
+        await nursery.start(links.run)
+        yield links
+        links.close_all("done looking")
+        nursery.cancel_scope.cancel()
+
+
+async def find_members(directory: Directory, run_id: str, me: PeerId) -> dict[PeerId, tuple[tuple[str, ...], str]]:
+    """Addresses and role of all others that the directory knows to take part in a run."""
+    found: dict[PeerId, tuple[tuple[str, ...], str]] = {}
+
+    async def look(bucket: int) -> None:
+        for peer_id, value in (await directory.lookup(member_key(run_id, bucket))).items():
+            record = decode_record(value)
+            if record is not None and peer_id != me:
+                found[peer_id] = record
+
+    async with trio.open_nursery() as nursery:
+        for bucket in range(BUCKETS):
+            nursery.start_soon(look, bucket)
+    return found
+
+
+def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:
+    if len(payload) > MAX_SETTINGS_BYTES:
+        raise WireError("settings too large")
+    try:
+        values = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"settings are no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise WireError("settings are no table")
+    try:
+        return RunConfig.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run's settings, as peer {peer_id} gives them, do not fit this p2ptrain: {error}"
+        ) from None

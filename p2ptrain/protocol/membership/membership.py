@@ -1,0 +1,252 @@
+"""Who takes part: announced in the directory, found there and through partners, and linked.
+
+Records live under 16 keys by a hash of the peer id, so that no key grows with the swarm. A record is only a hint of
+where to dial: a peer counts as alive when a link to it is, by our own clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgpack
+import trio
+
+from p2ptrain.errors import P2PTrainError, PeerLostError
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
+from p2ptrain.protocol.wire.transport import Directory, PeerId
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = 16
+# Records outlive two missed announcements.
+ANNOUNCE_EVERY_S = 10.0
+RECORD_TTL_S = 30.0
+# A lookup of two keys; cheap, and joiners are also told of by their partners' beats.
+LOOKUP_EVERY_S = 5.0
+# Until somebody is found, look at all keys this often.
+EAGER_LOOKUP_S = 0.5
+# Links sought by a member; beyond that a random subset of the swarm gossips just as well (uniform partners). Who is
+# joining seeks all that it knows: only then is it sure that nobody holds the run's state, and who is to found it.
+MAX_LINKS = 64
+# Members remembered at most (DESIGN.md).
+MAX_KNOWN = 128
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+# After this many dials in vain a peer without a public address that was never reached is taken to be behind another NAT
+# than ours. Only now and then is it tried again: it may have come into our network.
+PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
+# Addresses kept of one peer, and the longest (a relayed one with two peer ids takes 150 characters).
+MAX_MADDRS = 16
+MAX_MADDR_LENGTH = 512
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of another peer. `retry_s` grows with every failed dial; `seen_s` is when we last heard of it."""
+
+    maddrs: tuple[str, ...]
+    role: str
+    seen_s: float
+    next_dial_s: float = 0.0
+    retry_s: float = FIRST_RETRY_S
+    dials: int = 0
+    reached: bool = False
+
+    @property
+    def left_alone_s(self) -> float:
+        """How much longer it is not dialled; no longer once it has a public address, such as that of a relay."""
+        in_vain = self.dials >= PRIVATE_DIALS and not self.reached
+        return PRIVATE_RETRY_S if in_vain and not is_public(self.maddrs) else 0.0
+
+
+def member_key(run_id: str, bucket: int) -> str:
+    return f"p2ptrain/{run_id}/members/{bucket}"
+
+
+def bucket_of(peer_id: PeerId) -> int:
+    return hashlib.blake2b(peer_id.encode(), digest_size=1).digest()[0] % BUCKETS
+
+
+def encode_record(maddrs: list[str], role: str) -> bytes:
+    return msgpack.packb([maddrs[:MAX_MADDRS], role])  # type: ignore[no-any-return]
+
+
+def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
+    """Addresses and role of an announced record, or None for anything malformed."""
+    try:
+        maddrs, role = msgpack.unpackb(value, max_str_len=MAX_MADDR_LENGTH, max_array_len=MAX_MADDRS)
+    except Exception:  # msgpack raises several unrelated types on bad input
+        return None
+    if not isinstance(role, str) or not isinstance(maddrs, list) or not all(isinstance(m, str) for m in maddrs):
+        return None
+    return tuple(maddrs), role
+
+
+class Membership:
+    """Announces us, finds others and keeps links to them."""
+
+    def __init__(
+        self,
+        links: Links,
+        directory: Directory,
+        run_id: str,
+        me: PeerId,
+        record: Callable[[], bytes],
+        rng: random.Random,
+        maddrs: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """`maddrs` are our own addresses of the moment, `record` what we announce of ourselves."""
+        self.known: dict[PeerId, Member] = {}
+        self.looked_up = trio.Event()
+        self.announced = trio.Event()
+        self._links = links
+        self._directory = directory
+        self._run_id = run_id
+        self._me = me
+        self._record = record
+        self._rng = rng
+        self._maddrs = maddrs
+        self._told_private = False
+        self._dialling: set[PeerId] = set()
+        self._ignored_until_s: dict[PeerId, float] = {}
+        self._stopped = False
+        self._most_links = MAX_KNOWN
+
+    async def run_forever(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._announce)
+            nursery.start_soon(self._discover)
+            while not self._stopped:
+                self._dial(nursery)
+                await trio.sleep(0.2)
+
+    def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
+        """It linked to us: it is there, whatever was heard before."""
+        self._ignored_until_s.pop(peer_id, None)
+        self.hint(peer_id, maddrs, role)
+        if is_public(maddrs) and not self._told_private:
+            self._tell_if_private(peer_id)
+
+    def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = "trainer") -> None:
+        """Somebody told us of a peer. Dialled later; the least recently heard of is forgotten when there are many."""
+        if peer_id == self._me or not peer_id or len(peer_id) > 128:
+            return
+        now = trio.current_time()
+        if self._ignored_until_s.get(peer_id, 0.0) > now:
+            return
+        self._ignored_until_s.pop(peer_id, None)
+        maddrs = tuple(maddr for maddr in maddrs[:MAX_MADDRS] if len(maddr) <= MAX_MADDR_LENGTH)
+        member = self.known.get(peer_id)
+        if member is not None:
+            member.seen_s = now
+            member.maddrs = maddrs or member.maddrs
+            return
+        if len(self.known) >= MAX_KNOWN:
+            idle = [p for p in self.known if self._links.get(p) is None]
+            if not idle:
+                return
+            del self.known[min(idle, key=lambda p: self.known[p].seen_s)]
+        self.known[peer_id] = Member(maddrs, role, now)
+
+    def settle(self) -> None:
+        """We stand on the run's state: a subset of the swarm is enough from now on."""
+        self._most_links = MAX_LINKS
+
+    def stop(self) -> None:
+        """Dial nobody from now on: we leave."""
+        self._stopped = True
+
+    def forget(self, peer_id: PeerId) -> None:
+        """It left on purpose: its records linger for a while, but if it comes back, it will dial us."""
+        now = trio.current_time()
+        self.known.pop(peer_id, None)
+        self._ignored_until_s = {peer: until_s for peer, until_s in self._ignored_until_s.items() if until_s > now}
+        self._ignored_until_s[peer_id] = now + 2 * RECORD_TTL_S
+
+    @property
+    def undecided(self) -> bool:
+        """Whether some known peer has never been reached nor given up on."""
+        return any(member.dials == 0 and self._links.get(peer) is None for peer, member in self.known.items())
+
+    def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
+        """A few linked peers, for others to hear of."""
+        linked = sorted(peer for peer in self._linked() if self.known[peer].role == "trainer")
+        chosen = self._rng.sample(linked, min(count, len(linked)))
+        return tuple((peer, self.known[peer].maddrs) for peer in chosen)
+
+    def _linked(self) -> list[PeerId]:
+        """Members that we are linked with; observers are none."""
+        return [peer for peer in self.known if self._links.get(peer) is not None]
+
+    def _tell_if_private(self, peer_id: PeerId) -> None:
+        """Say that nobody can dial us, or only through relays, now that somebody outside was reached."""
+        relayed = [maddr for maddr in self._maddrs() if is_relayed(maddr)]
+        direct = [maddr for maddr in self._maddrs() if not is_relayed(maddr)]
+        if not self._maddrs() or is_public(direct):
+            return
+        self._told_private = True
+        logger.log(
+            logging.INFO if relayed else logging.WARNING,
+            "%s is reached over the internet, and this peer has only addresses of its own network (%s): nobody outside "
+            "can dial it, and %s; to change that, forward a port of your router to it and give --announce-maddrs "
+            "/ip4/ROUTER/tcp/PORT",
+            peer_id, ", ".join(maddr.partition("/p2p/")[0] for maddr in direct),
+            "whoever is behind NAT as well exchanges everything with it through a relay" if relayed
+            else "with others behind NAT it trains only through those who can be dialled",
+        )  # fmt: skip
+
+    async def _announce(self) -> None:
+        key = member_key(self._run_id, bucket_of(self._me))
+        while True:
+            stored = await self._directory.announce(key, self._record(), RECORD_TTL_S)
+            if stored:
+                self.announced.set()
+            await trio.sleep(ANNOUNCE_EVERY_S if stored else 1.0)
+
+    async def _discover(self) -> None:
+        while True:
+            eager = not self._linked()
+            buckets = range(BUCKETS) if eager else {bucket_of(self._me), self._rng.randrange(BUCKETS)}
+            async with trio.open_nursery() as nursery:
+                for bucket in buckets:
+                    nursery.start_soon(self._look_up, bucket)
+            self.looked_up.set()
+            await trio.sleep(EAGER_LOOKUP_S if eager else LOOKUP_EVERY_S)
+
+    async def _look_up(self, bucket: int) -> None:
+        for peer_id, value in (await self._directory.lookup(member_key(self._run_id, bucket))).items():
+            record = decode_record(value)
+            if record is not None:
+                self.hint(peer_id, *record)
+
+    def _dial(self, nursery: trio.Nursery) -> None:
+        now = trio.current_time()
+        room = self._most_links - len(self._linked()) - len(self._dialling)
+        for peer_id, member in list(self.known.items()):
+            if self._links.get(peer_id) is not None:
+                member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
+            elif now - member.seen_s > 2 * RECORD_TTL_S:
+                del self.known[peer_id]
+            elif not worth_dialling(self._maddrs(), member.maddrs):
+                member.dials = max(1, member.dials)
+            elif now >= member.next_dial_s + member.left_alone_s and peer_id not in self._dialling and room > 0:
+                room -= 1
+                self._dialling.add(peer_id)
+                nursery.start_soon(self._dial_one, peer_id, member)
+
+    async def _dial_one(self, peer_id: PeerId, member: Member) -> None:
+        try:
+            await self._links.connect(peer_id, list(member.maddrs))
+        except PeerLostError as error:
+            logger.debug("cannot reach %s: %s", peer_id, error)
+        except P2PTrainError as error:
+            logger.warning("%s", error)
+        finally:
+            member.dials += 1
+            member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
+            member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)
+            self._dialling.discard(peer_id)

@@ -1,0 +1,1 @@
+"""The agreed state: founding it, downloading it, and catching up with the swarm."""

@@ -1,0 +1,342 @@
+"""Standing on the run's state: founding it, adopting it when joining, and following when others are further.
+
+A peer that is one round behind follows by that round's record, one that is further behind or of another lineage
+replaces its whole state. Of two lineages that meet, the one with more tokens goes on (DESIGN.md, round protocol, 10).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from p2ptrain.errors import ConfigError, PeerLostError, WireError
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Epoch, Landing
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.rounds.engine import RoundEngine
+from p2ptrain.protocol.rounds.lineage import new_lineage
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
+from p2ptrain.protocol.wire.messages import Beat, Head
+from p2ptrain.protocol.wire.serialization import unpack_record
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+# Several fresh peers and no state in sight for this long: the lowest peer id founds the run (DESIGN.md).
+FOUND_AFTER_S = 2.0
+# A joiner that gets no byte of state for this long gives up with an error.
+ADOPT_TIMEOUT_S = 120.0
+# A Commit that is merely late comes before this; then its record is asked for.
+COMMIT_GRACE_S = 0.2
+# Between two tries to catch up (guess).
+RETRY_S = 2.0
+
+
+class ModelAccess(Protocol):
+    """The parts of the model that are read or filled outside of steps, while training has not begun."""
+
+    def buffers(self) -> bytes:
+        """The model's buffers, serialized."""
+        ...
+
+    def load_buffers(self, data: bytes) -> None:
+        """Take over serialized buffers. Raises WireError when they do not fit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint brings back: a state that may be newer or older than the swarm's."""
+
+    state: AnchorState
+    head: Head
+    run_step: int
+
+
+class StandingHost(Protocol):
+    """What this part needs of its node."""
+
+    peer_id: PeerId
+    incarnation: str
+    run: RunConfig
+    links: Links
+    membership: Membership
+    engine: RoundEngine
+    state: AnchorState
+    compute: Compute
+
+    def fresh_trainers(self) -> list[PeerId]:
+        """Live trainers, whether they hold the run's state or not."""
+        ...
+
+    def announce(self) -> None:
+        """Tell all partners at once where we stand now."""
+        ...
+
+    def record(self, event: str, /, **fields: object) -> None: ...
+
+
+class StateSync:
+    """Owns the way from nothing to the run's state, and from an old state to the newest.
+
+    Attributes:
+        founded: whether the run began here: nobody had a state when this peer came.
+    """
+
+    def __init__(
+        self,
+        host: StandingHost,
+        exchange: Exchange,
+        model: ModelAccess,
+        *,
+        may_found: bool,
+        restored: Restored | None,
+        rng: random.Random,
+    ) -> None:
+        self._host = host
+        self._exchange = exchange
+        self._model = model
+        self.founded = False
+        self._may_found = may_found
+        self._restored = restored
+        self._rng = rng
+        self._download: Download | None = None
+        self._jobs_send, self._jobs = trio.open_memory_channel[tuple[Link | None, str]](1)
+
+    @property
+    def status(self) -> str:
+        """What a joining peer is doing, for people."""
+        return f"downloading state {100 * self._download.progress:.0f} %" if self._download else "joining"
+
+    # --- at the start -------------------------------------------------------------------------------------------------
+
+    async def establish(self) -> None:
+        """Come to stand on the run's state: the swarm's, our checkpoint's, or a new one.
+
+        Raises ConfigError when there is a state that cannot be had.
+        """
+        host = self._host
+        started = trio.current_time()
+        while not self._may_found and not host.engine.head.lineage:
+            donors = self._donors()
+            if donors and not self._ours_is_further(donors[0]):
+                await self._adopt(donors)
+                return
+            if donors or self._ours_to_found(started):
+                break
+            await trio.sleep(0.1)
+        restored = self._restored
+        if restored is not None:
+            host.state.copy_from(restored.state)
+            host.engine.set_head(restored.head)
+            host.engine.found_lineage()
+            await host.engine.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
+            return
+        self._exchange.averaged.read(host.state.anchor_tensor())
+        await host.compute(host.state.rehash)
+        hashes = host.state.hashes
+        genesis = new_lineage(host.run.digest, -1, host.peer_id, host.incarnation)
+        voters = ((host.peer_id, host.incarnation),)
+        host.engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
+        self.founded = True
+        await host.engine.land(self._arrival("keep", "founded the run"))
+
+    def _ours_to_found(self, started: float) -> bool:
+        """Whether nobody has a state, everybody known has been asked, and ours is the lowest id of the fresh ones."""
+        membership, waited_s = self._host.membership, trio.current_time() - started
+        if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
+            if waited_s > ADOPT_TIMEOUT_S:
+                raise ConfigError(
+                    f"run {self._host.run.run_id!r}: no answer from the DHT for {ADOPT_TIMEOUT_S:.0f} s; "
+                    "check the initial peers"
+                )
+            return False
+        return waited_s > FOUND_AFTER_S and self._host.peer_id <= min(
+            self._host.fresh_trainers(), default=self._host.peer_id
+        )
+
+    def _ours_is_further(self, donor: Link) -> bool:
+        assert donor.beat is not None
+        return self._restored is not None and rank_of(self._restored.head) > rank_of(donor.beat)
+
+    def _donors(self) -> list[Link]:
+        """Live peers that hold the best state in sight."""
+        stateful = [(link, link.beat) for link in self._host.links.live.values() if link.beat and link.beat.lineage]
+        if not stateful:
+            return []
+        _, best = max(stateful, key=lambda pair: rank_of(pair[1]))
+        return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
+
+    async def _adopt(self, donors: list[Link]) -> None:
+        """Make the donors' state ours; other donors take over from lost ones, and verified chunks are kept."""
+        host, restored = self._host, self._restored
+        if restored is not None:
+            host.state.copy_from(restored.state)
+        download = self._download = self._new_download(host.state)
+        head, progress, progress_s = None, 0, trio.current_time()
+        while head is None:
+            try:
+                self._rng.shuffle(donors)
+                asked = await ask_head(host.links, donors[0])
+                await download.run(asked, donors)
+                self._model.load_buffers(await ask_buffers(host.links, donors[0]))
+                head = asked
+            except (PeerLostError, WireError) as error:
+                logger.info("state download: %s", error)
+                if download.done_chunks > progress:
+                    progress, progress_s = download.done_chunks, trio.current_time()
+                if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
+                    raise ConfigError(
+                        f"run {host.run.run_id!r}: {download.progress:.0%} of its state came, then nothing for "
+                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable from here, or gone"
+                    ) from None
+                await trio.sleep(0.5)
+                donors = self._donors() or donors
+        self._download = None
+        host.engine.set_head(head)
+        if restored is not None and restored.head.state_sha256 == head.state_sha256:
+            landing = self._arrival("keep", "the swarm stands where our checkpoint does", restored.run_step)
+        else:
+            landing = self._arrival("write", "adopted the swarm's state")
+        await host.engine.land(landing)
+
+    def _new_download(self, state: AnchorState) -> Download:
+        host = self._host
+        return Download(host.links, state, host.compute, host.engine.parts, host.engine.codec_of)
+
+    def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
+        """Where the training thread finds itself on our (new) head; "write": with the anchor as its weights."""
+        head, run = self._host.engine.head, self._host.run
+        run_step = head.run_step if run_step is None else run_step
+        self._host.record(
+            "adopt",
+            reason=reason,
+            lineage=head.lineage,
+            round=head.round,
+            run_step=run_step,
+            anchor_sha256=head.anchor_sha256,
+            state_sha256=head.state_sha256,
+        )
+        self._host.announce()
+        return Landing(
+            kind=kind,
+            buffer=self._host.state.anchor_tensor() if kind == "write" else None,
+            epoch=Epoch(head.lineage, head.round),
+            sync_every=run.sync_every,
+            run_step=run_step,
+            included_tokens=0,
+            snapshot_steps=None,
+            report=None,
+            finished=0 < run.total_steps <= head.run_step,
+        )
+
+    # --- later --------------------------------------------------------------------------------------------------------
+
+    async def keep_up(self) -> None:
+        """Follow whoever is further, one job at a time; until cancelled."""
+        async for link, reason in self._jobs:
+            try:
+                if link is None:
+                    await self._replace_state(reason)
+                elif not await self._follow_record(link):
+                    await self._replace_state("the next round's record is not remembered any more")
+            except (PeerLostError, WireError) as error:
+                # The next beat of a partner that is ahead starts it again; not at once: it may not have what it says.
+                logger.info("catching up failed, will try again: %s", error)
+                await trio.sleep(RETRY_S)
+
+    def compare(self, link: Link, beat: Beat) -> None:
+        """See whether a partner stands further than we do, and follow if so."""
+        head = self._host.engine.head
+        if beat.lineage == head.lineage:
+            if beat.round > head.round and not self._host.engine.resolving:
+                self._begin(link, "")
+        elif beat.lineage and rank_of(beat) > rank_of(head):
+            self._begin(None, f"lineage {beat.lineage} has more tokens than ours")
+
+    def fall_behind(self, reason: str) -> None:
+        """The rounds cannot be followed by their records any more."""
+        self._begin(None, reason)
+
+    def _begin(self, link: Link | None, reason: str) -> None:
+        # Where one is under way and another waits, they will see the newest state.
+        with contextlib.suppress(trio.WouldBlock):
+            self._jobs_send.send_nowait((link, reason))
+
+    async def _follow_record(self, link: Link) -> bool:
+        """Bring the rounds home by their records that a partner has and we lack. False when it forgot the next one."""
+        engine = self._host.engine
+        await trio.sleep(COMMIT_GRACE_S)
+        while not engine.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
+            lineage, round_ = engine.head.lineage, engine.head.round + 1
+            if link.beat.round < round_:
+                break
+            answer, payload = await self._host.links.request(link, "record", lineage, round_, timeout_s=10.0)
+            if not answer.found:
+                return False
+            record = unpack_record(payload)
+            if (record.lineage, record.round) != (lineage, round_):
+                raise WireError("another record than asked for")
+            await engine.adopt_record(record)
+        return True
+
+    async def _replace_state(self, reason: str) -> None:
+        """Adopt the best state in sight. Of the same genesis we keep our weights, else they are overwritten.
+
+        Rounds of our own go on until the other state is here, whole and verified: a partner that only claims to be
+        further holds nobody up.
+        """
+        host, engine = self._host, self._host.engine
+        donors = [donor for donor in self._donors() if donor.beat and rank_of(donor.beat) > rank_of(engine.head)]
+        if not donors:
+            return
+        logger.info("replacing our state: %s", reason)
+        head = await ask_head(host.links, donors[0])
+        # A new lineage may begin from the very state that we stand on; else fetch what differs.
+        if head.state_sha256 != engine.head.state_sha256:
+            # Into a second state: should it fail half-way, we still stand where we stood, and go on from there.
+            self._download = self._download or self._new_download(host.state.blank())
+            await self._download.run(head, donors)
+        async with engine.paused():
+            if rank_of(head) <= rank_of(engine.head):
+                return
+            if head.state_sha256 != engine.head.state_sha256:
+                if self._download is None:
+                    raise PeerLostError("a round of our own came first")
+                host.state.copy_from(self._download.state)
+            self._download = None
+            kind = "keep" if head.genesis == engine.head.genesis else "write"
+            engine.set_head(head)
+            await engine.land(self._arrival(kind, reason))
+
+    async def can_restore(self, restored: Restored) -> bool:
+        """Whether a checkpoint's state is further than the one that we stand on."""
+        return rank_of(restored.head) > rank_of(self._host.engine.head)
+
+    async def restore(self, restored: Restored) -> None:
+        """Go back to a checkpoint, as the founder of a new lineage; the others follow if it is the furthest."""
+        async with self._host.engine.paused():
+            self._host.state.copy_from(restored.state)
+            self._host.engine.set_head(restored.head)
+            self._host.engine.found_lineage()
+            await self._host.engine.land(self._arrival("keep", "restored by the user", restored.run_step))
+
+
+def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:
+    """Where a state stands among others: more tokens first, then the younger lineage, the smaller id, the round."""
+    generation = place.lineage.split("-")[0]
+    return (
+        place.tokens_total,
+        int(generation) if generation.isdecimal() else -1,
+        place.round,
+        tuple(-ord(character) for character in place.lineage),
+    )

@@ -1,0 +1,242 @@
+"""How a joiner gets the run's state: anchor and moments in verified chunks, from several donors at once.
+
+The manifest (the list of chunk hashes) is checked against the hash in the donor's head, every chunk against the
+manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor is lost. When the swarm
+resolves a round meanwhile, which changes every chunk, those that are here are rolled forward with the round's encoded
+mean (an eighth of the bytes), so that a slow link comes to the end of a download however often rounds are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import trio
+
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.rounds.contribution import apply_outcome, check_decodes, check_record
+from p2ptrain.protocol.state_sync.anchor import STATE_CHUNK_BLOCKS, AnchorState
+from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request
+from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
+from p2ptrain.protocol.wire.transport import Compute
+
+logger = logging.getLogger(__name__)
+
+# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and others may be joining too.
+CHUNK_TIMEOUT_S = 60.0
+SHORT_TIMEOUT_S = 15.0
+# Chunks asked of one donor at once: two hide the round trip of a slow link; where chunks come faster than QUICK_S it
+# takes more. What is asked for when the swarm resolves a round comes in vain.
+PER_DONOR = 2
+MOST_PER_DONOR = 8
+QUICK_S = 0.5
+# Model buffers (running means and such) travel in pieces of this size.
+BUFFER_PIECE_BYTES = 1024 * 1024
+# More than this is not taken in from a donor, whatever it goes on sending (guess).
+MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
+
+
+class StateServer:
+    """Answers requests for this peer's head, manifest, chunks and buffers from live memory."""
+
+    def __init__(
+        self,
+        state: AnchorState,
+        head: Callable[[], Head],
+        busy: Callable[[], bool],
+        buffers: Callable[[], bytes],
+        compute: Compute,
+    ) -> None:
+        self._state = state
+        self._head = head
+        self._busy = busy
+        self._buffers = buffers
+        self._compute = compute
+
+    async def serve(self, link: Link, request: Request) -> None:
+        """Answer one request, or say that it cannot be answered now. A peer without state never donates."""
+        found, payload = False, b""
+        if self._head().lineage and not self._busy():
+            payload = await self._payload(request)
+            found = bool(payload) and not self._busy()
+        await link.send_bulk(
+            Answer(request.request, found, request.what), payload if found else b"", Traffic.STATE, compress=True
+        )
+
+    async def _payload(self, request: Request) -> bytes:
+        match request.what:
+            case "head":
+                return pack_value(self._head())
+            case "manifest":
+                return "".join(self._state.hashes.chunks).encode()
+            case "chunk" if 0 <= request.index < self._state.num_chunks:
+                # One of another state would come in vain, and on a slow link hold up what is needed.
+                if request.subject != self._head().state_sha256:
+                    return b""
+                return await self._compute(self._state.chunk(request.index).tobytes)
+            case "buffers" if request.index >= 0:
+                start = request.index * BUFFER_PIECE_BYTES
+                return (await self._compute(self._buffers))[start : start + BUFFER_PIECE_BYTES]
+        return b""
+
+
+async def ask_head(links: Links, link: Link) -> Head:
+    """Where a partner stands. Raises PeerLostError, WireError."""
+    answer, payload = await links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
+    if not answer.found:
+        raise PeerLostError(f"{link.peer_id} has no state to give now")
+    return unpack_head(payload)
+
+
+async def ask_buffers(links: Links, link: Link) -> bytes:
+    """The serialized buffers of a partner's model. Raises PeerLostError, WireError."""
+    data = bytearray()
+    while len(data) <= MAX_BUFFERS_BYTES:
+        index = len(data) // BUFFER_PIECE_BYTES
+        answer, payload = await links.request(link, "buffers", "", index, timeout_s=CHUNK_TIMEOUT_S)
+        data += payload
+        if not answer.found or len(payload) < BUFFER_PIECE_BYTES:
+            return bytes(data)
+    raise WireError(f"{link.peer_id} sends more than {MAX_BUFFERS_BYTES} bytes of buffers")
+
+
+class Download:
+    """Fills an `AnchorState` to match a head. Keeps verified chunks between calls of `run`.
+
+    Args:
+        state: written to from the first chunk on; chunks that it holds already, by its hashes, are not fetched.
+        parts: where encoded means are fetched to.
+        codec_of: how a round's are encoded.
+    """
+
+    def __init__(
+        self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, codec_of: Callable[[Record], Codec]
+    ) -> None:
+        self.state = state
+        self.done_chunks = 0
+        self._links = links
+        self._compute = compute
+        self._parts = parts
+        self._codec_of = codec_of
+        self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
+        self._held_of = state.hashes.state
+
+    @property
+    def progress(self) -> float:
+        """Share of the chunks that are here and verified."""
+        return self.done_chunks / self.state.num_chunks
+
+    async def run(self, head: Head, donors: Sequence[Link]) -> None:
+        """Fetch everything for `head`. Raises PeerLostError when no donor is left; call again with others then."""
+        hashes = await self._manifest(head, donors)
+        if head.record is not None and head.record.parent_sha256 == self._held_of:
+            await self._roll_forward(head.record, donors)
+        self._held = {i: sha256 for i, sha256 in enumerate(hashes) if self._held.get(i) == sha256}
+        self._held_of = head.state_sha256
+        missing = deque(i for i in range(len(hashes)) if i not in self._held)
+        self.done_chunks = len(hashes) - len(missing)
+        async with trio.open_nursery() as nursery:
+            for donor in donors:
+                fetching = Counter({donor.peer_id: PER_DONOR})
+                for _ in range(PER_DONOR):
+                    nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
+        if self.done_chunks < len(hashes):
+            raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks could not be had")
+        self.state.hashes = self.state.combine(hashes)
+
+    async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
+        """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
+        state = self.state
+        try:
+            check_record(record, state)
+        except WireError as error:
+            logger.info("the state that is here cannot be rolled forward: %s", error)
+            return
+        codec = self._codec_of(record)
+        whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
+        if len(whole) * len(state.vectors) * state.chunk(0).nbytes < codec.size_bytes(state.num_blocks):
+            return  # they come anew for less than the mean would
+        try:
+            await self._parts.fetch(record, codec, [donor.peer_id for donor in donors])
+        except (PeerLostError, WireError) as error:
+            logger.info("the state that is here cannot be rolled forward: %s", error)
+            return
+        for part in record.parts:
+            mean = self._parts.get(part.sha256)
+            for piece in whole:
+                start = piece * STATE_CHUNK_BLOCKS
+                stop = min(start + STATE_CHUNK_BLOCKS, state.num_blocks)
+                if part.start <= start < part.stop:
+                    low, high = (codec.size_bytes(block - part.start) for block in (start, stop))
+                    await self._compute(self._step_chunks, piece, record, codec, mean[low:high], (start, stop))
+
+    def _step_chunks(
+        self, piece: int, record: Record, codec: Codec, mean: bytes | bytearray, bounds: tuple[int, int]
+    ) -> None:
+        """The outer step on one slice of anchor and moments; their hashes then show whether it was right."""
+        try:
+            check_decodes(codec, mean, bounds)
+        except WireError:
+            return
+        apply_outcome(self.state, codec, mean, bounds, record, None)
+        for chunk in self.state.chunks_of(piece):
+            self._held[chunk] = hashlib.sha256(self.state.chunk(chunk).data).hexdigest()
+
+    async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
+        for donor in donors:
+            try:
+                answer, payload = await self._links.request(donor, "manifest", timeout_s=CHUNK_TIMEOUT_S)
+            except PeerLostError:
+                continue
+            if not answer.found or len(payload) != 64 * self.state.num_chunks:
+                continue
+            text = payload.decode("ascii", "replace")
+            hashes = [text[i : i + 64] for i in range(0, len(text), 64)]
+            if self.state.combine(hashes).state == head.state_sha256:
+                return hashes
+        raise PeerLostError("no donor has the manifest of this head any more")
+
+    async def _fetch_chunks(
+        self,
+        donor: Link,
+        head: Head,
+        hashes: list[str],
+        missing: deque[int],
+        nursery: trio.Nursery,
+        fetching: Counter[str],
+    ) -> None:
+        """Take chunks off the common list until it is empty or the donor fails; what it failed goes back."""
+        while missing:
+            index = missing.popleft()
+            asked_s = trio.current_time()
+            try:
+                await self._fetch_chunk(donor, head, index, hashes[index])
+            except (PeerLostError, WireError) as error:
+                logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
+                missing.append(index)
+                return
+            self.done_chunks += 1
+            if trio.current_time() - asked_s < QUICK_S and fetching[donor.peer_id] < MOST_PER_DONOR:
+                fetching[donor.peer_id] += 1
+                nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
+
+    async def _fetch_chunk(self, donor: Link, head: Head, index: int, sha256: str) -> None:
+        answer, payload = await self._links.request(
+            donor, "chunk", head.state_sha256, index, timeout_s=CHUNK_TIMEOUT_S
+        )  # fmt: skip
+        if not answer.found:
+            raise PeerLostError("the donor has another state by now")
+        target = self.state.chunk(index)
+        if len(payload) != target.nbytes:
+            raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")
+        if await self._compute(lambda: hashlib.sha256(payload).hexdigest()) != sha256:
+            raise WireError("its hash is wrong")
+        target[:] = np.frombuffer(payload, np.float32).reshape(target.shape)
+        self._held[index] = sha256

@@ -1,0 +1,113 @@
+"""Frames: how one message and its payload become bytes, and how bytes from strangers become a message.
+
+A frame is a fixed prefix, a msgpack header (one message of `messages.py`) and a raw payload, zstd-compressed where
+that pays. Everything in it is hostile until checked: sizes before anything is allocated, the version, the kind, the
+type of every header field, and the size that a compressed payload claims for itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import zstandard
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Message
+from p2ptrain.protocol.wire.serialization import from_header, to_header
+
+WIRE_VERSION = 1
+# Names of 64 roster members and their parts fit in a few KiB; a record with 512 part hashes in 40 KiB.
+MAX_HEADER_BYTES = 256 * 1024
+# The largest payloads: a joiner's list of chunk hashes (of 2 billion parameters), and large fragments of large models.
+MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
+
+_PREFIX = struct.Struct("!BBBxIIIQ")
+PREFIX_BYTES = _PREFIX.size
+_COMPRESSED = 1
+_BULK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The fixed part of a frame.
+
+    Bulk frames are those under flow control; `acked_bytes` is the sender's count of bulk bytes received on this link.
+    """
+
+    kind: int
+    compressed: bool
+    bulk: bool
+    header_bytes: int
+    payload_bytes: int
+    raw_payload_bytes: int
+    acked_bytes: int
+
+    @property
+    def body_bytes(self) -> int:
+        return self.header_bytes + self.payload_bytes
+
+
+def encode_frame(
+    message: Message,
+    payload: bytes | memoryview = b"",
+    *,
+    acked_bytes: int = 0,
+    bulk: bool = False,
+    compress: bool = False,
+) -> bytes:
+    """One frame as bytes. `compress` tries zstd and keeps it only if the payload shrinks by at least 3 %."""
+    header = to_header(message)
+    raw_bytes = len(payload)
+    assert len(header) <= MAX_HEADER_BYTES, f"{type(message).__name__} header of {len(header)} bytes"
+    assert raw_bytes <= MAX_PAYLOAD_BYTES, f"{type(message).__name__} payload of {raw_bytes} bytes"
+    flags = _BULK if bulk else 0
+    if compress and raw_bytes:
+        packed = zstandard.ZstdCompressor(level=1).compress(payload)
+        if len(packed) < 0.97 * raw_bytes:
+            payload, flags = packed, flags | _COMPRESSED
+    prefix = _PREFIX.pack(
+        WIRE_VERSION, KIND_OF[type(message)], flags, len(header), len(payload), raw_bytes, acked_bytes
+    )
+    return b"".join((prefix, header, payload))
+
+
+def decode_prefix(data: bytes) -> Prefix:
+    """Check the fixed part. Raises WireError before anything of the declared size is allocated."""
+    version, kind, flags, header_bytes, payload_bytes, raw_bytes, acked = _PREFIX.unpack(data)
+    if version != WIRE_VERSION:
+        raise WireError(f"wire version {version}, expected {WIRE_VERSION}")
+    if kind not in KINDS:
+        raise WireError(f"unknown frame kind {kind}")
+    if flags & ~(_COMPRESSED | _BULK):
+        raise WireError(f"unknown frame flags {flags}")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise WireError(f"header of {header_bytes} bytes, at most {MAX_HEADER_BYTES}")
+    if payload_bytes > MAX_PAYLOAD_BYTES or raw_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(f"payload of {max(payload_bytes, raw_bytes)} bytes, at most {MAX_PAYLOAD_BYTES}")
+    compressed = bool(flags & _COMPRESSED)
+    if not compressed and payload_bytes != raw_bytes:
+        raise WireError("an uncompressed payload declares two sizes")
+    return Prefix(kind, compressed, bool(flags & _BULK), header_bytes, payload_bytes, raw_bytes, acked)
+
+
+def decode_body(prefix: Prefix, body: bytes) -> tuple[Message, bytes]:
+    """The message and the raw payload of a frame whose body has arrived whole. Raises WireError."""
+    assert len(body) == prefix.body_bytes
+    message = from_header(prefix.kind, body[: prefix.header_bytes])
+    payload = body[prefix.header_bytes :]
+    return message, _decompress(payload, prefix.raw_payload_bytes) if prefix.compressed else payload
+
+
+def _decompress(payload: bytes, raw_bytes: int) -> bytes:
+    # python-zstandard ignores max_output_size when the frame declares its own size, so that is read first.
+    try:
+        declared = zstandard.get_frame_parameters(payload).content_size
+        if declared != raw_bytes:
+            raise WireError(f"compressed payload declares {declared} bytes, its frame {raw_bytes}")
+        raw = zstandard.ZstdDecompressor().decompress(payload)
+    except zstandard.ZstdError as error:
+        raise WireError(f"bad compressed payload: {error}") from None
+    if len(raw) != raw_bytes:
+        raise WireError(f"compressed payload holds {len(raw)} bytes, declared {raw_bytes}")
+    return raw

@@ -1,0 +1,65 @@
+"""What a reproduction tells: a table of claims beside ours, in the terminal and as Markdown, and its picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from p2ptrain.simulation.plot import save_plot
+from p2ptrain.simulation.report import format_table
+from p2ptrain.simulation.reproduction.claims import MEASURES, Verdict
+from p2ptrain.simulation.reproduction.experiments import Outcome
+
+
+def format_outcome(outcome: Outcome) -> str:
+    """The arms, then each claim with the paper's figure, ours and the verdict."""
+    reproduction = outcome.reproduction
+    table = Table(box=None, pad_edge=False)
+    for column in ("row", "the paper says", "paper", "here", "verdict"):
+        table.add_column(column, overflow="fold")
+    for verdict in outcome.verdicts:
+        claim = verdict.claim
+        table.add_row(claim.row, claim.text, claim.paper, figure(verdict), verdict.words)
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table)
+    arms = format_table(list(outcome.records[0].values()))
+    note = f"\n{reproduction.note}" if reproduction.note else ""
+    return f"{reproduction.title}{note}\n\n{arms}\n\n{capture.get().rstrip()}"
+
+
+def figure(verdict: Verdict) -> str:
+    """Ours, as the paper gives its own."""
+    _, is_loss = MEASURES[verdict.claim.measure]
+    spread = "" if verdict.spread is None else f" (± {verdict.spread:.2g} over seeds)"
+    values = f"{verdict.left:.4g} against {verdict.right:.4g}"
+    if math.isnan(verdict.relative):
+        return values + spread
+    kind = "perplexity " if is_loss else ""
+    return f"{kind}{100 * verdict.relative:+.2f} % ({values}){spread}"
+
+
+def write_outcome(outcome: Outcome, directory: Path) -> None:
+    """Records of the first seed, the verdicts as JSON, and the picture."""
+    target = directory / outcome.reproduction.name
+    for records in outcome.records[0].values():
+        records.write(target / records.experiment.directory)
+    verdicts = [
+        {
+            "row": v.claim.row, "text": v.claim.text, "paper": v.claim.paper, "measure": v.claim.measure,
+            "left": v.left, "right": v.right, "relative": v.relative, "spread": v.spread, "words": v.words,
+        }
+        for v in outcome.verdicts
+    ]  # fmt: skip
+    content = {"title": outcome.reproduction.title, "seeds": outcome.seeds, "claims": verdicts}
+    (target / "verdicts.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save_plot(outcome.reproduction.title, list(outcome.records[0].values()), target / "curves.png")
+
+
+def markdown_rows(outcome: Outcome) -> list[str]:
+    """A line of a Markdown table for each claim."""
+    return [f"| {v.claim.row} | {v.claim.text} | {v.claim.paper} | {figure(v)} | {v.words} |" for v in outcome.verdicts]

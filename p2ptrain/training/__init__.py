@@ -1,0 +1,1 @@
+"""What `p2ptrain join` runs: models, data, the trainer, checkpoints, generation."""

@@ -1,0 +1,167 @@
+"""Corpora and their split into text to train on and held-out text that no peer ever trains on.
+
+The split asks only for names, never for a random state or for what else there is: a file is held out when the hash
+of its relative path says so, so every machine and every version of Python holds out the same files. A single file
+is split in the same way by the numbers of its 4 KiB blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data.tokenizer import UNKNOWN, encode
+
+# 5 % is a common share; nothing here depends on it being large.
+HELD_OUT_ONE_IN = 20
+BLOCK_TOKENS = 4096
+# A default run (2000 steps of 256 characters) sees an eighth of it: more would only cost time to load.
+STDLIB_BYTES = 4 * 2**20
+# Not prose of programmers: tests, tables, other people's packages, and what only some installations have.
+_STDLIB_SKIPPED = frozenset({
+    "__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
+    "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenised text; both arrays are uint8 and never written to.
+
+    Attributes:
+        training: what peers train on.
+        held_out: what they are measured on.
+    """
+
+    training: NDArray[np.uint8]
+    held_out: NDArray[np.uint8]
+
+
+def load_corpus(source: str) -> Corpus:
+    """Load "stdlib" (the source of Python's own library), a text file, or all text files below a directory.
+
+    Raises:
+        ConfigError: the text is missing, empty, unreadable, binary or too small to be split.
+    """
+    if source == "stdlib":
+        return _split_by_file(list(_stdlib_files()), source)
+    path = Path(source)
+    try:
+        if path.is_dir():
+            files = list(_text_files(path))
+            if not files:
+                raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
+            return _split_by_file(files, source)
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"--data {source}: no such file or directory; give text, or leave it out") from error
+    except OSError as error:
+        raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror})") from error
+    if _is_binary(text):
+        raise ConfigError(f"--data {source}: holds zero bytes, so it is not text; give plain text in UTF-8")
+    return _split_by_block(_tokens(text), source)
+
+
+def _split_by_file(files: Sequence[tuple[str, NDArray[np.uint8]]], source: str) -> Corpus:
+    held_out = [tokens for name, tokens in files if _is_held_out(name)]
+    training = [tokens for name, tokens in files if not _is_held_out(name)]
+    if not held_out or not training:
+        # So few files that the draw left one side empty.
+        return _split_by_block(np.concatenate([tokens for _, tokens in files]), source)
+    return _checked(np.concatenate(training), np.concatenate(held_out), source)
+
+
+def _split_by_block(tokens: NDArray[np.uint8], source: str) -> Corpus:
+    blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
+    if len(blocks) < 2:
+        raise ConfigError(
+            f"--data {source}: {len(tokens)} characters are too few; give more than {BLOCK_TOKENS}, "
+            f"so that a part can be held out to measure on"
+        )
+    held_out = {number for number in range(len(blocks)) if _is_held_out(str(number))}
+    held_out = held_out or {min(range(len(blocks)), key=lambda number: _hash(str(number)))}
+    return _checked(
+        np.concatenate([block for number, block in enumerate(blocks) if number not in held_out]),
+        np.concatenate([block for number, block in enumerate(blocks) if number in held_out]),
+        source,
+    )
+
+
+def _checked(training: NDArray[np.uint8], held_out: NDArray[np.uint8], source: str) -> Corpus:
+    unknown = float(np.mean(training == UNKNOWN))
+    if unknown > 0.5:
+        raise ConfigError(
+            f"--data {source}: {unknown:.0%} of the characters are outside the vocabulary of printable ASCII, "
+            f"which leaves nothing to learn; give text that is mostly ASCII"
+        )
+    training.flags.writeable = held_out.flags.writeable = False
+    return Corpus(training, held_out)
+
+
+def _stdlib_files() -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """Python's own modules, in the order of their paths, up to STDLIB_BYTES chosen by the hash of the path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    # These two are written for each installation.
+    found = [
+        (name, path)
+        for name, path in _walk(root, skipped=_STDLIB_SKIPPED)
+        if name.endswith(".py") and not name.startswith(("_sysconfigdata", "config-"))
+    ]
+    chosen, size_bytes = [], 0
+    for name, path in sorted(found, key=lambda item: _hash("order:" + item[0])):
+        size_bytes += path.stat().st_size
+        if size_bytes > STDLIB_BYTES:
+            break
+        chosen.append((name, path))
+    if size_bytes < STDLIB_BYTES // 4:
+        raise ConfigError(
+            f"--data stdlib: {root} holds only {size_bytes} bytes of Python's own source; give text with --data FILE"
+        )
+    for name, path in sorted(chosen):
+        yield name, _tokens(path.read_bytes())
+
+
+def _text_files(root: Path) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    for name, path in sorted(_walk(root)):
+        content = path.read_bytes()
+        if content and not _is_binary(content):
+            yield name, _tokens(content)
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
+    """All regular, visible files below `root` with their relative paths in POSIX notation."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(root).as_posix(), path
+
+
+def _tokens(content: bytes) -> NDArray[np.uint8]:
+    return encode(content.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+
+
+def _is_binary(content: bytes) -> bool:
+    # As git tells text from binary.
+    return b"\0" in content[:8192]
+
+
+def _is_held_out(name: str) -> bool:
+    return _hash(name) % HELD_OUT_ONE_IN == 0
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8])

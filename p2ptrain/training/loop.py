@@ -1,0 +1,277 @@
+"""The training loop behind `p2ptrain join`: local steps, one `peer.step()` after each.
+
+`training_steps` is the loop as a generator that yields after each step, so that a thread can drive it, or a
+simulation in virtual time. `run_training` drives it on the calling thread and adds what needs a clock and a disk:
+progress, checkpoints and the orderly end.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from p2ptrain.errors import CheckpointError, ConfigError
+from p2ptrain.settings.config import PeerConfig, RunConfig
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.trainer import Trainer
+
+# Guesses: how often people want a line, and the longest wait for the run's last round.
+PROGRESS_INTERVAL_S = 5.0
+LAST_ROUND_TIMEOUT_S = 60.0
+# How soon a Ctrl-C is seen during that wait.
+POLL_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+
+class StepReport(Protocol):
+    """What one `peer.step()` did."""
+
+    @property
+    def sent(self) -> int: ...
+    @property
+    def merged(self) -> int: ...
+    @property
+    def skipped(self) -> Mapping[str, int]: ...
+
+
+class SteppingPeer(Protocol):
+    """What the loop needs of a peer: `p2ptrain.peer.peer.Peer`, a simulated one, or a stand-in without a network."""
+
+    @property
+    def run_step(self) -> int:
+        """The run's step, which a joiner takes over from it."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's length was reached and its last round is resolved."""
+        ...
+
+    def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
+    def record(self, event: str, /, **fields: Any) -> None: ...
+
+
+class TrainingPeer(SteppingPeer, Protocol):
+    """What training from beginning to end needs of a peer."""
+
+    @property
+    def peer_id(self) -> str: ...
+    @property
+    def run(self) -> RunConfig: ...
+    @property
+    def failure(self) -> Exception | None:
+        """Why this peer's network side has ended by itself; None while it works."""
+        ...
+
+    @property
+    def alive(self) -> Sequence[str]: ...
+    @property
+    def round(self) -> int: ...
+    @property
+    def anchor_sha256(self) -> str: ...
+
+    def wait_finished(self, timeout_s: float) -> object: ...
+    def leave(self, reason: str) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What a restart needs to go on; also after `leave`."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One local step and its exchange.
+
+    Attributes:
+        run_step: the run's step after it.
+        loss: training loss of this peer, in nats.
+        tokens: tokens that it trained on.
+        report: what `peer.step()` did.
+        eval_loss: loss on held-out text, where it was measured after this step.
+    """
+
+    run_step: int
+    loss: float
+    tokens: int
+    report: StepReport
+    eval_loss: float | None
+
+
+def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> Generator[StepDone, None, None]:
+    """Train until the run's length is reached, yielding after each step. Never waits for the network."""
+    total_steps = trainer.run.total_steps
+    while not peer.finished and (total_steps == 0 or peer.run_step < total_steps):
+        before = peer.run_step
+        loss, tokens = trainer.step(before)
+        report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
+        # Aligned to the run's steps, not this peer's, so that the curves of all peers share their abscissae.
+        due = before // eval_every != peer.run_step // eval_every
+        yield StepDone(
+            peer.run_step, loss, tokens, report, record_evaluation(peer, trainer, eval_every) if due else None
+        )
+
+
+def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float:
+    """Measure the loss on held-out text; record it, and a sample of the weights with it.
+
+    `every`: steps between two measurements, by which those who look on tell samples that belong together.
+    """
+    loss = trainer.evaluate()
+    peer.record("eval", step=peer.run_step, loss=loss if math.isfinite(loss) else None)
+    peer.record("sample", step=peer.run_step, every=every, values=trainer.sample_weights())
+    return loss
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What happened since the last line of progress.
+
+    Attributes:
+        run_step: step of the run.
+        total_steps: its length; 0 when it has no end.
+        round: rounds that were resolved.
+        peers: live peers, this one included.
+        loss: this peer's mean training loss, in nats.
+        eval_loss: its newest loss on held-out text, in nats.
+        tokens_per_s: its speed.
+        sent, merged: fragments out and in.
+        skipped: fragments that were left out, by reason.
+    """
+
+    run_step: int
+    total_steps: int
+    round: int
+    peers: int
+    loss: float
+    eval_loss: float
+    tokens_per_s: float
+    sent: int
+    merged: int
+    skipped: Mapping[str, int]
+
+
+def run_training(
+    peer: TrainingPeer,
+    trainer: Trainer,
+    config: PeerConfig,
+    *,
+    out: Path,
+    stop: Callable[[], bool],
+    on_progress: Callable[[Progress], None],
+    now: Callable[[], float] = time.monotonic,
+) -> str:
+    """Train until the run ends or `stop` says so; then leave the run and write a checkpoint.
+
+    Args:
+        peer: has entered the run.
+        trainer: holds the model that the peer exchanges.
+        config: how often to evaluate and to write checkpoints.
+        out: directory for checkpoints. One that cannot be written is logged, and training goes on.
+        stop: asked after every step; set by a signal handler.
+        on_progress: called every few seconds.
+        now: monotonic clock, in seconds.
+
+    Returns:
+        Why it ended: "finished" or "interrupted".
+
+    Raises:
+        ConfigError: the network side of this peer has ended; after leaving and writing a checkpoint.
+    """
+    recent: list[StepDone] = []
+    eval_loss = record_evaluation(peer, trainer, config.eval_every)
+    line_s = saved_s = now()
+    for done in _steps_to_the_end(peer, trainer, config, stop, now):
+        recent.append(done)
+        eval_loss = eval_loss if done.eval_loss is None else done.eval_loss
+        if stop() or peer.failure:
+            break
+        if now() - line_s >= PROGRESS_INTERVAL_S:
+            on_progress(_summary(peer, recent, eval_loss, now() - line_s))
+            recent, line_s = [], now()
+        if now() - saved_s >= 60 * config.checkpoint_minutes:
+            save_checkpoint(peer, trainer, out)
+            saved_s = now()
+    if not stop() and not peer.failure:
+        eval_loss = record_evaluation(peer, trainer, config.eval_every)
+    if recent:
+        on_progress(_summary(peer, recent, eval_loss, now() - line_s))
+    interrupted = stop() and not peer.finished
+    # A Ctrl-C reaches the network's daemon too: its end is then no failure.
+    failure = None if interrupted else peer.failure
+    reason = "interrupted" if interrupted else "failed" if failure else "finished"
+    # Leave first: the others should not wait for our disk.
+    peer.leave(reason)
+    save_checkpoint(peer, trainer, out)
+    if failure:
+        raise ConfigError(f"cut off from the run: {failure}; the same command again continues from {out}")
+    return reason
+
+
+def save_checkpoint(peer: TrainingPeer, trainer: Trainer, out: Path) -> Path | None:
+    """Write a checkpoint of model, trainer and peer. Returns its directory, or None when it could not be written."""
+    info = {
+        "run": peer.run.to_dict(),
+        "peer_id": peer.peer_id,
+        "round": peer.round,
+        "anchor_sha256": peer.anchor_sha256,
+        "vocab_size": VOCAB_SIZE,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict(), "peer": peer.state_dict()}
+    try:
+        path = checkpoint.save(out, checkpoint.Checkpoint(step=peer.run_step, info=info, state=state))
+    except CheckpointError as error:
+        logger.error("%s; training goes on without this checkpoint", error)
+        return None
+    logger.info("checkpoint %s", path)
+    return path
+
+
+def _steps_to_the_end(
+    peer: TrainingPeer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
+) -> Generator[StepDone, None, None]:
+    """Every step of this peer, up to the run's last round."""
+    yield from training_steps(peer, trainer, eval_every=config.eval_every)
+    while _is_put_back(peer, stop, now):
+        yield from training_steps(peer, trainer, eval_every=config.eval_every)
+
+
+def _is_put_back(peer: TrainingPeer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
+    """At the run's length, wait for its last round; whether another came that puts us back to where most peers are."""
+    deadline_s = now() + LAST_ROUND_TIMEOUT_S
+    while not peer.finished and not peer.failure and not stop():
+        if peer.run_step < peer.run.total_steps:
+            return True
+        if now() >= deadline_s:
+            logger.warning("the run's last round did not end within %.0f s: left without it", LAST_ROUND_TIMEOUT_S)
+            break
+        peer.wait_finished(POLL_S)
+    return False
+
+
+def _summary(peer: TrainingPeer, recent: Sequence[StepDone], eval_loss: float, seconds: float) -> Progress:
+    skipped: Counter[str] = Counter()
+    for done in recent:
+        skipped.update(done.report.skipped)
+    return Progress(
+        run_step=peer.run_step,
+        total_steps=peer.run.total_steps,
+        round=peer.round,
+        peers=1 + len(peer.alive),
+        loss=sum(done.loss for done in recent) / len(recent),
+        eval_loss=eval_loss,
+        tokens_per_s=sum(done.tokens for done in recent) / max(seconds, 1e-9),
+        sent=sum(done.report.sent for done in recent),
+        merged=sum(done.report.merged for done in recent),
+        skipped=skipped,
+    )

@@ -1,0 +1,6 @@
+"""The models that the command line offers, and those of the user: `package.module:factory`."""
+
+from p2ptrain.training.models.gpt import GPT, GPTConfig
+from p2ptrain.training.models.registry import PRESETS, build, check_name, context_length, count_parameters
+
+__all__ = ["GPT", "PRESETS", "GPTConfig", "build", "check_name", "context_length", "count_parameters"]

@@ -1,0 +1,137 @@
+"""From a model's name to a model whose first weights depend on nothing but the seed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.table import did_you_mean
+from p2ptrain.training.models.gpt import GPT, GPTConfig
+
+# vocab_size=0: that of the text. GPT-2's own table is kept where the published size is the point of the preset.
+PRESETS = {
+    # ALGORITHMS.md, section 4: trains in minutes on one slow core; 0.1M parameters.
+    "gpt-demo": GPTConfig(vocab_size=0, layers=2, heads=4, width=64, context=64),
+    # nanoGPT's character model for one small GPU; 10.8M parameters.
+    "gpt-small": GPTConfig(vocab_size=0, layers=6, heads=6, width=384, context=256),
+    # GPT-2 small, SPARTA's large-scale setting; 124M parameters.
+    "gpt2-124m": GPTConfig(vocab_size=50257, layers=12, heads=12, width=768, context=1024),
+    # DiLoCo, table 1, and its sequence length (table 5). The paper's blocks are Chinchilla's; with GPT-2's and one
+    # table for input and output the sizes are those of the names: 59.9M, 150.8M and 390.7M parameters.
+    "diloco-60m": GPTConfig(vocab_size=32_000, layers=3, heads=16, head_size=64, width=896, context=1024),
+    "diloco-150m": GPTConfig(vocab_size=32_000, layers=12, heads=16, head_size=64, width=896, context=1024),
+    "diloco-400m": GPTConfig(vocab_size=32_000, layers=12, heads=12, head_size=128, width=1536, context=1024),
+}
+# A model of the user that does not say its context is trained on windows as short as the demo's.
+DEFAULT_CONTEXT = 64
+
+
+def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
+    """Build a model on the CPU.
+
+    Args:
+        name: a key of PRESETS, or `package.module:factory`; the factory takes no argument, or `vocab_size=`, and
+            returns a module that maps int64 tokens (batch, time) to logits (batch, time, at least vocab_size).
+        vocab_size: number of different tokens in the text.
+        seed: of the first weights. The global random state is left as it was.
+
+    Raises:
+        ConfigError: there is no such model, or the factory does not keep to the above.
+    """
+    check_name(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if name in PRESETS:
+            preset = PRESETS[name]
+            return GPT(replace(preset, vocab_size=preset.vocab_size or vocab_size))
+        return _build_users(name, vocab_size)
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless `name` is a preset, or names something that can be imported and called."""
+    if name in PRESETS:
+        return
+    if ":" not in name:
+        hint = did_you_mean(name, PRESETS)
+        raise ConfigError(f"--model {name}: unknown model; {hint} (your own is package.module:factory)")
+    _find_factory(name)
+
+
+def count_parameters(name: str, *, vocab_size: int) -> int:
+    """Parameters of a model: those of presets without building them. Raises ConfigError as `build` does."""
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return replace(preset, vocab_size=preset.vocab_size or vocab_size).num_parameters
+    return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
+
+
+def context_length(model: nn.Module) -> int:
+    """The length in tokens of the windows that `model` is trained on: its attribute `context`, or 64."""
+    context = getattr(model, "context", DEFAULT_CONTEXT)
+    if not isinstance(context, int) or context < 1:
+        raise ConfigError(f"the model's attribute context = {context!r} must be its longest sequence, a whole number")
+    return context
+
+
+def _find_factory(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    # As `python -m` does: a module beside which the command was started can be named.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's own module may raise anything
+        raise ConfigError(
+            f"--model {name}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
+            f"check the name, and that it can be imported from this directory"
+        ) from error
+    factory: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(
+            f"--model {name}: {module_name} has no function {attribute!r}; {did_you_mean(attribute, known)}"
+        )
+    return factory
+
+
+def _build_users(name: str, vocab_size: int) -> nn.Module:
+    factory = _find_factory(name)
+    try:
+        takes_vocab_size = "vocab_size" in inspect.signature(factory).parameters
+        model = factory(vocab_size=vocab_size) if takes_vocab_size else factory()
+    except Exception as error:  # the user's own code may raise anything
+        raise ConfigError(
+            f"--model {name}: the factory failed ({type(error).__name__}: {error}); "
+            f"it is called with vocab_size={vocab_size} if it takes that, else with nothing"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {name}: the factory returned {type(model).__name__}; it must be a torch.nn.Module")
+    _check_logits(name, model, vocab_size)
+    return model
+
+
+def _check_logits(name: str, model: nn.Module, vocab_size: int) -> None:
+    tokens = torch.zeros(1, min(8, context_length(model)), dtype=torch.int64)
+    training = model.training
+    try:
+        with torch.no_grad():
+            logits = model.eval()(tokens)
+    except Exception as error:  # the user's own code may raise anything
+        raise ConfigError(
+            f"--model {name}: failed on int64 tokens of shape {tuple(tokens.shape)} ({type(error).__name__}: {error})"
+        ) from error
+    model.train(training)
+    shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()
+    if shape[:-1] != tuple(tokens.shape) or shape[-1] < vocab_size:
+        raise ConfigError(
+            f"--model {name}: tokens {tuple(tokens.shape)} gave {shape or type(logits).__name__}; "
+            f"it must return logits of shape (batch, time, {vocab_size} or more)"
+        )

@@ -1,0 +1,154 @@
+"""The demo's story, with peers that only write what they are told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.demo import orchestrator
+from p2ptrain.demo.directory import peer_directory
+from p2ptrain.demo.events import Event
+from p2ptrain.demo.orchestrator import DemoFailedError, Orchestrator
+from p2ptrain.demo.plan import Plan
+from p2ptrain.monitor.swarmview import SwarmView
+from tests.demo import metrics
+
+
+class FakeProcess:
+    """A process that does nothing; `exit_status` is for the test to set."""
+
+    made: list[FakeProcess]
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        self.arguments, self.log = list(arguments), log
+        self.exit_status: int | None = None
+        self.last_lines = ["joining", "p2ptrain: error: out of luck"]
+        self.made.append(self)
+
+    def kill(self) -> None:
+        self.exit_status = -9
+
+
+class Script:
+    """A display that, instead of showing anything, goes on with the story: one scene per update."""
+
+    def __init__(self, out: Path, *scenes: Callable[[Script], object]) -> None:
+        self._out = out
+        self._scenes = list(scenes)
+
+    def update(self, swarm: SwarmView) -> None:
+        if self._scenes:
+            self._scenes.pop(0)(self)
+
+    def say(self, number: int, *events: Event) -> None:
+        """Append to the metrics of a peer."""
+        path = peer_directory(self._out, number) / "metrics.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events)
+
+    def all_up(self, peers: int, *, founder: int) -> None:
+        for number in range(1, peers + 1):
+            reason = "founded the run" if number == founder else "adopted the swarm's state"
+            self.say(number, metrics.start(number, 1001), metrics.adopt(reason, 1002), metrics.step(1, 1003))
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
+    fake = type("Process", (FakeProcess,), {"made": []})
+    monkeypatch.setattr(orchestrator, "Process", fake)
+    monkeypatch.setattr(orchestrator, "REFRESH_S", 0.0)
+    return fake.made
+
+
+def _conduct(tmp_path: Path, peers: int, script: Script, stop: Callable[[], bool] = lambda: False) -> SwarmView:
+    plan = Plan(peers, seed=0, steps=100, sync_every=25, eval_every=10, kill_at_step=40, join_at_step=50)
+    swarm = SwarmView(metrics.BEGAN_S, plan.steps)
+    Orchestrator(plan, tmp_path, tmp_path / "addresses", [], swarm).run(script, stop)
+    return swarm
+
+
+def _end(processes: list[FakeProcess]) -> None:
+    for process in processes:
+        process.exit_status = process.exit_status or 0
+
+
+def test_the_founder_is_killed_and_another_peer_started(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    script = Script(
+        tmp_path,
+        lambda script: script.all_up(3, founder=2),
+        lambda script: [script.say(number, metrics.step(40, 1040)) for number in (1, 2, 3)],
+        lambda script: [script.say(number, metrics.step(50, 1050)) for number in (1, 3)],
+        lambda script: script.say(4, metrics.start(4, 1060), metrics.adopt("late", 1061, round=1, run_step=55)),
+        lambda script: _end(processes),
+    )
+    swarm = _conduct(tmp_path, 3, script)
+    assert swarm.killed_at is not None
+    assert swarm.killed_at[0] == 2
+    assert swarm.joined_at == (4, 1061)
+    assert [process.exit_status for process in processes] == [0, -9, 0, 0]
+    outs = [process.arguments[process.arguments.index("--out") + 1] for process in processes]
+    assert outs == [str(peer_directory(tmp_path, number)) for number in (1, 2, 3, 4)]
+
+
+def test_of_two_peers_the_one_with_the_casting_vote_stays(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    script = Script(
+        tmp_path,
+        lambda script: script.all_up(2, founder=2),
+        lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2)],
+        lambda script: _end(processes),
+    )
+    assert _conduct(tmp_path, 2, script).killed_at is not None
+    # Peer 1 has the smaller id, and so is listed first among the voters.
+    assert [process.exit_status for process in processes] == [0, -9]
+
+
+def test_nobody_is_killed_before_all_are_there(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    script = Script(
+        tmp_path,
+        lambda script: script.all_up(2, founder=1),
+        lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2)],
+        lambda script: _end(processes),
+    )
+    assert _conduct(tmp_path, 3, script).killed_at is None
+
+
+def test_a_late_peer_that_comes_too_late_does_not_begin_anew(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    script = Script(
+        tmp_path,
+        lambda script: script.all_up(2, founder=1),
+        lambda script: [script.say(number, metrics.step(60, 1040)) for number in (1, 2)],
+        lambda script: None,
+        lambda script: _end(processes[:2]),
+    )
+    swarm = _conduct(tmp_path, 2, script)
+    assert [process.exit_status for process in processes] == [0, -9, -9]
+    assert swarm.peers[3].status == "too late"
+
+
+def test_a_peer_that_fails_is_shown_with_its_last_words(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    def fail(script: Script) -> None:
+        processes[1].exit_status = 2
+
+    with pytest.raises(DemoFailedError) as caught:
+        _conduct(tmp_path, 2, Script(tmp_path, fail))
+    log = peer_directory(tmp_path, 2) / "log.txt"
+    assert str(caught.value) == (
+        f"peer 2 failed (exit status 2); the last lines of {log}:\n    joining\n    p2ptrain: error: out of luck"
+    )
+
+
+def test_a_peer_that_hangs_is_a_failure(
+    tmp_path: Path, processes: list[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orchestrator, "SILENCE_S", -1.0)
+    with pytest.raises(DemoFailedError, match=r"peer 1 .* failed \(still runs\)"):
+        _conduct(tmp_path, 2, Script(tmp_path))
+
+
+def test_ctrl_c_ends_it(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _conduct(tmp_path, 2, Script(tmp_path), stop=lambda: True)

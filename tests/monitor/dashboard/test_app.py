@@ -1,0 +1,182 @@
+"""The page's server: what it gives, to whom, and what it refuses."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.dashboard.app import HEADERS, STATIC, is_known_host
+from p2ptrain.monitor.dashboard.dashboard import Source, showing
+from p2ptrain.protocol.event_log.observer import View
+from p2ptrain.settings.config import PageConfig
+from tests.monitor.dashboard.madeup import MadeUpSwarm, ids
+
+ANY_PORT = PageConfig(port=0)
+
+
+@pytest.fixture
+def swarm() -> MadeUpSwarm:
+    made_up = MadeUpSwarm()
+    made_up.start(*ids(3), at_s=time.time() - 120)
+    made_up.live(120)
+    return made_up
+
+
+@pytest.fixture
+def page(swarm: MadeUpSwarm) -> Iterator[str]:
+    with showing(Source("novels", swarm), ANY_PORT) as url:
+        yield url
+
+
+def get(url: str, path: str = "/", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    data = answer.read()
+    connection.close()
+    return answer.status, {name.lower(): value for name, value in answer.getheaders()}, data
+
+
+def stream(url: str, *wanted: str) -> dict[str, Any]:
+    """The first of each of the wanted parts that the page is sent."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    connection.request("GET", "/api/state")
+    answer = connection.getresponse()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found: dict[str, Any] = {}
+    name = ""
+    while not set(wanted) <= found.keys():
+        line = answer.readline().decode().rstrip("\n")
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            found[name] = json.loads(line.removeprefix("data: "))
+    connection.close()
+    return found
+
+
+def test_a_browser_is_told_everything_at_once(page: str, swarm: MadeUpSwarm) -> None:
+    told = stream(page, "run", "overview", "rounds", "happenings")
+    assert told["run"] == {"run_id": "novels", "trouble": ""}
+    overview = told["overview"]
+    assert (overview["up"], overview["step"], overview["parameters"]) == (3, 120, 850_000)
+    assert [peer["n"] for peer in overview["peers"]] == [1, 2, 3]
+    assert {peer["id"] for peer in overview["peers"]} == set(swarm.peers)
+    assert all(set(peer["to"]) <= {"1", "2", "3"} for peer in overview["peers"])
+    assert overview["bytes"]["dense"] == pytest.approx(2 * 2 / 3 * 4 * 850_000)
+    assert overview["correlation"] > 0.99
+    assert len(told["rounds"]) == 4
+    assert "founded the run" in told["happenings"][-1]["text"]
+
+
+def test_curves_come_on_request(page: str) -> None:
+    status, headers, data = get(page, "/api/curves?range=0", **{"Accept-Encoding": "identity"})
+    curves = json.loads(data)
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert len(curves["loss"]["1"]) == len(curves["t"]) == len(curves["correlation"])
+    assert sum(value is not None for value in curves["loss"]["2"]) > 40
+    assert get(page, "/api/curves?range=7")[0] == 400
+
+
+def test_every_answer_is_safe_and_nothing_comes_from_elsewhere(page: str) -> None:
+    for path in ("/", "/static/app.js", "/static/uplot/uPlot.iife.min.js", "/api/curves", "/nowhere"):
+        _, headers, _ = get(page, path)
+        assert HEADERS.items() <= headers.items(), path
+        assert "server" not in headers
+    for file in STATIC.glob("*.*"):
+        text = file.read_text(encoding="utf-8")
+        addresses = set(re.findall(r"https?://[^\s\"')]+", text)) - {"http://www.w3.org/2000/svg"}
+        assert not addresses, file
+        assert "innerHTML" not in text, file
+    index = (STATIC / "index.html").read_text(encoding="utf-8")
+    assert "style=" not in index
+    assert "<script>" not in index
+    assert (STATIC / "uplot" / "LICENSE").is_file()
+
+
+@pytest.mark.parametrize("path", ["/static/../app.py", "/static/%2e%2e/app.py", "/../setup.cfg", "/static/"])
+def test_only_the_pages_own_files_are_given(page: str, path: str) -> None:
+    assert get(page, path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("localhost", True), ("LOCALHOST:8080", True), ("127.0.0.1:8080", True), ("10.1.2.3", True), ("[::1]:80", True),
+        ("::1", True), ("mine", True), ("mine:80", True),
+        ("evil.example", False), ("localhost.evil.example", False), ("127.0.0.1.nip.example", False), ("", False),
+        ("1", False), ("[evil.example]", False), ("mine.evil.example", False),
+    ],
+)  # fmt: skip
+def test_a_strangers_name_is_not_ours(host: str, known: bool) -> None:
+    assert is_known_host(host, frozenset({"mine"})) is known
+
+
+def test_a_request_under_a_strangers_name_is_refused(page: str) -> None:
+    status, _, data = get(page, "/api/state", Host="evil.example:8080")
+    assert (status, b"--page-names" in data) == (403, True)
+    assert b"novels" not in data
+
+
+def test_a_page_that_a_browser_still_looks_at_ends_soon(swarm: MadeUpSwarm) -> None:
+    with showing(Source("novels", swarm), ANY_PORT) as url:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+        connection.request("GET", "/api/state")
+        connection.getresponse().readline()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=5)
+    connection.close()
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=f"port {port}: .*in use; choose another port"),
+            showing(Source("novels"), PageConfig(port=port)),
+        ):
+            pass
+
+
+def test_an_address_of_another_machine_is_said() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"192\.0\.2\.7.*an address of this machine"),
+        showing(Source("novels"), PageConfig(host="192.0.2.7", port=0)),
+    ):
+        pass
+
+
+def test_a_page_without_a_connection_says_so() -> None:
+    source = Source("novels")
+    source.trouble = "nobody answers"
+    with showing(source, ANY_PORT) as url:
+        told = stream(url, "run", "overview")
+    assert told["run"]["trouble"] == "nobody answers"
+    assert told["overview"]["peers"] == []
+
+
+class Broken:
+    """A watch whose network has ended."""
+
+    def take(self) -> View:
+        raise RuntimeError("the network thread has stopped")
+
+
+def test_a_watch_that_ends_does_not_end_the_page() -> None:
+    with showing(Source("novels", Broken()), ANY_PORT) as url:
+        assert stream(url, "overview")["overview"]["up"] == 0
+
+
+def test_the_package_ships_the_page() -> None:
+    text = (Path(__file__).parent.parent.parent / "setup.cfg").read_text(encoding="utf-8")
+    assert "p2ptrain.monitor.dashboard = static/*, static/uplot/*" in text

@@ -1,0 +1,132 @@
+"""What the page shows of a swarm, and that a day of it stays small."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from p2ptrain.monitor.curve import MOST_POINTS, Curve
+from p2ptrain.monitor.dashboard import snapshot
+from p2ptrain.monitor.dashboard.curves import POINTS, RANGES, curves
+from p2ptrain.monitor.liveswarm import MOST_PEERS, LiveSwarm
+from p2ptrain.protocol.event_log.observer import Sighting, View
+from tests.monitor.dashboard.madeup import DAY_S, MadeUpSwarm, ids, of_a_day
+
+START_S = 1_700_000_000.0
+
+
+def watched(count: int, seconds: int, **options: int) -> tuple[MadeUpSwarm, LiveSwarm]:
+    swarm, live = MadeUpSwarm(), LiveSwarm()
+    swarm.start(*ids(count), at_s=START_S)
+    swarm.live(seconds, **options)
+    live.take(swarm.take(), swarm.now_s)
+    return swarm, live
+
+
+def test_a_peer_that_dies_and_one_that_comes_late() -> None:
+    swarm, live = watched(3, 100)
+    dead, late = ids(4)[1], ids(4)[3]
+    swarm.kill(dead)
+    swarm.start(late, at_s=swarm.now_s)
+    swarm.live(60)
+    live.take(swarm.take(), swarm.now_s)
+    kinds = {peer["id"]: peer["kind"] for peer in snapshot.overview(live, swarm.now_s)["peers"]}
+    assert (kinds[dead], kinds[late]) == ("gone", "training")
+    told = [happening["text"] for happening in snapshot.happenings(live)]
+    assert "peer 2 is gone, without a goodbye, at step 100" in told
+    assert any("peer 4 joined late: took over the swarm's weights" in text for text in told)
+    swarm.peers[dead].linked = True
+    live.take(swarm.take(), swarm.now_s)
+    assert snapshot.happenings(live)[0]["text"] == "peer 2 is back"
+    swarm.peers[dead].linked, swarm.peers[dead].left = False, True
+    live.take(swarm.take(), swarm.now_s)
+    assert snapshot.happenings(live)[0]["text"] == "peer 2 left the run at step 100"
+
+
+def test_rounds_say_who_took_part_in_which_way() -> None:
+    _, live = watched(4, 1200)
+    rounds = snapshot.rounds(live)
+    assert [round_["round"] for round_ in rounds] == list(range(40))
+    for round_ in rounds:
+        ways = [*round_["by"], *round_["late"], *round_["absent"], *map(int, round_["skipped"])]
+        assert sorted(ways) == [1, 2, 3, 4]
+    assert any(round_["late"] for round_ in rounds)
+    assert any(round_["skipped"] for round_ in rounds)
+    assert all(round_["agreed"] for round_ in rounds)
+
+
+def test_what_thirty_peers_tell_is_small() -> None:
+    """Looked at from the first minute on, as a page that stays open does."""
+    swarm, live = MadeUpSwarm(), LiveSwarm()
+    swarm.start(*ids(30), at_s=START_S)
+    for _ in range(16):
+        swarm.live(150, sync_every=10)
+        live.take(swarm.take(), swarm.now_s)
+    peer = live.swarm.peers[1]
+    assert len(peer.losses) <= MOST_POINTS
+    assert_small(live, swarm.now_s)
+
+
+def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
+    """As a page sees it that is opened after it: from what the event logs have kept."""
+    swarm, live = of_a_day(30, START_S), LiveSwarm()
+    view = swarm.take()
+    assert all(len(json.dumps(batch.events, separators=(",", ":"))) < 3_000_000 for batch in view.batches)
+    live.take(view, swarm.now_s)
+    overview = snapshot.overview(live, swarm.now_s)
+    assert (overview["up"], overview["rounds"]) == (30, DAY_S // 60)
+    made = sum(peer.step for peer in swarm.peers.values())
+    assert overview["bytes"]["steps"] == pytest.approx(made, rel=0.001)  # but for those that are being folded
+    shown = curves(live, 0, swarm.now_s)
+    assert shown["t"][-1] - shown["t"][0] == pytest.approx(DAY_S, rel=0.01)
+    assert all(value is not None for values in shown["loss"].values() for value in values[1:-1])
+    # Of samples, every peer keeps those of the same hundred moments.
+    assert all(value is not None for value in shown["correlation"][POINTS // 10 : -2])
+    assert_small(live, swarm.now_s)
+
+
+def assert_small(live: LiveSwarm, now_s: float) -> None:
+    for part in (snapshot.overview(live, now_s), snapshot.rounds(live), snapshot.happenings(live)):
+        assert len(json.dumps(part)) < 40_000
+    for range_s in RANGES:
+        assert len(json.dumps(curves(live, range_s, now_s))) < 200_000
+
+
+def test_curves_keep_holes_where_a_peer_was_away() -> None:
+    swarm, live = watched(2, 300)
+    away = ids(2)[1]
+    swarm.kill(away)
+    swarm.live(300)
+    swarm.peers[away].linked = True
+    swarm.live(300)
+    live.take(swarm.take(), swarm.now_s)
+    shown = curves(live, 0, swarm.now_s)
+    assert len(shown["t"]) <= POINTS + 2
+    known = [value is not None for value in shown["loss"][2]]
+    third = len(known) // 3
+    assert all(known[2 : third - 2])
+    assert not any(known[third + 2 : 2 * third - 2])
+    assert all(known[2 * third + 4 : -2])
+    assert all(value is not None for value in shown["loss"][1][2:-2])
+    assert len(curves(live, 600, swarm.now_s)["t"]) == pytest.approx(600 / 2.5, abs=2)
+
+
+def test_a_curve_of_a_day_keeps_its_beginning_its_end_and_its_mean() -> None:
+    curve = Curve()
+    for n in range(50_000):
+        curve.add(float(n), float(n))
+    points = list(curve)
+    assert len(points) <= MOST_POINTS
+    assert points[0][0] < 500
+    assert points[-100:] == [(float(n), float(n)) for n in range(49_900, 50_000)]
+    assert [t for t, _ in points] == sorted(t for t, _ in points)
+
+
+def test_a_crowd_that_comes_and_goes_is_forgotten() -> None:
+    live = LiveSwarm()
+    for n in range(3 * MOST_PEERS):
+        live.take(View((Sighting(f"p{n}", True, "training"),), ()), time.time())
+    assert len(live.swarm.peers) == MOST_PEERS
+    assert len(live.sightings) <= MOST_PEERS

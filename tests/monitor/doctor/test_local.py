@@ -1,0 +1,114 @@
+"""What the doctor says of machines that it is told about, and that it looks at this one without harm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.monitor.doctor import quick
+from p2ptrain.monitor.doctor.finding import Finding, Mark, works
+from p2ptrain.monitor.doctor.local import check_machine, check_versions
+from p2ptrain.monitor.doctor.machine import Machine, read_machine
+from p2ptrain.monitor.doctor.quick import quick_look
+from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.models import PRESETS, build, count_parameters
+
+GOOD = Machine(
+    versions={"Python": "3.11.7", "torch": "2.13.0+cpu", "hivemind": "1.1.12", "p2ptrain": "0.1.0"},
+    cores=8, threads=8, memory_bytes=16_000_000_000, disk_bytes=100_000_000_000, writable=True, open_files=4096,
+    gpu=None, gpu_bytes=None,
+)  # fmt: skip
+GPU = replace(GOOD, gpu="H200", gpu_bytes=140_000_000_000)
+M124 = 124_439_808
+OUT = Path("p2ptrain-r")
+
+
+def _findings(
+    machine: Machine, *, model: str = "gpt2-124m", num_parameters: int | None = M124, device: str = "auto"
+) -> dict[str, Finding]:
+    found = check_machine(machine, out=OUT, model=model, num_parameters=num_parameters, device=device)
+    return {finding.check: finding for finding in found}
+
+
+def test_nothing_is_wrong_with_a_good_machine() -> None:
+    for machine in (GOOD, GPU):
+        found = _findings(machine)
+        assert {finding.mark for finding in found.values()} == {Mark.OK}
+        assert not any(finding.remedy for finding in found.values())
+    # 8.3 x the parameters in fp32 and the libraries; five vectors in a checkpoint, four checkpoints at once.
+    assert _findings(GOOD)["memory"].text == "16 GB free; gpt2-124m takes 4.6 GB in a round, and its batch on top"
+    assert _findings(GOOD)["disk"].text == "100 GB free for p2ptrain-r; checkpoints of gpt2-124m take 10 GB"
+    assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m takes 2.6 GB in a round, and its batch on top"
+    assert _findings(GPU)["GPU memory"].text == "140 GB free; gpt2-124m takes 2.0 GB, and its batch on top"
+
+
+@pytest.mark.parametrize(
+    ("machine", "device", "check", "mark", "text", "remedy"),
+    [
+        (replace(GOOD, threads=16), "auto", "processor", Mark.WARNING, "8 cores, 16 threads", "add --threads 8"),
+        (GOOD, "cuda:1", "GPU", Mark.FAILED, "torch sees none, and --device is cuda:1", "--device cpu"),
+        (replace(GOOD, memory_bytes=4_000_000_000), "auto", "memory", Mark.FAILED, "4.0 GB free", "--model"),
+        (replace(GOOD, memory_bytes=5_000_000_000), "auto", "memory", Mark.WARNING, "5.0 GB free", "--batch-size 1"),
+        (replace(GPU, gpu_bytes=1_000_000_000), "auto", "GPU memory", Mark.FAILED, "1.0 GB free", "nvidia-smi"),
+        (replace(GOOD, disk_bytes=9_000_000_000), "auto", "disk", Mark.WARNING, "take 10 GB", "larger disk"),
+        (replace(GOOD, writable=False), "auto", "disk", Mark.FAILED, "p2ptrain-r cannot be written", "--out"),
+        (replace(GOOD, open_files=256), "auto", "open files", Mark.WARNING, "256 allowed", "ulimit -n 4096"),
+        (replace(GOOD, open_files=64), "auto", "open files", Mark.FAILED, "64 allowed", "ulimit -n 4096"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_remedy(
+    machine: Machine, device: str, check: str, mark: Mark, text: str, remedy: str
+) -> None:
+    found = _findings(machine, device=device)
+    assert found[check].mark is mark
+    assert text in found[check].text
+    assert remedy in found[check].remedy
+    assert [name for name, finding in found.items() if finding.mark is not Mark.OK] == [check]
+    assert works(list(found.values())) == (mark is not Mark.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "remedy"),
+    [
+        ("hivemind", "", "pip install 'hivemind>=1.1.12'"),
+        ("hivemind", "1.1.11", "pip install 'hivemind>=1.1.12'"),
+        ("torch", "2.3.1", "pip install 'torch>=2.4'"),
+        ("Python", "3.10.12", "install Python 3.11 or newer"),
+    ],
+)
+def test_versions_that_do_not_do(name: str, version: str, remedy: str) -> None:
+    finding = check_versions(replace(GOOD, versions={**GOOD.versions, name: version}))
+    assert (finding.mark, finding.remedy) == (Mark.FAILED, remedy)
+
+
+def test_what_the_system_does_not_tell_is_not_held_against_it() -> None:
+    found = _findings(replace(GOOD, memory_bytes=None, disk_bytes=None, open_files=None), num_parameters=None)
+    assert {finding.mark for finding in found.values()} == {Mark.OK}
+    assert "does not tell" in _findings(replace(GOOD, memory_bytes=None))["memory"].text
+
+
+def test_this_machine_is_read(tmp_path: Path) -> None:
+    machine = read_machine(tmp_path / "not" / "there", gpu=False)
+    assert all(machine.versions.values())
+    assert machine.cores >= 1
+    assert machine.disk_bytes
+    assert machine.writable
+    (tmp_path / "file").touch()
+    assert not read_machine(tmp_path / "file", gpu=False).writable
+
+
+def test_a_quick_look_tells_only_what_is_wrong_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = iter([GOOD, replace(GOOD, threads=9)])
+    monkeypatch.setattr(quick, "read_machine", lambda out, gpu: next(machines))
+    assert quick_look(OUT, "gpt2-124m", "cpu") == []
+    assert [finding.check for finding in quick_look(OUT, "my.module:factory", "cpu")] == ["processor"]
+    assert quick_look(OUT, "gpt2-124m", "cpu") == []  # there is no third machine
+
+
+@pytest.mark.parametrize("name", ["gpt-demo", "gpt-small", "diloco-60m"])
+def test_parameters_are_counted_without_building_the_model(name: str) -> None:
+    model = build(name, vocab_size=VOCAB_SIZE, seed=0)
+    assert count_parameters(name, vocab_size=VOCAB_SIZE) == sum(p.numel() for p in model.parameters())
+    assert name in PRESETS

@@ -1,0 +1,139 @@
+"""What the doctor makes of addresses and of a look at the network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.doctor.finding import Finding, Mark
+from p2ptrain.monitor.doctor.reach import (
+    Kind,
+    check_addresses,
+    check_clock,
+    check_initial_peers,
+    check_port,
+    check_reachable,
+    check_run,
+    kind_of,
+)
+from p2ptrain.network.dialback import DialBack
+from p2ptrain.network.probe import InitialPeer, Probe
+from p2ptrain.settings.config import NetworkConfig, RunConfig
+
+LOOPBACK, PRIVATE = "/ip4/127.0.0.1/tcp/4001/p2p/QmMe", "/ip4/192.168.1.5/tcp/4001/p2p/QmMe"
+PUBLIC = "/ip4/8.8.8.8/tcp/4001/p2p/QmMe"
+THERE = InitialPeer("QmPeerAbcdef", ["/ip4/192.168.1.9/tcp/4001/p2p/QmPeerAbcdef"], "", 0.024, 0.003, 0.0)
+GONE = InitialPeer("QmPeerUvwxyz", ["/ip4/192.168.1.8/tcp/4001/p2p/QmPeerUvwxyz"], "no answer")
+OTHER = InitialPeer("QmPeer123456", ["/ip4/192.168.1.7/tcp/4001/p2p/QmPeer123456"], "", 0.02)
+
+
+@pytest.mark.parametrize(
+    ("maddr", "kind"),
+    [
+        (LOOPBACK, Kind.LOOPBACK),
+        ("/ip6/::1/tcp/1", Kind.LOOPBACK),
+        (PRIVATE, Kind.PRIVATE),
+        ("/ip6/fd00::2/tcp/1", Kind.PRIVATE),
+        ("/ip4/100.64.3.4/tcp/1", Kind.CARRIER),
+        ("/ip6/fe80::1/tcp/1", Kind.LINK),
+        ("/ip4/169.254.1.1/tcp/1", Kind.LINK),
+        (PUBLIC, Kind.PUBLIC),
+        ("/ip6/2a00:1450::1/tcp/1", Kind.PUBLIC),
+        ("/dns4/example.org/tcp/1", Kind.NAME),
+        ("/ip4/8.8.8.8/tcp/1/p2p/QmR/p2p-circuit/p2p/QmMe", Kind.RELAYED),
+        ("nonsense", Kind.NAME),
+    ],
+)
+def test_kinds_of_addresses(maddr: str, kind: Kind) -> None:
+    assert kind_of(maddr) is kind
+
+
+def test_addresses_are_listed_by_kind() -> None:
+    finding = check_addresses([PRIVATE, "/ip4/10.0.0.7/tcp/4001/p2p/QmMe", LOOPBACK])
+    assert (finding.mark, finding.text) == (
+        Mark.OK, "private network: 192.168.1.5, 10.0.0.7; this machine alone: 127.0.0.1",
+    )  # fmt: skip
+    assert check_addresses([LOOPBACK]).mark is check_addresses([]).mark is Mark.WARNING
+
+
+def test_who_reaches_us_by_rule() -> None:
+    config = NetworkConfig()
+    behind_nat = check_reachable(config, Probe(0.1, [PRIVATE, LOOPBACK]))
+    assert behind_nat.text.startswith("from this network; from elsewhere only by peers that have a public address")
+    assert "forward TCP port 31337 of the router" in behind_nat.remedy
+    fixed = NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",))
+    assert "--announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/4001" in check_reachable(fixed, Probe(0.1, [PRIVATE])).remedy
+    assert "one of your own" in check_reachable(config, Probe(0.1, ["/ip4/100.64.3.4/tcp/1", PRIVATE])).remedy
+    assert check_reachable(config, Probe(0.1, [LOOPBACK])).text == "from this machine alone"
+
+
+def test_what_was_not_tested_is_said_with_how_to_test_it() -> None:
+    public = check_reachable(NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",)), Probe(0.1, [PUBLIC]))
+    assert public.text == "8.8.8.8 is a public address; whether a firewall is before it was not tested"
+    assert public.remedy == (
+        "here: p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001 · on a machine elsewhere: "
+        "p2ptrain doctor --initial-peers /ip4/8.8.8.8/tcp/4001/p2p/ID-THAT-IT-PRINTED"
+    )
+    announced = check_reachable(NetworkConfig(announce_maddrs=("/dns4/example.org/tcp/4001",)), Probe(0.1, [PRIVATE]))
+    assert announced.text == "announced as /dns4/example.org/tcp/4001; not tested from outside"
+
+
+def test_who_reaches_us_where_it_was_tried() -> None:
+    def tried(result: DialBack, said: str) -> Finding:
+        peer = replace(THERE, dialled_back=(result, said))
+        return check_reachable(NetworkConfig(), Probe(0.1, [PRIVATE], [GONE, peer]))
+
+    reached = tried(DialBack.REACHED, "/ip4/8.8.4.4/tcp/4001")
+    assert (reached.mark, reached.text) == (Mark.OK, "from anywhere: …Abcdef dialled back to /ip4/8.8.4.4/tcp/4001")
+    failed = tried(DialBack.FAILED, "dial failed")
+    assert failed.mark is Mark.WARNING
+    assert failed.text.startswith("not from outside: …Abcdef could not dial back")
+    assert "forward TCP port" in failed.remedy
+    assert tried(DialBack.UNKNOWN, "too many dials").text.startswith("from this network")
+
+
+def test_ports() -> None:
+    assert check_port(NetworkConfig(), None).mark is Mark.OK
+    assert check_port(NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",)), None).text.endswith("4001: free")
+    refused = check_port(NetworkConfig(), ConfigError("host address 'x': in use; choose another one"))
+    assert (refused.mark, refused.text, refused.remedy) == (
+        Mark.FAILED, "host address 'x': in use", "choose another one",
+    )  # fmt: skip
+
+
+def test_one_initial_peer_that_answers_is_enough() -> None:
+    assert [finding.mark for finding in check_initial_peers([THERE, GONE, OTHER])] == [
+        Mark.OK, Mark.WARNING, Mark.WARNING,
+    ]  # fmt: skip
+    assert [finding.mark for finding in check_initial_peers([GONE, OTHER])] == [Mark.FAILED, Mark.FAILED]
+    assert [finding.mark for finding in check_initial_peers([])] == [Mark.OK]
+    reached, gone, other = check_initial_peers([THERE, GONE, OTHER])
+    assert reached.text == "192.168.1.9 (…Abcdef) reached in 24 ms, answers in 3 ms"
+    assert gone.text == "192.168.1.8 (…Uvwxyz) cannot be reached: no answer"
+    assert gone.remedy.endswith("/ip4/192.168.1.8/tcp/4001/p2p/QmPeerUvwxyz")
+    assert "does not answer as part of a DHT" in other.text
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "mark", "text"),
+    [
+        (0.0, Mark.OK, "as that of 1 peer, to within 0.1 s"),
+        (-0.4, Mark.OK, "to within 0.4 s"),
+        (1.5, Mark.WARNING, "1.5 s ahead of that of …Abcdef; up to 3 s are allowed"),
+        (-7.0, Mark.FAILED, "7.0 s behind that of …Abcdef; 3 s are allowed"),
+        (None, Mark.OK, "compared with nobody's"),
+    ],
+)
+def test_clocks(ahead_s: float | None, mark: Mark, text: str) -> None:
+    finding = check_clock([InitialPeer("QmPeerAbcdef", [], "", 0.02, 0.003, ahead_s)])
+    assert finding.mark is mark
+    assert text in finding.text
+    assert ("timedatectl" in finding.remedy) == (mark is not Mark.OK)
+
+
+def test_runs() -> None:
+    assert check_run("r", RunConfig(model="gpt-demo"), 3, None).text == "'r': 3 peers, model gpt-demo"
+    assert check_run("r", None, 0, None).mark is Mark.WARNING
+    assert check_run("r", None, 0, ConfigError("lr: you gave 1; leave it out")).remedy == "leave it out"

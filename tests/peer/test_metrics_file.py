@@ -1,0 +1,104 @@
+"""The metrics stream on a disk that is full, and after a peer that was killed while it wrote: lines are whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.peer.metrics_file import MetricsFile
+
+
+class FullDisk:
+    """A file that takes only so many bytes until there is room again."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.room = room
+        self._file = file
+
+    def write(self, line: bytes) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._file.write(line[: self.room])
+        self.room -= written
+        return int(written)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+
+def test_lines_are_whole_and_losses_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disks: list[FullDisk] = []
+    open_file = Path.open
+
+    def open_full(path: Path, *arguments: Any, **options: Any) -> FullDisk:
+        disks.append(FullDisk(open_file(path, *arguments, **options), room=100))
+        return disks[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    for number in range(10):
+        metrics.write("early", number=number)
+    while len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) + metrics._lost < 10:
+        time.sleep(0.01)  # the test's time limit is the deadline
+    disks[0].room = 10**6
+    for number in range(10):
+        metrics.write("late", number=number)
+    metrics.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    early, late = ([line["number"] for line in lines if line["event"] == event] for event in ("early", "late"))
+    assert early == list(range(len(early)))
+    assert 0 < len(early) < 10
+    assert late == list(range(10))
+    lost, again = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+    assert lost == "metrics are being lost: No space left on device; training goes on"
+    assert again == f"metrics are written again; {10 - len(early)} lines were lost"
+
+
+def test_a_disk_that_stays_full_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = MetricsFile(Path("/dev/full"))
+    for _ in range(5):
+        metrics.write("step")
+    metrics.close()
+    (message,) = caplog.messages
+    assert message == "metrics are being lost: No space left on device; training goes on"
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--metrics .*: cannot be written \(Is a directory\)"):
+        MetricsFile(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [b"", b'{"event": "st', b'{"event": "step", "t": 3}'])
+@pytest.mark.parametrize("whole", [b"", b'{"event": "start", "t": 1}\n', b'{"event": "start", "t": 1}\n' * 100_000])
+def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path, whole: bytes, cut: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(whole + cut)
+    metrics = MetricsFile(path)
+    metrics.write("start", peer_id="a")
+    metrics.close()
+    *before, last = path.read_bytes().splitlines()
+    assert before == whole.splitlines()
+    assert json.loads(last)["peer_id"] == "a"
+
+
+def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
+    """Such as /dev/stdout: nothing can be read back there."""
+    metrics = MetricsFile(Path("/dev/null"))
+    metrics.write("start")
+    metrics.close()

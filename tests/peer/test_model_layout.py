@@ -1,0 +1,252 @@
+"""A user's model as the protocol sees it: what is exchanged, what is adopted, and what must be equal everywhere."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.peer.model_layout import ModelParts
+
+
+class Tied(nn.Module):
+    """An embedding whose matrix is the output layer's too, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.output = nn.Linear(8, 10)
+        self.output.weight = self.embedding.weight
+
+
+def normed(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+
+
+# --- what is exchanged -------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_appear_once() -> None:
+    parts = ModelParts(Tied())
+    assert parts.names == ["embedding.weight", "output.bias"]
+    assert parts.space.numel == 10 * 8 + 10
+
+
+def test_the_tensors_are_the_live_parameters() -> None:
+    model = normed()
+    parts = ModelParts(model)
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    assert [tensor.data_ptr() for tensor in parts.tensors] == pointers
+    parts.tensors[0] += 1
+    assert torch.equal(model[0].weight, parts.tensors[0])
+    assert not any(tensor.requires_grad for tensor in parts.tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_floating_point_type_is_read_and_written(dtype: torch.dtype) -> None:
+    from p2ptrain.algorithms.indexspace import ParameterView
+
+    model = normed().to(dtype)
+    parts = ModelParts(model)
+    view = ParameterView(parts.space, parts.tensors)
+    flat = torch.zeros(parts.space.num_blocks, 64)
+    view.read(flat)
+    assert torch.equal(parts.unflatten(flat)["0.weight"], model[0].weight.float())
+    view.write(torch.full_like(flat, 0.5))
+    assert all((parameter == 0.5).all() and parameter.dtype == dtype for parameter in model.parameters())
+
+
+def test_parameters_may_be_of_several_types_and_lie_anyhow_in_memory() -> None:
+    from p2ptrain.algorithms.indexspace import ParameterView
+
+    model = nn.ParameterList(
+        [
+            nn.Parameter(torch.arange(70.0).reshape(10, 7).t()),
+            nn.Parameter(torch.arange(5.0, dtype=torch.float64)[::2]),
+            nn.Parameter(torch.zeros(3, 64, dtype=torch.bfloat16)),
+            nn.Parameter(torch.tensor(7.0)),
+        ]
+    )
+    parts = ModelParts(model)
+    assert not model[0].is_contiguous()
+    view = ParameterView(parts.space, parts.tensors)
+    flat = torch.empty(parts.space.num_blocks, 64)
+    view.read(flat)
+    named = parts.unflatten(flat)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(named[name], parameter.detach().float())
+    view.add(torch.ones_like(flat))
+    assert torch.equal(model[0], torch.arange(70.0).reshape(10, 7).t() + 1)
+    assert model[3] == 8
+
+
+def test_unflattening_gives_every_parameter_by_name_without_a_copy() -> None:
+    model = Tied()
+    parts = ModelParts(model)
+    flat = torch.arange(parts.space.num_blocks * 64.0).reshape(-1, 64)
+    named = parts.unflatten(flat)
+    assert {name: tuple(tensor.shape) for name, tensor in named.items()} == {
+        "embedding.weight": (10, 8),
+        "output.bias": (10,),
+    }
+    named["output.bias"][0] = -1
+    assert flat[2, 0] == -1
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        pytest.param("a string", "model = str: must be a torch.nn.Module", id="no module"),
+        pytest.param(nn.ReLU(), "no parameter with requires_grad=True", id="no parameters"),
+        pytest.param(nn.Linear(2, 2).requires_grad_(False), "nothing to train", id="all frozen"),
+        pytest.param(
+            nn.ParameterDict({"wave": nn.Parameter(torch.zeros(3, dtype=torch.complex64))}),
+            "parameter wave is of type torch.complex64: only floating-point",
+            id="complex",
+        ),
+        pytest.param(
+            nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device: materialise", id="meta device"
+        ),
+        pytest.param(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta").requires_grad_(False)),
+            "parameter 1.weight is on the meta device: materialise",
+            id="frozen on the meta device",
+        ),
+        pytest.param(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta")),
+            "buffer 1.running_mean is on the meta device: materialise",
+            id="buffer on the meta device",
+        ),
+        pytest.param(nn.LazyLinear(3), "parameter weight has no shape yet", id="lazy"),
+    ],
+)
+def test_what_cannot_be_trained_together_is_said_by_name(model: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        ModelParts(model)  # type: ignore[arg-type]
+
+
+def test_parameters_that_are_no_numbers_of_ours_may_be_frozen() -> None:
+    model = nn.Linear(2, 2)
+    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    model.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+    model.empty = nn.Parameter(torch.zeros(0), requires_grad=False)
+    assert ModelParts(model).names == ["weight", "bias"]
+
+
+# --- what must be equal everywhere -------------------------------------------------------------------------------
+
+
+def layout(model: nn.Module) -> str:
+    return ModelParts(model).layout_sha256
+
+
+def frozen_part(**changes: object) -> nn.Module:
+    model = normed()
+    model[0].requires_grad_(False)
+    for name, value in changes.items():
+        getattr(model[0], name).data = value  # type: ignore[union-attr]
+    return model
+
+
+def test_the_layout_is_blind_to_trainable_values_and_buffers() -> None:
+    assert layout(normed(0)) == layout(normed(1))
+    trained = normed()
+    trained[1].running_mean += 1
+    trained[0].weight.data = trained[0].weight.data.t().contiguous().t()
+    assert layout(trained) == layout(normed())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)).double(), id="type"),
+        pytest.param(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), id="shape"),
+        pytest.param(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.BatchNorm1d(5)), id="name"),
+        pytest.param(nn.Sequential(nn.Linear(6, 5, bias=False), nn.BatchNorm1d(5)), id="one less"),
+        pytest.param(frozen_part(), id="frozen"),
+    ],
+)
+def test_the_layout_sees_names_shapes_types_and_what_is_trained(other: nn.Module) -> None:
+    assert layout(other) != layout(normed())
+
+
+def test_frozen_values_are_part_of_the_layout() -> None:
+    base = layout(frozen_part())
+    assert layout(frozen_part()) == base
+    weight = frozen_part()[0].weight.data  # type: ignore[union-attr]
+    assert layout(frozen_part(weight=weight.clone())) == base
+    assert layout(frozen_part(weight=weight.t().contiguous().t())) == base
+    changed = weight.clone()
+    changed[-1, -1] = torch.nextafter(changed[-1, -1], torch.tensor(9.0))
+    assert layout(frozen_part(weight=changed)) != base
+
+
+# --- what a joiner adopts ----------------------------------------------------------------------------------------
+
+
+def test_a_joiner_adopts_buffers_in_place() -> None:
+    donor, joiner = normed(0), normed(1)
+    donor.train()
+    donor(torch.randn(20, 6))
+    pointer = joiner[1].running_mean.data_ptr()
+    ModelParts(joiner).load_buffers(ModelParts(donor).buffers())
+    for name, buffer in donor.named_buffers():
+        assert torch.equal(joiner.get_buffer(name), buffer)
+    assert joiner[1].num_batches_tracked == 1
+    assert joiner[1].running_mean.data_ptr() == pointer
+    assert not torch.equal(joiner[0].weight, donor[0].weight)
+
+
+def test_buffers_that_the_model_does_not_save_stay_local() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.zeros(1000), persistent=False)
+    assert ModelParts(model).buffers() == b""
+    ModelParts(model).load_buffers(b"")
+    model.register_buffer("scale", torch.ones(3, dtype=torch.bfloat16)[::2])
+    assert set(safetensors.torch.load(ModelParts(model).buffers())) == {"scale"}
+
+
+def test_a_buffer_under_two_names_is_sent_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shared = torch.arange(5.0)
+    model[0].register_buffer("table", shared)
+    model[1].register_buffer("table", shared)
+    parts = ModelParts(model)
+    data = parts.buffers()
+    shared += 1
+    parts.load_buffers(data)
+    assert torch.equal(model[1].table, torch.arange(5.0))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"\xff" * 100, id="noise"),
+        pytest.param(ModelParts(normed()).buffers()[:-1], id="truncated"),
+        pytest.param(safetensors.torch.save({"1.running_mean": torch.zeros(5)}), id="some missing"),
+        pytest.param(ModelParts(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(4))).buffers(), id="other shapes"),
+        pytest.param(ModelParts(normed().double()).buffers(), id="other types"),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused_and_change_nothing(data: bytes) -> None:
+    model = normed()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(WireError):
+        ModelParts(model).load_buffers(data)
+    assert all(torch.equal(model.get_buffer(name), buffer) for name, buffer in before.items())
+
+
+@pytest.mark.parametrize("move", [nn.Module.double, lambda model: model.to("meta"), lambda model: model.half().float()])
+def test_a_model_that_is_moved_later_is_noticed(move) -> None:
+    model = nn.Linear(3, 2)
+    parts = ModelParts(model)
+    parts.check_in_place()
+    move(model)
+    with pytest.raises(ConfigError, match="move it first, then join"):
+        parts.check_in_place()

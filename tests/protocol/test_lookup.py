@@ -1,0 +1,280 @@
+"""Looking at a run from outside: an observer sees the settings and the members, and nobody counts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, ask_settings, list_members
+from p2ptrain.protocol.membership.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
+from p2ptrain.protocol.wire.messages import Answer, Request
+from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.wiring import hello_of, start_endpoint
+
+TIMEOUT_S = 10.0
+RELAY = "/ip4/5.188.7.1/tcp/4001/p2p/QmRelay"
+
+
+async def settings_of(network: MemoryNetwork, run_id: str = "test", name: str = "observer"):
+    transport = network.transport(name)
+    try:
+        return await ask_settings(transport, network.directory(name), run_id, timeout_s=TIMEOUT_S)
+    finally:
+        network.crash(name)
+
+
+async def announce(network: MemoryNetwork, peer_id: str, run_id: str = "test", *maddrs: str) -> None:
+    record = encode_record(list(maddrs) or [f"/memory/{peer_id}"], "trainer")
+    await network.directory(peer_id).announce(member_key(run_id, bucket_of(peer_id)), record, RECORD_TTL_S)
+
+
+def answers(payload: bytes) -> Callable[[Link, Request], Awaitable[None]]:
+    async def on_request(link: Link, request: Request) -> None:
+        await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
+
+    return on_request
+
+
+# --- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_a_observer_learns_the_settings_before_it_has_any() -> None:
+    async def main() -> None:
+        run = dataclasses.replace(RUN, lr=0.0123, sync_every=17, model="gpt", model_layout="f" * 64)
+        async with swarm(run, latency_s=0.01) as s:
+            s.start("a", founder=True)
+            await trio.sleep(3)
+            assert await settings_of(s.network) == run
+
+    run_virtual(main)
+
+
+def test_a_run_that_nobody_trains_has_none() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            s.start("a", founder=True)
+            await trio.sleep(3)
+            start = trio.current_time()
+            assert await settings_of(s.network, "another run") is None
+            assert trio.current_time() - start < 3
+
+    run_virtual(main)
+
+
+def test_settings_are_had_from_a_peer_that_only_just_starts() -> None:
+    """Two people type their commands at the same moment."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            async with trio.open_nursery() as nursery:
+                found = []
+
+                async def look() -> None:
+                    found.append(await settings_of(s.network))
+
+                nursery.start_soon(look)
+                await trio.sleep(1)
+                s.start("a", founder=True)
+            assert found == [RUN]
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("trouble", ["gone", "mute", "of another run", "of other minds"])
+def test_one_member_in_trouble_does_not_keep_the_settings_away(trouble: str) -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            s.start("z", founder=True)
+            await trio.sleep(3)
+            # Of those that do not answer at all, fewer than are asked at once.
+            for name in "abc" if trouble == "mute" else "abcdefgh":
+                await announce(s.network, name)
+                if trouble == "mute":
+                    s.network.transport(name)
+                elif trouble == "of another run":
+                    # It left this run for another; its record here has not expired yet.
+                    await start_endpoint(s.network, nursery, hello_of(name, run_id="another"))
+                elif trouble == "of other minds":
+                    endpoint = await start_endpoint(s.network, nursery, hello_of(name))
+                    endpoint.on_request = answers(b"\xff not json")
+            start = trio.current_time()
+            found = await settings_of(s.network)
+            assert trio.current_time() - start < 3
+            assert found == RUN
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_members_that_cannot_be_reached_are_nobody_in_the_time_given() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        for name in "abcdefgh":
+            await announce(network, name)
+            network.transport(name)
+        start = trio.current_time()
+        assert await settings_of(network) is None
+        assert trio.current_time() - start == pytest.approx(TIMEOUT_S, abs=0.1)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{" * 10_000,
+        b"[" * 60_000,
+        b'{"lr": NaN}'[:-1],
+        b" " * (MAX_SETTINGS_BYTES + 1) + json.dumps(RUN.to_dict()).encode(),
+        "{\ud800}".encode("utf-8", "surrogatepass"),
+    ],
+)
+def test_hostile_settings_are_nobodys(payload: bytes) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            endpoint = await start_endpoint(network, nursery, hello_of("a"))
+            endpoint.on_request = answers(payload)
+            await announce(network, "a")
+            assert await settings_of(network) is None
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({**RUN.to_dict(), "quantum": True}, "unknown run setting 'quantum'"),
+        ({**RUN.to_dict(), "lr": float("nan")}, "lr = nan"),
+        ({**RUN.to_dict(), "sync_every": 0}, "sync_every = 0"),
+        ({**RUN.to_dict(), "sync_every": "0"}, "must be of type int"),
+    ],
+)
+def test_settings_of_another_version_are_told_to_the_user(settings: dict[str, object], complaint: str) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            endpoint = await start_endpoint(network, nursery, hello_of("a"))
+            endpoint.on_request = answers(json.dumps(settings).encode())
+            await announce(network, "a")
+            with pytest.raises(ConfigError, match=complaint) as caught:
+                await settings_of(network)
+            assert "as peer a gives them" in str(caught.value)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+# --- members -----------------------------------------------------------------------------------------------------
+
+
+async def started(s: Swarm, names: str = "abc") -> None:
+    s.start(names[0], founder=True)
+    for name in names[1:]:
+        s.start(name)
+    await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()))
+
+
+def test_a_observer_sees_every_member_and_where_it_stands() -> None:
+    async def main() -> None:
+        async with swarm(RUN, latency_s=0.01) as s:
+            await started(s)
+            s.peers["c"].paused = True
+            transport = s.network.transport("observer")
+            infos = await list_members(transport, s.network.directory("observer"), "test")
+            assert [info.peer_id for info in infos] == ["a", "b", "c"]
+            head = s.peers["a"].node.engine.head
+            for info in infos:
+                peer = s.peers[info.peer_id]
+                assert info.maddrs == (f"/memory/{info.peer_id}/p2p/{info.peer_id}",)
+                assert (info.role, info.lineage) == ("trainer", head.lineage)
+                assert info.round in (head.round, head.round - 1)
+                assert info.step == pytest.approx(peer.exchange.run_step, abs=2)
+                assert info.speed == pytest.approx(10, rel=0.01)
+                assert info.status
+
+    run_virtual(main)
+
+
+def test_members_that_are_gone_are_not_listed() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            await started(s)
+            s.kill("b")
+            await announce(s.network, "never there")
+            transport = s.network.transport("observer")
+            infos = await list_members(transport, s.network.directory("observer"), "test")
+            assert [info.peer_id for info in infos] == ["a", "c"]
+            assert await list_members(transport, s.network.directory("observer"), "no such run") == []
+
+    run_virtual(main)
+
+
+def test_members_behind_a_nat_are_listed_though_they_cannot_be_reached() -> None:
+    """Their record says that they take part; who has a public address and does not answer there is gone."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            await started(s)
+            await announce(s.network, "private", "test", "/ip4/192.168.1.5/tcp/4001", "/ip4/127.0.0.1/tcp/4001")
+            await announce(s.network, "public", "test", "/ip4/5.188.7.1/tcp/4001")
+            await announce(s.network, "relayed", "test", "/ip4/192.168.1.5/tcp/4001", f"{RELAY}/p2p-circuit")
+            infos = {info.peer_id: info for info in await list_members(
+                s.network.transport("observer"), s.network.directory("observer"), "test"
+            )}  # fmt: skip
+            assert sorted(infos) == ["a", "b", "c", "private"]
+            assert infos.pop("private").status == "cannot be reached from here"
+            assert all(info.status == "training" for info in infos.values())
+
+    run_virtual(main)
+
+
+def test_a_observer_is_never_counted_and_leaves_no_trace() -> None:
+    async def main() -> None:
+        async with swarm(RUN, latency_s=0.01) as s, trio.open_nursery() as nursery:
+            await started(s)
+            # One that stays, and one that comes and goes.
+            hello = hello_of("stays", digest="", role="observer")
+            observer = await start_endpoint(s.network, nursery, hello)
+            for name in "abc":
+                await observer.links.connect(name, [])
+            for _ in range(3):
+                await list_members(s.network.transport("observer"), s.network.directory("observer"), "test")
+                await trio.sleep(3)
+            for name, peer in s.peers.items():
+                others = sorted(set("abc") - {name})
+                assert list(peer.node.alive) == others
+                assert sorted(peer.node.trainers()) == others
+                assert sorted(peer.node.membership.known) == others
+                assert "stays" in peer.node.links.live
+                assert "observer" not in peer.node.links.live
+                assert all(set(e["alive"]) <= set("abc") for e in peer.events if e["event"] == "peers")
+                assert all(set(r["contributors"]) <= set("abc") for r in peer.rounds())
+                assert len(peer.rounds()) >= 4
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_a_observer_can_become_a_member_under_the_same_identity() -> None:
+    """That is how everybody joins: first as an observer, for the settings."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            await started(s, "ab")
+            assert await settings_of(s.network, name="c") == RUN
+            s.start("c")
+            await s.until(lambda: len(s.peers["c"].rounds("committed")) >= 1, within_s=10)
+
+    run_virtual(main)

@@ -1,0 +1,156 @@
+"""The two halves of a configuration: rules, digest, and what a joiner may give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.settings.config import NetworkConfig, PeerConfig, RunConfig, resolve_run
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", ""),
+        ("run_id", "a/b"),
+        ("run_id", "x" * 129),
+        ("model", "gpt\x1b[2J"),
+        ("model", "x" * 129),
+        ("data", "imagenet"),
+        ("total_steps", -1),
+        ("total_steps", 2**63),
+        ("total_steps", 1.5),
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("warmup_steps", -1),
+        ("weight_decay", -0.1),
+        ("sync_every", 0),
+        ("sync_every", True),
+        ("fragment_fraction", 1.01),
+        ("fragment_fraction", -0.01),
+        ("fragment_selection", "random"),
+        ("fragment_codec", "none"),
+        ("round_codec", "int3"),
+        ("round_density", 0.0),
+        ("prune_fraction", 1.0),
+        ("fragment_schedule", "ramps"),
+        ("fragment_delay", -1),
+        ("max_staleness", -0.1),
+        ("topology", "ring"),
+        ("fan_out", 0),
+        ("sync_schedule", "slow"),
+        ("round_weights", "size"),
+        ("round_mean", "median"),
+        ("inner_moments", "averaged"),
+        ("inner_moments", "shared"),
+        ("max_missed_rounds", -1),
+        ("round_timeout_s", 0.0),
+        ("outer_optimizer", "lion"),
+        ("outer_lr_schedule", "linear"),
+        ("outer_lr", 0.0),
+        ("outer_momentum", 1.0),
+        ("num_shards", -1),
+        ("num_shards", 2.0),
+        ("sharding", "random"),
+        ("run_seed", -1),
+    ],
+)
+def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        RunConfig(**{field: value})
+    assert repr(value) in str(caught.value)
+    assert "must be" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", 0),
+        ("threads", -1),
+        ("eval_every", 0),
+        ("checkpoint_minutes", 0.0),
+        ("seed", -1),
+        ("preset", "dilocoo"),
+    ],
+)
+def test_a_bad_peer_setting_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = {value!r}"):
+        PeerConfig(**{field: value})
+
+
+def test_a_peer_that_shows_life_every_second_cannot_be_lost_sooner() -> None:
+    with pytest.raises(ConfigError, match=r"peer_timeout_s = 2\.5"):
+        NetworkConfig(peer_timeout_s=2.5)
+
+
+def test_a_peer_relays_for_some_or_none() -> None:
+    assert NetworkConfig(relay_peers=0).relay_peers == 0
+    with pytest.raises(ConfigError, match="relay_peers = -1"):
+        NetworkConfig(relay_peers=-1)
+
+
+def test_a_peer_must_listen_somewhere() -> None:
+    with pytest.raises(ConfigError, match="host_maddrs"):
+        NetworkConfig(host_maddrs=())
+
+
+def test_the_digest_covers_every_field_and_nothing_else() -> None:
+    run = RunConfig()
+    other: dict[type, object] = {str: "fp16", int: 17, float: 0.25}
+    for field in dataclasses.fields(RunConfig):
+        choices = {
+            "fragment_selection": "fresh", "data": "text", "sharding": "clusters", "fragment_schedule": "ramp",
+            "topology": "all", "sync_schedule": "grow", "round_weights": "equal", "round_mean": "disjoint",
+            "outer_optimizer": "adam", "outer_lr_schedule": "cosine", "inner_moments": "averaged",
+        }  # fmt: skip
+        value = choices.get(field.name, other[type(field.default)])
+        before = dataclasses.replace(run, round_codec="none") if field.name == "inner_moments" else run
+        assert dataclasses.replace(before, **{field.name: value}).digest != before.digest, field.name
+    assert RunConfig().digest == run.digest
+    assert RunConfig.from_dict(run.to_dict()) == run
+
+
+def test_foreign_settings_are_checked_for_names_and_types() -> None:
+    assert RunConfig.from_dict({"lr": 1}).lr == 1.0
+    with pytest.raises(ConfigError, match="unknown run setting 'lrr'"):
+        RunConfig.from_dict({"lrr": 1.0})
+    with pytest.raises(ConfigError, match="sync_every = '5' must be of type int"):
+        RunConfig.from_dict({"sync_every": "5"})
+    with pytest.raises(ConfigError, match="sync_every = True must be of type int"):
+        RunConfig.from_dict({"sync_every": True})
+
+
+def test_a_joiner_takes_over_what_it_does_not_give() -> None:
+    live = RunConfig(lr=0.001, sync_every=50)
+    assert resolve_run({}, live) == live
+    assert resolve_run({"lr": 0.001}, live) == live
+
+
+def test_a_contradiction_names_the_field_and_both_values() -> None:
+    live = RunConfig(lr=0.001, sync_every=50)
+    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 200, .* trains with 50"):
+        # Also when what is given happens to be the default.
+        resolve_run({"sync_every": RunConfig.sync_every}, live)
+
+
+def test_a_peers_data_is_its_own_and_the_same_after_a_restart() -> None:
+    seeds = {(run_seed, peer): RunConfig(run_seed=run_seed).data_seed(peer) for run_seed in (0, 1) for peer in "ab"}
+    assert len(set(seeds.values())) == 4
+    assert RunConfig(run_seed=1, lr=1.0).data_seed("b") == seeds[1, "b"]
+
+
+def test_a_peers_shard_is_the_same_after_a_restart_and_any_of_them() -> None:
+    run = RunConfig(num_shards=8)
+    shards = [run.shard_of(f"Qm{number}") for number in range(400)]
+    assert shards == [run.shard_of(f"Qm{number}") for number in range(400)]
+    assert all(20 < shards.count(shard) < 90 for shard in range(8))
+    assert shards != [RunConfig(num_shards=8, run_seed=1).shard_of(f"Qm{number}") for number in range(400)]
+
+
+def test_only_int8_can_prune() -> None:
+    assert RunConfig(prune_fraction=0.5).prune_fraction == 0.5
+    with pytest.raises(ConfigError, match="only int8 can prune"):
+        RunConfig(prune_fraction=0.5, round_codec="fp16")

@@ -1,0 +1,259 @@
+"""The table of settings: four sources, their order, where a value came from, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+import pytest
+
+from p2ptrain.cli.dashboard import dashboard
+from p2ptrain.cli.join import join
+from p2ptrain.errors import ConfigError, RunMismatchError
+from p2ptrain.settings.config import NetworkConfig, PageConfig, PeerConfig, RunConfig
+from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, Setting, merge
+from p2ptrain.training.models import PRESETS as MODELS
+
+# For each setting a value other than its default: as text, and as what it becomes.
+EXAMPLES: dict[str, tuple[str, object]] = {
+    "run_id": ("novels", "novels"),
+    "model": ("gpt-small", "gpt-small"),
+    "steps": ("77", 77),
+    "lr": ("0.5", 0.5),
+    "warmup_steps": ("7", 7),
+    "weight_decay": ("0.25", 0.25),
+    "sync_every": ("9", 9),
+    "fragment_fraction": ("0.25", 0.25),
+    "fragment_selection": ("fresh", "fresh"),
+    "fragment_codec": ("fp16", "fp16"),
+    "fragment_schedule": ("ramp", "ramp"),
+    "fragment_delay": ("3", 3),
+    "max_staleness": ("0.5", 0.5),
+    "topology": ("pairs", "pairs"),
+    "fan_out": ("2", 2),
+    "sync_schedule": ("grow", "grow"),
+    "round_codec": ("none", "none"),
+    "round_density": ("0.5", 0.5),
+    "prune_fraction": ("0.5", 0.5),
+    "round_weights": ("shard", "shard"),
+    "round_mean": ("disjoint", "disjoint"),
+    "inner_moments": ("averaged", "averaged"),
+    "max_missed_rounds": ("4", 4),
+    "round_timeout_s": ("90.5", 90.5),
+    "outer_optimizer": ("adam", "adam"),
+    "outer_lr_schedule": ("cosine", "cosine"),
+    "outer_lr": ("1.5", 1.5),
+    "outer_momentum": ("0.5", 0.5),
+    "num_shards": ("8", 8),
+    "sharding": ("clusters", "clusters"),
+    "run_seed": ("3", 3),
+    "initial_peers": ("/ip4/10.0.0.1/tcp/1/p2p/QmA", ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)),
+    "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
+    "announce_maddrs": ("/ip4/10.0.0.2/tcp/2", ("/ip4/10.0.0.2/tcp/2",)),
+    "identity": ("id.key", "id.key"),
+    "startup_timeout_s": ("3.5", 3.5),
+    "peer_timeout_s": ("4.5", 4.5),
+    "relay_peers": ("0", 0),
+    "write_addresses": ("addresses.txt", "addresses.txt"),
+    "preset": ("diloco", "diloco"),
+    "data": ("texts", "texts"),
+    "init_from": ("weights.safetensors", "weights.safetensors"),
+    "batch_size": ("2", 2),
+    "device": ("cpu", "cpu"),
+    "threads": ("1", 1),
+    "out": ("here", "here"),
+    "metrics": ("m.jsonl", "m.jsonl"),
+    "prometheus": ("0.0.0.0:9100", "0.0.0.0:9100"),
+    "seed": ("5", 5),
+    "shard": ("6", 6),
+    "eval_every": ("11", 11),
+    "checkpoint_minutes": ("2.5", 2.5),
+    "dashboard": ("8081", 8081),
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("8082", 8082),
+    "page_names": ("workshop", ("workshop",)),
+}
+
+
+def _toml(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> None:
+    fields = {
+        (owner, field.name)
+        for owner in (RunConfig, NetworkConfig, PeerConfig, PageConfig)
+        for field in dataclasses.fields(owner)
+    }
+    settings = {(setting.owner, setting.field_name) for setting in SETTINGS.values()}
+    not_for_users = {
+        (RunConfig, "protocol_version"),
+        (RunConfig, "model_layout"),
+        (RunConfig, "data"),  # follows from the peer's own
+        (PeerConfig, "network"),
+    }
+    assert settings == fields - not_for_users
+    assert EXAMPLES.keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_every_setting_has_flag_variable_and_toml_key(setting: Setting, tmp_path: Path) -> None:
+    text, value = EXAMPLES[setting.name]
+    assert setting.default != value
+
+    params = [*join.params, *dashboard.params]
+    flags = {flag for option in params if isinstance(option, click.Option) for flag in option.opts}
+    assert setting.flag in flags
+    given = merge({setting.name: (text,) if setting.kind is tuple else text}, {})
+    assert given.values[setting.name] == value
+    assert given.sources[setting.name] == setting.flag
+
+    given = merge({}, {setting.variable: text})
+    assert given.values[setting.name] == value
+    assert given.sources[setting.name] == setting.variable == "P2PTRAIN_" + setting.name.upper()
+
+    literal = text if setting.kind in (int, float) else f'["{text}"]' if setting.kind is tuple else f'"{text}"'
+    path = _toml(tmp_path / "c.toml", f"{setting.name} = {literal}")
+    given = merge({}, {}, path)
+    assert given.values[setting.name] == value
+    assert given.sources[setting.name] == f"{path}: {setting.name}"
+
+    given = merge({}, {})
+    assert given.values[setting.name] == setting.default
+    assert given.sources[setting.name] == DEFAULT
+
+
+def test_flag_wins_over_environment_over_toml_over_default(tmp_path: Path) -> None:
+    path = _toml(tmp_path / "c.toml", "steps = 1\nsync_every = 1\nbatch_size = 1")
+    environ = {"P2PTRAIN_STEPS": "2", "P2PTRAIN_SYNC_EVERY": "2", "P2PTRAIN_CONFIG": path, "PATH": "/bin"}
+    merged = merge({"steps": "3", "sync_every": None}, environ)
+    assert [merged.values[name] for name in ("steps", "sync_every", "batch_size", "threads")] == [3, 2, 1, 0]
+    other = _toml(tmp_path / "d.toml", "batch_size = 9")
+    assert merge({}, environ, other).values["batch_size"] == 9
+
+
+def test_several_addresses_fit_in_one_variable() -> None:
+    merged = merge({}, {"P2PTRAIN_HOST_MADDRS": "/ip4/127.0.0.1/tcp/1, /ip4/127.0.0.1/tcp/2"})
+    assert merged.values["host_maddrs"] == ("/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2")
+
+
+def test_an_empty_variable_is_not_given_but_an_empty_flag_is_an_error() -> None:
+    assert merge({}, {"P2PTRAIN_LR": ""}).sources["lr"] == DEFAULT
+    # As in: --initial-peers "$FORGOTTEN", which must not start a run of its own.
+    with pytest.raises(ConfigError, match="--initial-peers: is empty"):
+        merge({"initial_peers": ("",)}, {})
+
+
+def test_an_unknown_variable_is_an_error_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match=r"P2PTRAIN_SYNC_EVRY; did you mean P2PTRAIN_SYNC_EVERY\?"):
+        merge({}, {"P2PTRAIN_SYNC_EVRY": "5"})
+
+
+@pytest.mark.parametrize(("key", "hint"), [("sync-every", "sync_every"), ("Lr", "lr"), ("stepps", "steps")])
+def test_an_unknown_toml_key_is_an_error_with_a_hint(key: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'; did you mean {hint}\?"):
+        merge({}, {}, _toml(tmp_path / "c.toml", f"{key} = 5"))
+    with pytest.raises(ConfigError, match="unknown key 'qqqqqq'; known are: announce_maddrs, "):
+        merge({}, {}, _toml(tmp_path / "c.toml", "qqqqqq = 5"))
+
+
+def test_a_config_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        merge({}, {}, str(tmp_path / "none.toml"))
+    with pytest.raises(ConfigError, match=r"not valid TOML"):
+        merge({}, {}, _toml(tmp_path / "c.toml", "steps = = 5"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("lr", "fast", "--lr: 'fast' is not a number, such as 0.003"),
+        ("lr", "-1", "--lr: -1.0 must be a finite number above 0"),
+        ("steps", "1.5", "--steps: '1.5' is not a whole number, such as 200"),
+        ("steps", "-3", "--steps: -3 must be a whole number, 0 or more (0: the run has no end)"),
+        ("round_codec", "int3", "--round-codec: 'int3' must be one of int8, int4, fp16, none, topk"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_origin_value_and_rule(name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge({name: text}, {})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("line", ["steps = true", "steps = 1.5", 'lr = ["a"]', "host_maddrs = 5", "data = 5"])
+def test_a_toml_value_of_the_wrong_type_is_refused(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"c.toml: {line.split()[0]}: .* is not a"):
+        merge({}, {}, _toml(tmp_path / "c.toml", line))
+
+
+def test_a_new_run_has_the_command_lines_defaults() -> None:
+    run = merge({}, {}).resolve_run(None)
+    assert (run.model, run.data, run.total_steps) == ("gpt-demo", "stdlib", RunConfig.total_steps)
+    assert merge({"data": "texts", "model": "gpt-small"}, {}).resolve_run(None).data == "text"
+
+
+def test_only_what_was_given_is_compared_with_a_live_run() -> None:
+    live = RunConfig(model="gpt-small", data="text", sync_every=5)
+    assert merge({"batch_size": "1"}, {}).resolve_run(live) == live
+    assert merge({"data": "my-texts"}, {}).resolve_run(live) == live
+    with pytest.raises(RunMismatchError, match="data: you gave 'stdlib'"):
+        merge({"data": "stdlib"}, {}).resolve_run(live)
+    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 6, .*5"):
+        merge({}, {"P2PTRAIN_SYNC_EVERY": "6"}).resolve_run(live)
+
+
+def test_the_peers_half_holds_what_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "addresses"
+    path.write_text("/ip4/10.0.0.1/tcp/1/p2p/QmA\n", encoding="utf-8")
+    config = merge({"initial_peers": (str(path),), "threads": "1", "seed": "4"}, {}).peer_config()
+    assert config.network.initial_peers == ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)
+    assert (config.threads, config.seed, config.batch_size) == (1, 4, PeerConfig.batch_size)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_run_that_can_be_founded(preset: str) -> None:
+    assert PRESETS[preset].keys() <= {setting.name for setting in RUN_SETTINGS}
+    merged = merge({"preset": preset}, {})
+    run = merged.resolve_run(None)
+    assert run.model in MODELS
+    for name, value in PRESETS[preset].items():
+        assert getattr(run, SETTINGS[name].field_name) == value
+        assert type(value) is SETTINGS[name].kind
+        assert merged.sources[name] == f"preset {preset}"
+
+
+def test_dilocos_preset_is_table_5() -> None:
+    run = merge({"preset": "diloco"}, {}).resolve_run(None)
+    assert (run.lr, run.warmup_steps, run.weight_decay) == (4e-4, 1000, 0.1)
+    assert (run.sync_every, run.outer_lr, run.outer_momentum) == (500, 0.7, 0.9)
+    assert run.fragment_fraction == 0
+    assert MODELS[run.model].context == 1024
+
+
+def test_a_preset_lies_between_the_defaults_and_what_is_given(tmp_path: Path) -> None:
+    path = _toml(tmp_path / "c.toml", 'preset = "diloco"\nwarmup_steps = 11')
+    merged = merge({"lr": "0.5"}, {"P2PTRAIN_SYNC_EVERY": "77"}, path)
+    run = merged.resolve_run(None)
+    assert (run.lr, run.sync_every, run.warmup_steps, run.outer_lr) == (0.5, 77, 11, 0.7)
+    assert (run.model, run.round_codec) == ("diloco-150m", RunConfig.round_codec)
+    assert [merged.sources[name] for name in ("lr", "sync_every", "model", "round_codec")] == [
+        "--lr", "P2PTRAIN_SYNC_EVERY", "preset diloco", DEFAULT,
+    ]  # fmt: skip
+    # A flag's preset goes over the file's.
+    assert merge({"preset": "sparta-124m"}, {}, path).resolve_run(None).model == "gpt2-124m"
+
+
+def test_a_joiners_preset_contradicts_nothing() -> None:
+    live = RunConfig(model="gpt-small", data="stdlib", sync_every=5)
+    assert merge({"preset": "diloco"}, {}).resolve_run(live) == live
+    assert not merge({"preset": "diloco"}, {}).explicit("model")
+    with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.25"):
+        merge({"preset": "diloco", "lr": "0.25"}, {}).resolve_run(live)
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"--preset: 'dilocco' must be one of diloco, sparta-124m"):
+        merge({"preset": "dilocco"}, {})

@@ -1,0 +1,103 @@
+"""Signals: the first asks, the second ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from p2ptrain.signals import SIGNALS, interrupt_on_signals, stop_on_signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks(number: signal.Signals) -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    with stop_on_signals() as stop:
+        assert not stop()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    try:
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), number)
+            assert stop()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+ASKED = """
+with stop_on_signals():
+    os.kill(os.getpid(), signal.SIGINT)
+    print('still here', flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+print('too far')
+"""
+ON_THE_WAY_OUT = """
+with stop_on_signals():
+    os.kill(os.getpid(), signal.SIGINT)
+print('still here', flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+print('too far')
+"""
+WHILE_IT_CLEANS_UP = """
+interrupt_on_signals()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except KeyboardInterrupt:
+    print('still here', flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print('too far')
+"""
+
+
+@pytest.mark.parametrize("program", [ASKED, ON_THE_WAY_OUT, WHILE_IT_CLEANS_UP])
+def test_the_second_signal_ends_the_process(program: str) -> None:
+    program = f"import os, signal\nfrom p2ptrain.signals import interrupt_on_signals, stop_on_signals\n{program}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stdout == "still here\n"
+
+
+IN_VIRTUAL_TIME = """
+async def main():
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await trio.sleep(1)
+        finally:
+            print('cleans up', flush=True)
+
+interrupt_on_signals()
+try:
+    run_virtual(main, seed=0)
+except KeyboardInterrupt:
+    print('still here', flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print('too far')
+"""
+
+
+def test_a_program_in_virtual_time_is_cancelled_and_the_second_signal_ends_the_process() -> None:
+    imports = (
+        "import os, signal, trio\n"
+        "from p2ptrain.signals import interrupt_on_signals\n"
+        "from p2ptrain.memory_network.virtual_time import run_virtual\n"
+    )
+    program = f"{imports}{IN_VIRTUAL_TIME}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleans up\nstill here\n", "")
+
+
+def test_what_was_started_to_ignore_ctrl_c_goes_on_doing_so() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupt_on_signals()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

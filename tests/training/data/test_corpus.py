@@ -1,0 +1,130 @@
+"""Corpora: the split is the same everywhere, and what cannot be used is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data import load_corpus
+from p2ptrain.training.data.corpus import BLOCK_TOKENS, STDLIB_BYTES
+from p2ptrain.training.data.tokenizer import decode, encode
+
+
+def _numbered_files(root: Path, numbers: range) -> None:
+    for number in numbers:
+        path = root / f"part{number % 3}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"<{number}>" * 10, encoding="utf-8")
+
+
+def _numbers(tokens: np.ndarray) -> set[int]:
+    return {int(text) for text in decode(tokens.tolist()).replace("<", "").split(">") if text}
+
+
+def test_the_standard_library_is_a_few_megabytes_of_ascii() -> None:
+    corpus = load_corpus("stdlib")
+    size = len(corpus.training) + len(corpus.held_out)
+    assert STDLIB_BYTES / 2 < size <= STDLIB_BYTES
+    assert len(corpus.held_out) > 20_000
+    assert np.mean(corpus.training == encode("é")[0]) < 1e-3
+    assert not corpus.training.flags.writeable
+
+
+def test_loading_twice_gives_the_same() -> None:
+    first, second = load_corpus("stdlib"), load_corpus("stdlib")
+    np.testing.assert_array_equal(first.training, second.training)
+    np.testing.assert_array_equal(first.held_out, second.held_out)
+
+
+def test_a_directory_is_split_by_file(tmp_path: Path) -> None:
+    _numbered_files(tmp_path, range(400))
+    corpus = load_corpus(str(tmp_path))
+    training, held_out = _numbers(corpus.training), _numbers(corpus.held_out)
+    assert training | held_out == set(range(400))
+    assert not training & held_out
+    assert 400 / 40 < len(held_out) < 400 / 10
+    # Golden: the hash of the path decides, on every machine.
+    assert {39, 67, 70} <= held_out
+
+
+def test_a_file_is_held_out_whatever_else_there_is(tmp_path: Path) -> None:
+    _numbered_files(tmp_path / "some", range(200))
+    _numbered_files(tmp_path / "more", range(400))
+    some, more = load_corpus(str(tmp_path / "some")), load_corpus(str(tmp_path / "more"))
+    assert _numbers(some.held_out) == {number for number in _numbers(more.held_out) if number < 200}
+
+
+def test_a_file_is_split_by_block(tmp_path: Path) -> None:
+    letters = [chr(33 + number % 90) for number in range(200)]
+    path = tmp_path / "text"
+    path.write_text("".join(letter * BLOCK_TOKENS for letter in letters), encoding="utf-8")
+    corpus = load_corpus(str(path))
+    assert len(corpus.training) + len(corpus.held_out) == 200 * BLOCK_TOKENS
+    assert 200 / 40 < len(corpus.held_out) / BLOCK_TOKENS < 200 / 10
+    assert len(corpus.held_out) % BLOCK_TOKENS == 0
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 10])
+def test_a_small_text_still_has_both_sides(blocks: int, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("ab" * (BLOCK_TOKENS // 2) * blocks, encoding="utf-8")
+    for source in (tmp_path, tmp_path / "one.txt"):
+        corpus = load_corpus(str(source))
+        assert len(corpus.training) >= BLOCK_TOKENS
+        assert len(corpus.held_out) >= BLOCK_TOKENS
+
+
+def test_line_ends_of_other_systems_are_ours(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"ab\r\n" * 3000)
+    corpus = load_corpus(str(path))
+    assert set(decode(corpus.training.tolist())) == {"a", "b", "\n"}
+
+
+def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a" * 3 * BLOCK_TOKENS, encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\0" * 9999)
+    (tmp_path / ".hidden").write_text("b" * 9999, encoding="utf-8")
+    corpus = load_corpus(str(tmp_path))
+    assert set(decode(corpus.training.tolist())) == {"a"}
+
+
+def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("", encoding="utf-8")
+    (tmp_path / "small").write_text("a" * BLOCK_TOKENS, encoding="utf-8")
+    (tmp_path / "binary").write_bytes(b"\0\1" * 9999)
+    (tmp_path / "cyrillic").write_text("привет " * 9999, encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "pipe")
+    for name, message in {
+        "none": "no such file or directory",
+        "empty": "0 characters are too few",
+        "small": "4096 characters are too few; give more than 4096",
+        "binary": "not text",
+        "cyrillic": "86% of the characters are outside the vocabulary",
+        "folder": "no text in this directory",
+    }.items():
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_corpus(str(tmp_path / name))
+        assert f"--data {tmp_path / name}" in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    # Root may read everything, and tests may run as root.
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    (tmp_path / "text").touch()
+    for source in (tmp_path, tmp_path / "text"):
+        with pytest.raises(ConfigError, match=r"text: cannot be read \(Permission denied\)"):
+            load_corpus(str(source))
+
+
+def test_a_python_without_its_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"--data stdlib: .* give text with --data FILE"):
+        load_corpus("stdlib")

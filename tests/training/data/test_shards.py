@@ -1,0 +1,137 @@
+"""Shards: every block in exactly one, sizes as promised, and the same from the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data import Shards, block_bounds, clustered_shards, iid_shards, unbalanced_shards
+from p2ptrain.training.data.corpus import BLOCK_TOKENS
+
+BOUNDS = block_bounds(200 * BLOCK_TOKENS + 77, context=64)
+
+
+def _covered(shards: Shards) -> np.ndarray:
+    """How often each token lies in a span of any shard."""
+    counts = np.zeros(int(shards.bounds[-1]), dtype=np.int64)
+    for shard in range(shards.count):
+        for begin, end in shards.spans(shard):
+            counts[begin:end] += 1
+    return counts
+
+
+def test_blocks_are_equal_and_the_last_takes_what_is_left() -> None:
+    assert np.diff(BOUNDS).tolist() == [BLOCK_TOKENS] * 199 + [BLOCK_TOKENS + 77]
+    # Long windows need long blocks; a short text is one.
+    assert block_bounds(100_000, context=10_000).tolist() == [0, 40_000, 100_000]
+    assert block_bounds(100, context=64).tolist() == [0, 100]
+
+
+@pytest.mark.parametrize("deal", [iid_shards, unbalanced_shards])
+@pytest.mark.parametrize("num_shards", [1, 2, 7, 64])
+def test_every_token_is_in_exactly_one_shard(deal, num_shards: int) -> None:
+    bounds = block_bounds(400 * BLOCK_TOKENS + 77, context=64)
+    shards = deal(bounds, num_shards, seed=3)
+    assert (_covered(shards) == 1).all()
+    assert sum(shards.sizes) == bounds[-1]
+    assert len(shards.sizes) == num_shards
+    assert shards.sizes == tuple(int(np.diff(shards.spans(shard)).sum()) for shard in range(num_shards))
+
+
+def test_spans_are_as_long_as_they_can_be() -> None:
+    shards = Shards(np.array([0, 10, 20, 30, 45]), np.array([1, 1, 0, 1]), 2)
+    assert shards.spans(0).tolist() == [[20, 30]]
+    assert shards.spans(1).tolist() == [[0, 20], [30, 45]]
+    assert shards.sizes == (10, 35)
+    whole = iid_shards(BOUNDS, 1, seed=0)
+    assert whole.spans(0).tolist() == [[0, BOUNDS[-1]]]
+
+
+def test_iid_shards_differ_by_a_block_at_most() -> None:
+    counts = np.bincount(iid_shards(BOUNDS, 7, seed=0).shard_of)
+    assert counts.max() - counts.min() == 1
+
+
+def test_iid_shards_are_spread_over_the_text() -> None:
+    """The mean place of a shard's blocks is that of the text, to within a few standard errors."""
+    shards = iid_shards(block_bounds(1000 * BLOCK_TOKENS, context=64), 4, seed=0)
+    for shard in range(4):
+        places = np.flatnonzero(shards.shard_of == shard)
+        assert abs(places.mean() - 499.5) < 4 * 1000 / (12 * 250) ** 0.5
+
+
+def test_unbalanced_sizes_are_in_geometric_proportion() -> None:
+    bounds = block_bounds(4000 * BLOCK_TOKENS, context=64)
+    sizes = np.array(unbalanced_shards(bounds, 8, seed=0).sizes, dtype=float)
+    assert sizes[0] / sizes[-1] == pytest.approx(4.0, rel=0.02)
+    assert sizes[:-1] / sizes[1:] == pytest.approx(np.full(7, 4 ** (1 / 7)), rel=0.02)
+    steep = np.array(unbalanced_shards(bounds, 3, seed=0, largest_to_smallest=100.0).sizes)
+    assert steep[0] / steep[-1] == pytest.approx(100.0, rel=0.05)
+
+
+def test_a_partition_depends_on_its_numbers_alone() -> None:
+    for deal in (iid_shards, unbalanced_shards):
+        first = deal(BOUNDS, 5, seed=1)
+        assert first.digest == deal(BOUNDS, 5, seed=1).digest
+        assert first.digest != deal(BOUNDS, 5, seed=2).digest
+    # Golden: on every machine, with any version of numpy.
+    assert iid_shards(block_bounds(8 * BLOCK_TOKENS, context=64), 3, seed=1).shard_of.tolist() == [
+        2,
+        0,
+        1,
+        0,
+        1,
+        0,
+        1,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("num_shards", [0, 201, 2**62])
+def test_more_shards_than_blocks_are_refused(num_shards: int) -> None:
+    features = np.zeros((200, 2))
+    for deal in (iid_shards, unbalanced_shards):
+        with pytest.raises(ConfigError, match=f"num_shards = {num_shards}: must be between 1 and .* 200 of 4096"):
+            deal(BOUNDS, num_shards, seed=0)
+    with pytest.raises(ConfigError, match=f"num_shards = {num_shards}: "):
+        clustered_shards(BOUNDS, features, num_shards, seed=0)
+
+
+def test_a_smallest_shard_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has 10 blocks, and unbalanced shards need 18, .* give more text"):
+        unbalanced_shards(block_bounds(10 * BLOCK_TOKENS, context=64), 8, seed=0)
+
+
+def _three_kinds() -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each block of BOUNDS, and features that lie around one centre per kind."""
+    generator = np.random.default_rng(0)
+    kinds = generator.choice(3, size=200, p=[0.6, 0.3, 0.1])
+    centres = np.array([[0.0, 0.0], [9.0, 0.0], [0.0, 9.0]])
+    return kinds, centres[kinds] + generator.normal(size=(200, 2))
+
+
+def test_clusters_are_the_kinds_of_text() -> None:
+    kinds, features = _three_kinds()
+    shards = clustered_shards(BOUNDS, features, 3, seed=0)
+    assert (_covered(shards) == 1).all()
+    kind_of_shard = [set(kinds[shards.shard_of == shard]) for shard in range(3)]
+    assert all(len(kind) == 1 for kind in kind_of_shard)
+    assert set.union(*kind_of_shard) == {0, 1, 2}
+
+
+def test_clusters_are_numbered_by_the_text_not_by_chance() -> None:
+    _, features = _three_kinds()
+    digests = {clustered_shards(BOUNDS, features, 3, seed=seed).digest for seed in range(5)}
+    assert len(digests) == 1
+    nudged = features * (1 + 1e-6 * np.random.default_rng(1).normal(size=features.shape))
+    assert clustered_shards(BOUNDS, nudged.astype(np.float32), 3, seed=0).digest in digests
+    shards = clustered_shards(BOUNDS, features, 3, seed=0)
+    assert np.unique(shards.shard_of, return_index=True)[1].tolist() == sorted(
+        np.unique(shards.shard_of, return_index=True)[1]
+    )
+
+
+def test_blocks_that_are_all_alike_are_no_clusters() -> None:
+    with pytest.raises(ConfigError, match="has only 1 different blocks to make clusters of"):
+        clustered_shards(BOUNDS, np.zeros((200, 2)), 3, seed=0)

@@ -1,0 +1,121 @@
+"""Models by name: first weights from the seed alone, and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.models import build, check_name, context_length
+
+USERS_MODULE = """
+import torch
+from torch import nn
+
+class Bigram(nn.Module):
+    def __init__(self, vocab_size=98, context=None):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        if context:
+            self.context = context
+    def forward(self, tokens):
+        return self.table(tokens)
+
+def plain():
+    return Bigram()
+
+def sized(*, vocab_size):
+    return Bigram(vocab_size, context=12)
+
+def small():
+    return Bigram(50)
+
+def number():
+    return 5
+
+def broken():
+    raise RuntimeError("no weights here")
+
+def failing():
+    return nn.Linear(3, 3)
+
+def flat():
+    return nn.Flatten()
+
+constant = 5
+"""
+
+
+@pytest.fixture
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_models.py").write_text(USERS_MODULE, encoding="utf-8")
+    (tmp_path / "users_broken.py").write_text("import nowhere_to_be_found", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "users_models", raising=False)
+    return "users_models"
+
+
+def _weights(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters())
+
+
+def test_first_weights_depend_on_the_seed_alone(users_module: str) -> None:
+    for name in ("gpt-demo", f"{users_module}:plain"):
+        torch.manual_seed(1)
+        first = _weights(build(name, vocab_size=98, seed=5))
+        state = torch.get_rng_state()
+        torch.manual_seed(2)
+        torch.rand(3)
+        second = _weights(build(name, vocab_size=98, seed=5))
+        assert torch.equal(first, second)
+        assert not torch.equal(first, _weights(build(name, vocab_size=98, seed=6)))
+        torch.manual_seed(1)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:
+    sized = build(f"{users_module}:sized", vocab_size=98, seed=0)
+    assert sized.training
+    assert sized.table.weight.shape == (98, 98)
+    assert context_length(sized) == 12
+    assert context_length(build(f"{users_module}:plain", vocab_size=98, seed=0)) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt-dmo", r"unknown model; did you mean gpt-demo\?"),
+        ("resnet", "unknown model; known are: diloco-150m, diloco-400m, diloco-60m, gpt-demo, gpt-small, gpt2-124m"),
+        ("no_such_module:factory", "cannot import 'no_such_module'"),
+        (":factory", "cannot import ''"),
+        ("users_broken:factory", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("users_models:plan", r"no function 'plan'; did you mean plain\?"),
+        ("users_models:constant", "no function 'constant'"),
+        ("users_models:number", "returned int; it must be a torch.nn.Module"),
+        ("users_models:broken", "RuntimeError: no weights here"),
+        ("users_models:failing", r"failed on int64 tokens of shape \(1, 8\)"),
+        ("users_models:flat", r"gave \(1, 8\); it must return logits of shape \(batch, time, 98 or more\)"),
+        ("users_models:small", r"gave \(1, 8, 50\)"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, message: str, users_module: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(name, vocab_size=98, seed=0)
+    assert f"--model {name}" in str(caught.value)
+
+
+def test_names_can_be_checked_without_building(users_module: str) -> None:
+    check_name("gpt2-124m")
+    check_name(f"{users_module}:broken")
+    with pytest.raises(ConfigError):
+        check_name(f"{users_module}:nothing")
+
+
+def test_a_models_context_must_be_a_length() -> None:
+    model = nn.Linear(1, 1)
+    model.context = "long"
+    with pytest.raises(ConfigError, match="context = 'long'"):
+        context_length(model)

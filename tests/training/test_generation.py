@@ -1,0 +1,66 @@
+"""Text from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import VOCAB_SIZE, encode
+from p2ptrain.training.generation import generate_text, load_model
+from p2ptrain.training.models import build
+
+
+class Alphabet(nn.Module):
+    """Each letter is followed by the next; `context` is one, so that only the last character counts."""
+
+    context = 1
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert tokens.shape[1] <= self.context
+        logits = torch.zeros(*tokens.shape, VOCAB_SIZE + 5)
+        logits[..., VOCAB_SIZE:] = 99.0  # rows beyond the vocabulary, which no text has
+        return logits.scatter(-1, (tokens + 1)[..., None], 9.0)
+
+
+def _text(prompt: str, **settings: float) -> str:
+    chosen = {"length": 5, "temperature": 0.0, "seed": 0, **settings}
+    return "".join(generate_text(Alphabet(), prompt, **chosen))
+
+
+def test_the_likeliest_character_follows() -> None:
+    assert _text("xya") == "bcdef"
+    assert _text("a" * 1000) == "bcdef"
+
+
+def test_draws_depend_on_seed_and_temperature() -> None:
+    assert _text("a", temperature=3.0, seed=1) == _text("a", temperature=3.0, seed=1)
+    assert _text("a", temperature=3.0, seed=1) != _text("a", temperature=3.0, seed=2)
+    assert _text("a", temperature=0.1) == "bcdef"
+
+
+def test_an_empty_prompt_begins_a_line() -> None:
+    assert _text("", length=1) == "\t"
+    assert encode("\n\t").tolist() == [0, 1]
+
+
+def test_a_model_is_found_in_a_checkpoint_or_in_the_directory_above(tmp_path: Path) -> None:
+    model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=4)
+    info = {"run": RunConfig(model="gpt-demo", run_seed=1).to_dict()}
+    path = checkpoint.save(tmp_path, checkpoint.Checkpoint(3, info, {"model": model.state_dict(), "peer": {}}))
+    for place in (path, tmp_path):
+        found = load_model(place)
+        assert all(map(torch.equal, found.parameters(), model.parameters()))
+    (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"damaged.*give another checkpoint"):
+        load_model(path)
+
+
+def test_where_nothing_was_trained_there_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint there"):
+        load_model(tmp_path / "none")

@@ -1,0 +1,362 @@
+"""`p2ptrain join` from settings to a checkpoint, with a session that has no network."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import socket
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.table import merge
+from p2ptrain.training import checkpoint, join
+from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.join import join_run
+from p2ptrain.training.models import build
+from p2ptrain.training.trainer import Trainer
+from tests.fakes import MADDR, FakeNetworkSession, FakePeer
+
+LIVE = RunConfig(
+    run_id="r", model="gpt-demo", model_layout="layout", data="stdlib", total_steps=3, sync_every=2, lr=0.01
+)
+
+
+@pytest.fixture(autouse=True)
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeNetworkSession]]:
+    fake = type("NetworkSession", (FakeNetworkSession,), {})
+    monkeypatch.setitem(sys.modules, "p2ptrain.peer.session", types.SimpleNamespace(NetworkSession=fake))
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield fake
+    torch.set_num_threads(threads)
+
+
+def _join(*, environ: dict[str, str] | None = None, **given: str) -> list[str]:
+    lines: list[str] = []
+    flags = {"run_id": "r", "threads": "1", "device": "cpu", **given}
+    settings = merge(
+        {name: (text,) if name == "initial_peers" else text for name, text in flags.items()}, environ or {}
+    )
+    join_run(settings, say=lines.append, on_progress=lambda progress: None)
+    return lines
+
+
+def test_addresses_that_cannot_be_noted_do_not_stop_training(
+    session: type[FakeNetworkSession], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "p2ptrain-r" / ".peers.txt.tmp").mkdir(parents=True)  # where they are written first
+    assert _join(steps="2")[-1].startswith("finished at step 2")
+    assert "the addresses of the other peers could not be noted" in caplog.text
+
+
+def test_a_founder_trains_and_prints_the_line_for_others(session: type[FakeNetworkSession]) -> None:
+    lines = _join(steps="2")
+    assert f"p2ptrain join --initial-peers {MADDR} --run-id r" in lines
+    assert lines[0] == "started run 'r' (model gpt-demo, 2 steps) as peer QmFake"
+    assert session.opened is not None
+    assert session.opened.identity == "p2ptrain-r/identity.key"
+    assert session.peer is not None
+    assert session.peer.run.total_steps == 2
+    assert session.peer.left == "finished"
+    assert [path.name for path in checkpoint.checkpoints(Path("p2ptrain-r"))] == ["checkpoint-2"]
+
+
+def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(session: type[FakeNetworkSession]) -> None:
+    (line,) = (line for line in _join(steps="1", prometheus="0") if "Prometheus" in line)
+    url = line.removeprefix("figures for Prometheus at ")
+    with pytest.raises(URLError):
+        urlopen(url, timeout=10)
+
+
+def test_a_port_in_use_is_said_before_the_network_is_touched(session: type[FakeNetworkSession]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--prometheus {port}: another program uses that port"):
+            _join(steps="1", prometheus=str(port))
+    assert session.opened is None
+
+
+def test_a_joiner_takes_over_the_runs_settings(session: type[FakeNetworkSession]) -> None:
+    session.live = LIVE
+    lines = _join(initial_peers=MADDR)
+    assert lines[0] == "joined run 'r' (model gpt-demo, 3 steps) as peer QmFake"
+    assert session.peer is not None
+    assert session.peer.run == LIVE
+    assert session.peer.run_step == 3
+
+
+def test_who_comes_to_nobody_is_told_so_and_starts_the_run(session: type[FakeNetworkSession]) -> None:
+    session.live = replace(LIVE, run_id="another")
+    lines = _join(initial_peers=MADDR, steps="1")
+    assert lines[0] == ("nobody of run 'r' is there: starting it, unless somebody else does; --run-id chooses another")
+    assert lines[1] == "started run 'r' (model gpt-demo, 1 steps) as peer QmFake"
+
+
+def test_a_joiner_may_not_contradict_the_run(session: type[FakeNetworkSession]) -> None:
+    session.live = LIVE
+    with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.5, but run 'r' trains with 0\.01"):
+        _join(initial_peers=MADDR, lr="0.5")
+    assert session.peer is None
+
+
+def test_where_nobody_trains_yet_the_run_is_new(session: type[FakeNetworkSession]) -> None:
+    _join(initial_peers=MADDR, steps="1")
+    assert session.peer is not None
+    assert session.peer.run.total_steps == 1
+
+
+def test_where_every_checkpoint_is_damaged_nothing_is_started_afresh_unasked(session: type[FakeNetworkSession]) -> None:
+    Path("p2ptrain-r/checkpoint-1").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"^--out p2ptrain-r: none of its checkpoints is whole; move them away to start afresh$"
+    ):
+        _join()
+    assert session.peer is None
+
+
+def test_the_same_command_again_continues(session: type[FakeNetworkSession]) -> None:
+    session.live = replace(LIVE, total_steps=2)
+    _join(initial_peers=MADDR)
+    first = session.peer
+    assert first is not None
+    # The others train on for longer than we did: give this peer three steps more than it has done.
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    checkpoint.save(Path("p2ptrain-r"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
+    lines = _join(initial_peers=MADDR)
+    assert lines[0].startswith("continuing run 'r'")
+    assert session.peer is not None
+    assert session.peer.run_step == 2
+    assert len(session.peer.losses) == 1
+    # The stream of text goes on as well: this is another batch than any before.
+    assert session.peer.losses[0] not in first.losses
+
+
+def test_a_founder_continues_with_the_settings_of_its_checkpoint(session: type[FakeNetworkSession]) -> None:
+    _join(steps="2", sync_every="7")
+    lines = _join()
+    assert lines == ["run 'r' is finished: 2 steps, see p2ptrain-r; start another with a new --run-id or --out"]
+    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 9, .* 7; .* checkpoint in p2ptrain-r"):
+        _join(sync_every="9")
+
+
+def test_a_checkpoint_of_another_run_is_not_overwritten(session: type[FakeNetworkSession]) -> None:
+    _join(steps="1", lr="0.5")
+    session.live = LIVE
+    with pytest.raises(ConfigError, match=r"--out p2ptrain-r: .*lr: 0.5 there, 0.01 here.*; give another --out"):
+        _join(initial_peers=MADDR)
+
+
+def test_a_run_on_peoples_own_text_asks_for_ours(session: type[FakeNetworkSession], tmp_path: Path) -> None:
+    session.live = replace(LIVE, data="text")
+    with pytest.raises(ConfigError, match="add --data FILE or DIR"):
+        _join(initial_peers=MADDR)
+    (tmp_path / "text").write_text("some words " * 2000, encoding="utf-8")
+    _join(initial_peers=MADDR, data="text")
+    assert session.peer is not None
+    with pytest.raises(RunMismatchError, match="data: you gave 'stdlib', but run 'r' trains with 'text'"):
+        _join(initial_peers=MADDR, data="stdlib", out="other")
+
+
+def test_a_run_cannot_choose_code_of_this_machine(session: type[FakeNetworkSession], tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text("raise AssertionError('imported')", encoding="utf-8")
+    session.live = replace(LIVE, model="trap:model")
+    with pytest.raises(ConfigError, match="code that you must have: add --model trap:model"):
+        _join(initial_peers=MADDR)
+
+
+def test_a_run_of_a_python_program_is_not_for_the_command_line(session: type[FakeNetworkSession]) -> None:
+    session.live = replace(LIVE, model="")
+    with pytest.raises(ConfigError, match=r"join it with p2ptrain\.join\(model"):
+        _join(initial_peers=MADDR)
+
+
+def test_what_is_wrong_here_is_said_before_the_network_is_touched(session: type[FakeNetworkSession]) -> None:
+    for given in ({"data": "none"}, {"model": "nope"}, {"device": "gpu"}, {"initial_peers": "nobody"}):
+        with pytest.raises(ConfigError):
+            _join(**given)
+    assert session.opened is None
+    assert not Path("p2ptrain-r").exists()
+
+
+def test_addresses_are_written_for_others(session: type[FakeNetworkSession]) -> None:
+    _join(steps="1", write_addresses="shared/addresses")
+    assert Path("shared/addresses").read_text(encoding="utf-8").splitlines()[0] == MADDR
+    _join(environ={"P2PTRAIN_INITIAL_PEERS": "shared/addresses"}, steps="1", out="second")
+    assert session.opened is not None
+    assert session.opened.initial_peers[0] == MADDR
+
+
+def test_the_identity_may_be_kept_elsewhere(session: type[FakeNetworkSession]) -> None:
+    _join(steps="1", identity="keys/mine.key")
+    assert session.opened is not None
+    assert session.opened.identity == "keys/mine.key"
+
+
+def test_a_restarted_founder_finds_the_others_again(session: type[FakeNetworkSession]) -> None:
+    _join(steps="2")
+    assert session.opened is not None
+    assert session.opened.initial_peers == ()
+    _join()
+    assert session.opened.initial_peers == FakePeer.alive_maddrs
+    session.unreachable = FakePeer.alive_maddrs
+    lines = _join(steps="2")
+    # It goes on alone, and looks for them meanwhile.
+    assert (session.opened.initial_peers, session.alone) == (FakePeer.alive_maddrs, True)
+    assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
+    shutil.rmtree("p2ptrain-r/checkpoint-2")
+    lines = _join(steps="2")
+    assert (session.opened.initial_peers, session.alone) == ((), False)
+    assert lines[0] == "none of the peers from before can be reached"
+
+
+def test_a_restarted_joiner_goes_on_from_its_checkpoint_when_nobody_is_there(session: type[FakeNetworkSession]) -> None:
+    session.unreachable = (MADDR, *FakePeer.alive_maddrs)
+    with pytest.raises(UnreachableError):
+        _join(steps="2", initial_peers=MADDR)
+    session.unreachable = ()
+    _join(steps="2", initial_peers=MADDR)
+    session.unreachable = (MADDR, *FakePeer.alive_maddrs)
+    lines = _join(initial_peers=MADDR)
+    assert session.opened is not None
+    assert (session.opened.initial_peers, session.alone) == ((MADDR, *FakePeer.alive_maddrs), True)
+    assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
+
+
+class _Seen:
+    """Stands for `join.Trainer`, and keeps the spans that it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spans: list[np.ndarray | None] = []
+        make = join.Trainer
+
+        def trainer(*arguments: object, spans: np.ndarray | None, **named: object) -> Trainer:
+            self.spans.append(spans)
+            return make(*arguments, spans=spans, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(session, "Trainer", trainer)
+
+
+def test_peers_train_on_shards_that_share_nothing(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(monkeypatch)
+    for shard in ("0", "1"):
+        lines = _join(steps="1", num_shards="2", shard=shard, out=f"out{shard}")
+        assert f"training on shard {shard} of 2 (iid): " in lines[0]
+        assert session.peer is not None
+        (event,) = [fields for name, fields in session.peer.events if name == "shard"]
+        assert (event["shard"], event["sharding"], len(event["sizes"])) == (int(shard), "iid", 2)
+        assert event["partition_sha256"][:12] in lines[0]
+    first, second = (set(map(tuple, spans.tolist())) for spans in seen.spans if spans is not None)
+    covered = sorted(first | second)
+    assert not first & second
+    assert covered[0][0] == 0
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(covered))
+
+
+def test_without_shards_all_of_the_text_is_everybodys(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _Seen(monkeypatch)
+    _join(steps="1")
+    assert seen.spans == [None]
+    assert session.peer is not None
+    assert "shard" not in dict(session.peer.events)
+
+
+def test_a_joiner_takes_the_shard_of_its_identity(session: type[FakeNetworkSession]) -> None:
+    session.live = replace(LIVE, num_shards=5, sharding="unbalanced")
+    lines = _join(initial_peers=MADDR)
+    assert f"training on shard {session.live.shard_of('QmFake')} of 5 (unbalanced): " in lines[0]
+
+
+def test_a_shard_that_is_not_there_is_refused(session: type[FakeNetworkSession]) -> None:
+    with pytest.raises(ConfigError, match=r"--shard 2: must be 0 to 1 in run 'r', which has num_shards = 2"):
+        _join(num_shards="2", shard="2")
+    with pytest.raises(ConfigError, match=r"--shard 2: has no meaning in run 'r', which has num_shards = 0"):
+        _join(shard="2")
+    with pytest.raises(ConfigError, match=r"--sharding clusters: has no meaning without shards; add --num-shards"):
+        _join(sharding="clusters")
+    with pytest.raises(ConfigError, match=r"num_shards = 99999: must be between 1 and the number of blocks"):
+        _join(num_shards="99999", sharding="clusters", out="other")
+    assert session.peer is None
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Weights of the demo model that no seed here gives, in `weights.safetensors`."""
+    state = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=99).state_dict()
+    save_file(state, tmp_path / "weights.safetensors")
+    return state
+
+
+def _entered_with(session: type[FakeNetworkSession], weights: dict[str, torch.Tensor]) -> bool:
+    assert session.entered is not None
+    return all(torch.equal(session.entered[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_founder_starts_from_given_weights(
+    session: type[FakeNetworkSession], weights: dict[str, torch.Tensor]
+) -> None:
+    _join(steps="1", out="plain")
+    assert not _entered_with(session, weights)
+    lines = _join(steps="1", init_from="weights.safetensors")
+    assert lines[0] == "starting from the weights of weights.safetensors"
+    assert _entered_with(session, weights)
+    # A run's end is another's beginning: from its directory, or from one checkpoint in it.
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    for place in ("p2ptrain-r", "p2ptrain-r/checkpoint-1"):
+        _join(steps="1", run_id="next", out=place.replace("/", "-") + "-next", init_from=place)
+        assert _entered_with(session, saved.state["model"])
+
+
+def test_a_joiner_and_a_restart_say_that_other_weights_are_taken(
+    session: type[FakeNetworkSession], weights: dict[str, torch.Tensor]
+) -> None:
+    session.live = replace(LIVE, total_steps=9)
+    lines = _join(initial_peers=MADDR, init_from="weights.safetensors")
+    assert lines[0].startswith("--init-from weights.safetensors: not used, as run 'r' is under way; its weights are")
+    assert not _entered_with(session, weights)
+    session.live = None
+    session.unreachable = FakePeer.alive_maddrs
+    _join(steps="2", out="own")
+    saved = checkpoint.load_newest(Path("own"))
+    assert saved is not None
+    shutil.rmtree("own/checkpoint-2")
+    checkpoint.save(Path("own"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
+    lines = _join(out="own", init_from="weights.safetensors")
+    assert any("not used, as the checkpoint of step 1 in own is continued instead" in line for line in lines)
+    assert _entered_with(session, saved.state["model"])
+
+
+def test_one_of_several_that_found_at_once_says_so(
+    session: type[FakeNetworkSession], weights: dict[str, torch.Tensor]
+) -> None:
+    lines = _join(steps="1", initial_peers=MADDR, init_from="weights.safetensors")
+    assert lines[1].endswith("weights.safetensors, unless another peer founds the run before us")
+    assert _entered_with(session, weights)
+
+
+def test_weights_that_do_not_fit_are_refused(
+    session: type[FakeNetworkSession], weights: dict[str, torch.Tensor]
+) -> None:
+    with pytest.raises(ConfigError, match=r"--init-from nowhere: cannot be read"):
+        _join(init_from="nowhere")
+    assert session.opened is None
+    with pytest.raises(ConfigError, match=r"--init-from weights\.safetensors: .* of the model's tensors are"):
+        _join(init_from="weights.safetensors", model="gpt-small")
+    assert session.entered is None

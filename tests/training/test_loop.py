@@ -1,0 +1,227 @@
+"""The loop around a peer: what it records, when it stops, what it leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import PeerConfig, RunConfig
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import Corpus, encode
+from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, Progress, run_training, training_steps
+from p2ptrain.training.models import GPT, GPTConfig
+from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Trainer
+from tests.fakes import FakePeer
+
+CORPUS = Corpus(training=encode("abc def ghi. " * 100), held_out=encode("abc def. " * 10))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _pair(total_steps: int = 12, **run_settings: int) -> tuple[FakePeer, Trainer]:
+    run = RunConfig(total_steps=total_steps, sync_every=run_settings.pop("sync_every", 5), warmup_steps=2)
+    model = GPT(GPTConfig(vocab_size=98, layers=1, heads=1, width=8, context=8))
+    return FakePeer(run), Trainer(model, CORPUS, run, batch_size=1, seed=0)
+
+
+def _clock(step_s: float = 1.0) -> Callable[[], float]:
+    """A clock that goes on by `step_s` each time it is read."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * step_s
+
+
+def _run(
+    peer: FakePeer,
+    trainer: Trainer,
+    out: Path,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    config: PeerConfig = PeerConfig(eval_every=4),  # noqa: B008 (frozen)
+    step_s: float = 1.0,
+) -> tuple[str, list[Progress]]:
+    lines: list[Progress] = []
+    reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=lines.append, now=_clock(step_s))
+    return reason, lines
+
+
+def test_it_trains_until_the_run_ends_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    peer, trainer = _pair()
+    reason, _ = _run(peer, trainer, tmp_path)
+    assert (reason, peer.left, peer.run_step) == ("finished", "finished", 12)
+    saved = checkpoint.load_newest(tmp_path)
+    assert saved is not None
+    assert saved.step == 12
+    assert RunConfig.from_dict(saved.info["run"]) == peer.run
+    assert saved.info["peer_id"] == "QmFake"
+    assert saved.info["round"] == 2
+    assert saved.state["peer"]["step"] == 12
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(saved.state["model"][name], tensor)
+
+
+def test_the_peer_is_told_loss_and_tokens_of_every_step(tmp_path: Path) -> None:
+    peer, trainer = _pair()
+    steps = list(training_steps(peer, trainer, eval_every=100))
+    assert peer.losses == [done.loss for done in steps]
+    assert [done.run_step for done in steps] == list(range(1, 13))
+    assert {done.tokens for done in steps} == {8}
+
+
+def test_evaluations_and_weights_are_recorded_together_at_the_runs_steps(tmp_path: Path) -> None:
+    peer, trainer = _pair()
+    peer.run_step = 2  # a joiner
+    _run(peer, trainer, tmp_path)
+    assert [(event, fields["step"]) for event, fields in peer.events] == [
+        (event, step) for step in (2, 4, 8, 12, 12) for event in ("eval", "sample")
+    ]
+    for event, fields in peer.events:
+        assert len(fields["values"]) == SAMPLED_WEIGHTS if event == "sample" else fields["loss"] > 0
+
+
+def test_progress_sums_up_what_happened_since_the_last_line(tmp_path: Path) -> None:
+    peer, trainer = _pair(total_steps=40)
+    reason, lines = _run(peer, trainer, tmp_path)
+    assert reason == "finished"
+    assert len(lines) > 2
+    assert lines[-1].run_step == 40
+    assert sum(line.sent for line in lines) == 80
+    assert sum(line.merged for line in lines) == 40
+    assert sum(line.skipped["stale"] for line in lines) == 40
+    first = lines[0]
+    assert (first.total_steps, first.peers) == (40, 2)
+    assert first.loss == pytest.approx(sum(peer.losses[: first.run_step]) / first.run_step)
+    assert first.tokens_per_s > 0
+    assert math.isfinite(first.eval_loss)
+
+
+def test_a_signal_stops_it_after_the_step(tmp_path: Path) -> None:
+    peer, trainer = _pair(total_steps=0)
+    reason, _ = _run(peer, trainer, tmp_path, stop=lambda: peer.run_step >= 7)
+    assert (reason, peer.left, peer.run_step) == ("interrupted", "interrupted", 7)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-7"]
+
+
+def test_a_signal_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    peer, trainer = _pair()
+    reason, _ = _run(peer, trainer, tmp_path, stop=lambda: peer.run_step >= 12)
+    assert reason == "finished"
+
+
+def test_it_leaves_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, trainer = _pair()
+    left_at_save: list[str | None] = []
+    monkeypatch.setattr(checkpoint, "save", lambda out, saved: left_at_save.append(peer.left))
+    _run(peer, trainer, tmp_path)
+    assert left_at_save == ["finished"]
+
+
+def test_checkpoints_are_written_on_the_way(tmp_path: Path) -> None:
+    peer, trainer = _pair(total_steps=20)
+    _run(peer, trainer, tmp_path, config=PeerConfig(checkpoint_minutes=0.25))
+    found = checkpoint.checkpoints(tmp_path)
+    assert found[0].name == "checkpoint-20"
+    assert len(found) == 3
+
+
+def test_a_full_disk_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    peer, trainer = _pair(total_steps=20)
+    with caplog.at_level(logging.ERROR):
+        reason, _ = _run(peer, trainer, tmp_path, config=PeerConfig(checkpoint_minutes=0.25))
+    assert (reason, peer.run_step) == ("finished", 20)
+    assert len(caplog.messages) > 1
+    assert all("No space left on device" in message for message in caplog.messages)
+
+
+def test_the_last_round_is_waited_for_but_not_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Waiting(FakePeer):
+        waits = 0
+        finished = False
+
+        def wait_finished(self, timeout_s: float) -> bool:
+            assert timeout_s <= 1
+            self.waits += 1
+            self.finished = self.waits == self.ends_after
+            return self.finished
+
+    for ends_after, warnings in ((3, 0), (10**9, 1)):
+        _, trainer = _pair()
+        peer = Waiting(trainer.run)
+        peer.ends_after = ends_after
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert _run(peer, trainer, tmp_path)[0] == "finished"
+        assert peer.run_step == 12
+        assert peer.waits == 3 or LAST_ROUND_TIMEOUT_S - 2 <= peer.waits <= LAST_ROUND_TIMEOUT_S
+        assert len(caplog.messages) == warnings
+
+
+def test_a_fast_peer_that_a_round_puts_back_trains_on(tmp_path: Path) -> None:
+    class Fast(FakePeer):
+        puts_back = 1
+
+        @property
+        def finished(self) -> bool:
+            return self.puts_back == 0 and super().finished
+
+        def wait_finished(self, timeout_s: float) -> bool:
+            self.puts_back, self.run_step = 0, 9
+            return False
+
+    _, trainer = _pair()
+    peer = Fast(trainer.run)
+    assert _run(peer, trainer, tmp_path)[0] == "finished"
+    assert (peer.run_step, len(peer.losses)) == (12, 12 + 3)
+
+
+def test_a_peer_that_is_cut_off_saves_and_says_so(tmp_path: Path) -> None:
+    peer, trainer = _pair(total_steps=0)
+
+    class CutOff(FakePeer):
+        @property
+        def failure(self) -> Exception | None:
+            return OSError("the daemon has died") if self.run_step >= 5 else None
+
+    peer = CutOff(trainer.run)
+    with pytest.raises(ConfigError, match="the daemon has died; the same command again continues"):
+        _run(peer, trainer, tmp_path)
+    assert peer.left == "failed"
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-5"]
+    # Not so after Ctrl-C, which a terminal sends to the daemon too.
+    assert _run(CutOff(trainer.run), trainer, tmp_path, stop=lambda: True)[0] == "interrupted"
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    peer, trainer = _pair(total_steps=20)
+    start = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    _run(peer, trainer, tmp_path / "straight")
+
+    first, trainer = _pair(total_steps=20)
+    trainer.model.load_state_dict(start)
+    _run(first, trainer, tmp_path / "halves", stop=lambda: first.run_step >= 10)
+    saved = checkpoint.load_newest(tmp_path / "halves")
+    assert saved is not None
+    _, trainer = _pair(total_steps=20)
+    trainer.model.load_state_dict(saved.state["model"])
+    trainer.load_state_dict(saved.state["trainer"])
+    second = FakePeer(trainer.run, saved.state["peer"])
+    _run(second, trainer, tmp_path / "halves")
+
+    assert first.losses + second.losses == peer.losses

@@ -1,0 +1,49 @@
+"""The lock: one process per directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.output_dir import claim_out
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_directory_is_made_and_kept_for_one() -> None:
+    with claim_out("a/b", "run", joins=True) as out:
+        assert out == Path("a/b")
+        assert out.is_dir()
+        with (
+            pytest.raises(ConfigError, match="--out a/b: another p2ptrain process"),
+            claim_out("a/b", "run", joins=True),
+        ):
+            pass
+    with claim_out("a/b", "run", joins=True):
+        pass
+
+
+def test_the_default_directory_is_named_for_the_run() -> None:
+    with claim_out(None, "novels", joins=False) as out:
+        assert out == Path("p2ptrain-novels")
+
+
+def test_a_second_joiner_takes_the_next_directory_but_a_second_founder_does_not() -> None:
+    with claim_out(None, "run", joins=False):
+        with pytest.raises(ConfigError, match="p2ptrain join --initial-peers"), claim_out(None, "run", joins=False):
+            pass
+        with claim_out(None, "run", joins=True) as second, claim_out(None, "run", joins=True) as third:
+            assert (second, third) == (Path("p2ptrain-run-2"), Path("p2ptrain-run-3"))
+        with claim_out(None, "run", joins=True) as again:
+            assert again == Path("p2ptrain-run-2")
+
+
+def test_a_place_that_cannot_be_written_is_refused() -> None:
+    Path("file").touch()
+    with pytest.raises(ConfigError, match="directory file cannot be used"), claim_out("file", "run", joins=False):
+        pass

@@ -5,8 +5,9 @@ in from there reaches all of them. Two processes, a minute:
 
     torchrun --nproc-per-node 2 examples/island_ddp.py
 
-Paste the line that it prints into a second terminal: `python examples/island_ddp.py` is a process group of one process, and
-trains with this one as its equal. If a process dies, the others stop; torchrun --max-restarts 3 starts all again.
+Paste the line that it prints into a second terminal: `python examples/island_ddp.py` is a
+process group of one process, and trains with this one as its equal. If a process dies, the others stop;
+torchrun --max-restarts 3 starts all again.
 Ctrl-C ends all of them; the traceback is torchrun's own.
 """
 

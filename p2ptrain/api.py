@@ -188,8 +188,8 @@ def join(
             run = resolve_run(explicit, found)
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(
-                    "inner_moments = 'averaged': does not reach the other processes of a process group; leave process_group "
-                    "out, or take part in a run with inner_moments = 'local'"
+                    "inner_moments = 'averaged': does not reach the other processes of a process group; leave "
+                    "process_group out, or take part in a run with inner_moments = 'local'"
                 )
             if found is None and total_steps is None:
                 run = dataclasses.replace(run, total_steps=0)

@@ -1,7 +1,7 @@
 """Every error of the project, named by whose fault it is.
 
 A message gives the value, the rule it broke and the fix. The command line turns a `ConfigError` into one line and
-exit status 2; the others are normal life between volunteers' machines and never leave `Peer.step()`. Only an `GroupPeer`
+exit status 2; the others are normal life between volunteers' machines and never leave `Peer.step()`. Only a `GroupPeer`
 that has lost one of its own processes cannot go on, and raises `PeerLostError`.
 """
 

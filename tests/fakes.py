@@ -1,4 +1,4 @@
-"""Stand-ins for a peer and a session: the contract of `p2ptrain.peer.peer` and `p2ptrain.peer.session` without a network."""
+"""Stand-ins for a peer and a session: their contract without a network."""
 
 from __future__ import annotations
 

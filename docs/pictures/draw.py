@@ -274,14 +274,17 @@ def epochs() -> str:
 # What each name of the layer list is, in a few words.
 WORDS = {
     "algorithms": "what to send, how it is coded, mixed and averaged: torch and numpy only",
+    "settings": "the run's and the machine's; flags, variables, TOML, presets",
     "protocol": "links, gossip, rounds, state: trio only, no clock or socket of its own",
     "network": "the same over libp2p: the only package that imports hivemind",
     "memory_network": "the same in memory, with faults",
-    "config": "the run's settings, hashed; the machine's own",
-    "settings": "flags, variables, TOML, presets",
-    "peer": "joins a training loop to a node on the background thread",
-    "simulation": "many peers in one process, virtual time",
-    "training": "the loop behind join",
+    "peer": "joins a training loop to a node on the network thread",
+    "monitor": "live view, Prometheus, dashboard, doctor",
+    "api": "p2ptrain.join, for a loop of the user's own",
+    "training": "models, data, trainer, checkpoints: what `p2ptrain join` runs",
+    "integrations": "callbacks for trainers of other libraries",
+    "simulation": "many peers in one process, virtual time; the papers' experiments",
+    "demo": "a swarm of processes on one machine",
     "cli": "one file a command, no logic",
 }
 
@@ -295,12 +298,12 @@ def layers() -> str:
     ]  # fmt: skip
     assert found is not None
     rows: list[set[str]] = ast.literal_eval(found)
-    height = 66 + 38 * len(rows)
+    height = 66 + 46 * len(rows)
     d = Drawing(860, height, "The layers of the package: each may import what stands above it")
     d.text(24, 30, "Each row may import what stands above it, and nothing below (tests/test_layers.py).", colour=QUIET)
     d.arrow(30, height - 24, 30, 50, colour=QUIET)
     for row, names in enumerate(rows):
-        x, y = 56.0, 44 + 38 * row
+        x, y = 56.0, 44 + 46 * row
         words = [f"{name}: {WORDS[name]}" for name in sorted(names) if name in WORDS]
         for name in sorted(names):
             wide = 7.4 * len(name) + 20
@@ -312,7 +315,7 @@ def layers() -> str:
             d.text(x + 8, y + 19, words[0].partition(": ")[2], size=12, colour=QUIET)
         else:
             for line, text in enumerate(words):
-                d.text(x + 8, y + 12 + 15 * line, text, size=12, colour=QUIET)
+                d.text(x + 8, y + 11 + 13 * line, text, size=11, colour=QUIET)
     return d.svg()
 
 

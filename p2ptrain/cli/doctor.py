@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from functools import partial
 
 import click
 
@@ -37,9 +38,11 @@ def doctor(settings: Settings, as_json: bool) -> None:
     """
     from p2ptrain.monitor.doctor.examine import examine, texts
     from p2ptrain.monitor.doctor.finding import Mark, works
+    from p2ptrain.training.data import VOCAB_SIZE
+    from p2ptrain.training.models import count_parameters
 
     logging.getLogger("p2ptrain").setLevel(logging.ERROR)
-    findings = list(examine(settings))
+    findings = list(examine(settings, partial(count_parameters, vocab_size=VOCAB_SIZE)))
     if as_json:
         report = {"works": works(findings), "checks": [finding.to_dict() for finding in findings]}
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))

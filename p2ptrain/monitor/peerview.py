@@ -148,7 +148,7 @@ class PeerView:
                 self.status, self.stop_reason = "finished", event["reason"]
 
     def _apply_step(self, event: Event) -> None:
-        steps = event.get("steps", 1)  # more than one where a event log folded them
+        steps = event.get("steps", 1)  # more than one where an event log folded them
         self.step = event["step"]
         self.own_steps += steps
         self.tokens += event["tokens"]

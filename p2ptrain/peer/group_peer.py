@@ -102,8 +102,8 @@ class GroupPeer:
             The report of rank 0. `exchange_s` includes the wait for the other ranks.
 
         Raises:
-            PeerLostError: a rank has ended, or did not come here within the timeout of the process group. The process group
-                has left the run then, once its `with` block ends.
+            PeerLostError: a rank has ended, or did not come here within the timeout of the process group, which
+                leaves the run once its `with` block ends.
             ConfigError: the model's parameters lie elsewhere than when it joined.
         """
         start = time.monotonic()
@@ -133,7 +133,7 @@ class GroupPeer:
         if self.peer is not None:
             self.peer.record(event, **fields)
 
-    # --- where the process group stands, as of the last step ----------------------------------------------------------------
+    # --- where the group stands, as of the last step ------------------------------------------------------------
 
     @property
     def alive(self) -> list[str]:

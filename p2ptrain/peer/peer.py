@@ -100,7 +100,8 @@ class Peer:
         self._node = Node(
             network.transport, network.directory, self._exchange, self._parts, self.run,
             incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
-            events=self._on_event, event_log=self._event_log, rng=random.Random(incarnation), peer_timeout_s=peer_timeout_s,
+            events=self._on_event, event_log=self._event_log, rng=random.Random(incarnation),
+            peer_timeout_s=peer_timeout_s,
         )  # fmt: skip
         network.tell(self._on_event)
         thread.start_soon(self._run_node)

@@ -80,8 +80,8 @@ class ProcessGroup:
             yield
         except RuntimeError as error:
             raise PeerLostError(
-                f"rank {self._group.rank()} of {self._group.size()} has lost another process of its process group, or waited "
-                f"longer than the process group's timeout for it ({error}); start all of them again, as torchrun "
+                f"rank {self._group.rank()} of {self._group.size()} has lost another process of its group, or "
+                f"waited longer than the group's timeout for it ({error}); start all of them again, as torchrun "
                 f"--max-restarts does"
             ) from error
 

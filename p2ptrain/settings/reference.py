@@ -26,7 +26,7 @@ from p2ptrain.settings.table import (
 INTRODUCTION = f"""\
 # Configuration
 
-<!-- Made by `p2ptrain config reference > docs/configuration.md`. Edit p2ptrain/settings/table.py and p2ptrain/settings/config.py. -->
+<!-- Made by `p2ptrain config reference > docs/configuration.md`. Edit p2ptrain/settings/. -->
 
 Each setting can be given in four ways. The first that is there counts:
 

@@ -136,7 +136,7 @@ class Records:
         return [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
 
     def write(self, directory: Path) -> None:
-        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `scheduled_events.csv`."""
+        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `happenings.csv`."""
         directory.mkdir(parents=True, exist_ok=True)
         for peer, events in self.events.items():
             lines = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)

@@ -26,7 +26,7 @@ from p2ptrain.signals import stop_on_signals
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE, Corpus, Shards, load_corpus
 from p2ptrain.training.loop import Progress, run_training
-from p2ptrain.training.models import build, check_name, context_length
+from p2ptrain.training.models import PRESETS, build, check_name, context_length, count_parameters
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.sharding import choose_shard, make_shards
@@ -101,7 +101,8 @@ def join_run(
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
-        for finding in quick_look(out, run.model, config.device):
+        known = count_parameters(run.model, vocab_size=VOCAB_SIZE) if run.model in PRESETS else None
+        for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (p2ptrain doctor tells more)")
         model = _build_model(run, saved)
         if config.init_from:

@@ -29,7 +29,7 @@ class Clock:
 
 @dataclass
 class Book:
-    """A event log, its clock, and shorthands for writing into it."""
+    """An event log, its clock, and shorthands for writing into it."""
 
     clock: Clock = field(default_factory=Clock)
     event_log: EventLog = field(init=False)

@@ -236,7 +236,7 @@ def test_another_run_is_refused() -> None:
     run_virtual(main)
 
 
-def test_a_observer_is_welcome_without_a_digest() -> None:
+def test_an_observer_is_welcome_without_a_digest() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with endpoints(network, "a") as (a,), trio.open_nursery() as nursery:

@@ -45,7 +45,7 @@ def answers(payload: bytes) -> Callable[[Link, Request], Awaitable[None]]:
 # --- settings ----------------------------------------------------------------------------------------------------
 
 
-def test_a_observer_learns_the_settings_before_it_has_any() -> None:
+def test_an_observer_learns_the_settings_before_it_has_any() -> None:
     async def main() -> None:
         run = dataclasses.replace(RUN, lr=0.0123, sync_every=17, model="gpt", model_layout="f" * 64)
         async with swarm(run, latency_s=0.01) as s:
@@ -186,7 +186,7 @@ async def started(s: Swarm, names: str = "abc") -> None:
     await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()))
 
 
-def test_a_observer_sees_every_member_and_where_it_stands() -> None:
+def test_an_observer_sees_every_member_and_where_it_stands() -> None:
     async def main() -> None:
         async with swarm(RUN, latency_s=0.01) as s:
             await started(s)
@@ -240,7 +240,7 @@ def test_members_behind_a_nat_are_listed_though_they_cannot_be_reached() -> None
     run_virtual(main)
 
 
-def test_a_observer_is_never_counted_and_leaves_no_trace() -> None:
+def test_an_observer_is_never_counted_and_leaves_no_trace() -> None:
     async def main() -> None:
         async with swarm(RUN, latency_s=0.01) as s, trio.open_nursery() as nursery:
             await started(s)
@@ -267,7 +267,7 @@ def test_a_observer_is_never_counted_and_leaves_no_trace() -> None:
     run_virtual(main)
 
 
-def test_a_observer_can_become_a_member_under_the_same_identity() -> None:
+def test_an_observer_can_become_a_member_under_the_same_identity() -> None:
     """That is how everybody joins: first as an observer, for the settings."""
 
     async def main() -> None:

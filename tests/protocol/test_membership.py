@@ -261,7 +261,7 @@ def test_hints_of_partners_are_enough_without_the_directory() -> None:
     run_virtual(main)
 
 
-def test_a_observer_does_not_count_as_company() -> None:
+def test_an_observer_does_not_count_as_company() -> None:
     """A peer that is alone with an observers looks for members as eagerly as one that is alone."""
 
     async def main() -> None:

@@ -645,7 +645,7 @@ def test_fresh_peers_do_not_donate_to_each_other() -> None:
     run_virtual(main)
 
 
-def test_a_observer_cannot_download() -> None:
+def test_an_observer_cannot_download() -> None:
     async def main() -> None:
         async with swarm(RUN) as s:
             await trained(s, "ab")

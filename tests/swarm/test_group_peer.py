@@ -13,7 +13,7 @@ from tests.swarm.processes import Swarm
 
 
 @pytest.mark.long
-def test_an_group_peer_is_one_peer_whose_ranks_hold_the_same_weights(swarm: Swarm) -> None:
+def test_a_group_peer_is_one_peer_whose_ranks_hold_the_same_weights(swarm: Swarm) -> None:
     torch.set_num_threads(1)
     model = group_peer.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

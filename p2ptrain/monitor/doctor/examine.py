@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,6 @@ from p2ptrain.network.probe import Probe, probe
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.settings.config import NetworkConfig, RunConfig
 from p2ptrain.settings.table import Settings
-from p2ptrain.training.data import VOCAB_SIZE
-from p2ptrain.training.models import count_parameters
 
 # A router that maps ports answers within seconds; one that does not never will.
 MAPPING_S = 4.0
@@ -29,11 +27,12 @@ FIND_RUN_S = 5.0
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
+def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Iterator[Finding]:
     """Every check, one after the other as it is done.
 
     Args:
         settings: as `p2ptrain join` would get them.
+        count_parameters: the number of parameters of a model, by its name.
 
     Raises:
         ConfigError: something that was given makes no sense.
@@ -53,7 +52,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     model = run.model if run is not None and not settings.explicit("model") else str(settings.values["model"])
 
     machine = read_machine(out, gpu=config.device != "cpu")
-    parameters = count_parameters(model, vocab_size=VOCAB_SIZE) if model else None
+    parameters = count_parameters(model) if model else None
     yield from check_machine(machine, out=out, model=model, num_parameters=parameters, device=config.device)
     yield reach.check_port(config.network, refusal)
     if found is None:

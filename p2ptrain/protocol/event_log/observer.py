@@ -1,8 +1,8 @@
 """Watching a run while it trains: who is there, what each is doing, and everything that their event logs tell.
 
 An observer asks every member that it is linked with for its new events, again and again. It works on links of its own,
-as an observer that nobody counts, or on those that a member of the run has anyway. What peers answer is checked, and a peer
-that answers nonsense is no longer asked; all else goes on without it.
+or on those that a member of the run has anyway. Answers are checked; a peer that answers nonsense is no longer asked,
+and everything else goes on without it.
 """
 
 from __future__ import annotations

@@ -102,9 +102,10 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
 def test_a_quick_look_tells_only_what_is_wrong_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = iter([GOOD, replace(GOOD, threads=9)])
     monkeypatch.setattr(quick, "read_machine", lambda out, gpu: next(machines))
-    assert quick_look(OUT, "gpt2-124m", "cpu") == []
-    assert [finding.check for finding in quick_look(OUT, "my.module:factory", "cpu")] == ["processor"]
-    assert quick_look(OUT, "gpt2-124m", "cpu") == []  # there is no third machine
+    assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=124_000_000) == []
+    found = quick_look(OUT, "my.module:factory", "cpu", num_parameters=None)
+    assert [finding.check for finding in found] == ["processor"]
+    assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=None) == []  # there is no third machine
 
 
 @pytest.mark.parametrize("name", ["gpt-demo", "gpt-small", "diloco-60m"])

@@ -1,11 +1,11 @@
-"""A run that starts from a checkpoint: a network that reads upright digits learns those that lie on their side.
+"""A run that starts from a checkpoint: a network that reads upright digits learns digits that lie on their side.
 
-Only the peer that starts the run needs the checkpoint; all others download the weights from the run. Without a file of
-yours a checkpoint is made first. Half a minute:
+Only the peer that starts the run needs the checkpoint; all others download the weights from the run. If you have no
+checkpoint, the example makes one first. It takes half a minute:
 
     python examples/finetune.py
 
-Paste the line that it prints into a second terminal, or run it on another machine. (p2ptrain join has --init-from.)
+Paste the command that it prints into a second terminal, or run it on another machine. (p2ptrain join has --init-from.)
 """
 
 import argparse
@@ -39,7 +39,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def train_step(images: torch.Tensor, generator: torch.Generator) -> float:
-    """On 64 of the first 1400 images."""
+    """Train on 64 of the first 1400 images; return the loss."""
     batch = torch.randint(1400, (64,), generator=generator)
     loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
     loss.backward()
@@ -49,7 +49,7 @@ def train_step(images: torch.Tensor, generator: torch.Generator) -> float:
 
 
 def report(when: str) -> None:
-    """Accuracy on the images that nobody trains on."""
+    """Print the accuracy on the images that no peer trains on."""
     right = [f"{(model(images[1400:]).argmax(1) == labels[1400:]).float().mean():.0%}" for images in (upright, lying)]
     print(f"{when}: {right[0]} of the upright digits, {right[1]} of the lying ones", flush=True)
 

@@ -1,11 +1,11 @@
 """GPT-2 of the transformers library, trained by its own Trainer; a callback makes it a peer. Nothing is downloaded.
 
-The model is made from a configuration, 124 million parameters unless --tiny, and learns Python's own source text, byte
-by byte. Needs: pip install -e '.[transformers]'. A minute with a small model:
+The model is created from a configuration (124 million parameters, fewer with --tiny) and learns Python's own source
+text, byte by byte. Needs: pip install -e '.[transformers]'. It takes a minute with a small model:
 
     python examples/huggingface_gpt2.py --tiny
 
-Paste the line that it prints into a second terminal, or run it on another machine. Ctrl-C leaves the run; the same
+Paste the command that it prints into a second terminal, or run it on another machine. Ctrl-C leaves the run; the same
 command with --resume continues from the last checkpoint.
 """
 
@@ -36,7 +36,7 @@ model = GPT2LMHeadModel(GPT2Config(**(TINY if options.tiny else {}), bos_token_i
 
 
 class Windows(torch.utils.data.IterableDataset):
-    """Windows of the text at random, without end, others on every peer."""
+    """Random windows of the text, without end, different on every peer."""
 
     def __init__(self, seed: int) -> None:
         text = b"\n".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
@@ -55,7 +55,7 @@ arguments = TrainingArguments(
     logging_steps=20, save_steps=100, save_total_limit=2, disable_tqdm=True, report_to=[],
     dataloader_pin_memory=torch.cuda.is_available(),
 )  # fmt: skip
-model.to(arguments.device)  # before joining: the Trainer would move it away from the run
+model.to(arguments.device)  # before joining: the Trainer would move it afterwards
 with p2ptrain.join(
     model, run_id="gpt2", initial_peers=options.initial_peers, host_maddrs=[options.host],
     identity=Path(options.out, "identity.key"), diloco=p2ptrain.DiLoCo(sync_every=50), total_steps=options.steps,

@@ -1,11 +1,11 @@
-"""A CNN that two peers train on handwritten digits, though the first sees only 0 to 4 and the second only 5 to 9.
+"""A CNN that two peers train on handwritten digits, although the first sees only 0 to 4 and the second only 5 to 9.
 
-Alone, neither learns the digits that it never sees. Together both know all ten, and no image leaves its machine.
+Alone, neither learns the digits that it never sees. Together both learn all ten, and no image leaves its machine.
 Both peers in one terminal, for half a minute:
 
     python examples/image_classifier.py
 
-In two terminals, or on two machines: start it with --wait in one, and paste the line that it prints in the other.
+In two terminals or on two machines: start it with --wait in one, and paste the command that it prints into the other.
 """
 
 import argparse
@@ -30,7 +30,7 @@ arguments = parser.parse_args()
 digits = "5 to 9" if arguments.initial_peers else "0 to 4"
 
 pixels, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-images = pixels.float().reshape(-1, 1, 8, 8) / 16  # nobody trains on the last 397
+images = pixels.float().reshape(-1, 1, 8, 8) / 16  # no peer trains on the last 397
 mine = (labels[:1400] >= 5) == bool(arguments.initial_peers)
 my_images, my_labels = images[:1400][mine], labels[:1400][mine]
 

@@ -1,14 +1,13 @@
-"""One peer that is several processes: here two, on the CPU; on a machine with GPUs, one for each of them.
+"""One peer that consists of several processes: here two, on the CPU; on a machine with GPUs, one per GPU.
 
-The processes train as any under DistributedDataParallel do. Only rank 0 speaks to the rest of the run, and what comes
-in from there reaches all of them. Two processes, a minute:
+The processes train as usual under DistributedDataParallel. Only rank 0 exchanges with the rest of the run, and passes
+the result on to the other ranks. Two processes, for a minute:
 
     torchrun --nproc-per-node 2 examples/island_ddp.py
 
-Paste the line that it prints into a second terminal: `python examples/island_ddp.py` is a
-process group of one process, and trains with this one as its equal. If a process dies, the others stop;
-torchrun --max-restarts 3 starts all again.
-Ctrl-C ends all of them; the traceback is torchrun's own.
+Paste the command that it prints into a second terminal: `python examples/island_ddp.py` is a peer of one process, and
+trains with this one as its equal. If a process dies, the others stop; torchrun --max-restarts 3 starts all again.
+Ctrl-C stops all of them; the traceback is from torchrun.
 """
 
 import argparse
@@ -30,13 +29,13 @@ parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to lis
 parser.add_argument("--steps", type=int, default=20_000, help="length of the run")
 arguments = parser.parse_args()
 
-if "RANK" not in os.environ:  # started without torchrun: a process group of one
+if "RANK" not in os.environ:  # started without torchrun: a peer of one process
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 if on_gpu:
     torch.cuda.set_device(device)
-# A process that is lost is noticed after a minute at the latest.
+# A lost process is noticed after a minute at the latest.
 dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=datetime.timedelta(minutes=1))
 
 
@@ -50,23 +49,23 @@ def main() -> None:
         if peer.rank == 0:
             command = [sys.executable, __file__, "--steps", str(arguments.steps), "--initial-peers", *peer.maddrs]
             print("others join by:", shlex.join(command), sep="\n", flush=True)
-        parallel = DistributedDataParallel(model)  # averages the gradients of the process group's processes
+        parallel = DistributedDataParallel(model)  # averages the gradients of this peer's processes
         optimizer = torch.optim.Adam(parallel.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(peer.data_seed)  # another one on each rank
+        generator = torch.Generator().manual_seed(peer.data_seed)  # different on each rank
         while peer.run_step < arguments.steps:
             inputs = torch.rand(128, 8, generator=generator).to(device)
             loss = (parallel(inputs) - inputs.prod(1, keepdim=True)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = peer.step(loss=loss.item(), samples=len(inputs))  # 128 of each process
+            report = peer.step(loss=loss.item(), samples=len(inputs))  # 128 per process
             if (done := report.round) is not None and peer.rank == 0:
                 print(
                     f"round {done.round} {done.status} by {len(done.contributors)}, loss {loss.item():.6f}", flush=True
                 )
         peer.wait_finished(60)
         weights = torch.nn.utils.parameters_to_vector(model.parameters())
-        # One string a line: the processes share a terminal.
+        # One string per line: the processes share a terminal.
         print(f"rank {peer.rank}: step {peer.run_step}, norm of the weights {weights.norm():.6f}\n", end="", flush=True)
 
 

@@ -1,10 +1,10 @@
 """The least that a peer needs: your model, your training loop, `p2ptrain.join` around it and one call inside.
 
-Start it, and paste the line that it prints into a second terminal, or run it on another machine:
+Start it, and paste the command that it prints into a second terminal, or run it on another machine:
 
     python examples/minimal.py
 
-Each peer draws data of its own. Ctrl-C leaves the run, and the others go on.
+Each peer draws its own data. Ctrl-C leaves the run, and the others continue.
 """
 
 import argparse

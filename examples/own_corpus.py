@@ -1,11 +1,11 @@
-"""A language model of your own text: a folder of files, a tokenizer trained on it, data as a stream, and resuming.
+"""A language model of your own text: a folder of files, a tokenizer trained on it, streamed data, and resuming.
 
-The first peer trains the tokenizer, which travels in the model, as a buffer. Needs: pip install -e '.[tokenizers]'
+The first peer trains the tokenizer and sends it to the others as a model buffer. Needs: pip install -e '.[tokenizers]'
 
-    python examples/own_corpus.py [FOLDER of .txt, .md and .py; without, the source of p2ptrain]
+    python examples/own_corpus.py [FOLDER of .txt, .md and .py files; default: the source of p2ptrain]
 
-The line that it prints starts a second peer, here or on another machine, with a folder of its own or a part of this one
-(--shard 0/2 and 1/2). Ctrl-C saves; the same command again continues.
+The command that it prints starts a second peer, here or on another machine, with its own folder or with a part of this
+one (--shard 0/2 and 1/2). Ctrl-C saves; the same command continues.
 """
 
 import argparse
@@ -46,7 +46,7 @@ elif not options.initial_peers:
 
 
 def batches(tokenizer: Tokenizer, number: int, seed: int):
-    """From our piece of that number on, without end, in an order of its own each time: number and (batch, time) ids."""
+    """Yield (number, (batch, time) ids) without end, from piece `number` on, in a new order at each pass."""
     while True:
         order = torch.randperm(len(mine), generator=torch.Generator().manual_seed(seed + number // len(mine)))
         path, start = mine[order[number % len(mine)]]

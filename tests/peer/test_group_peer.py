@@ -208,7 +208,7 @@ def test_a_rank_that_hangs_is_given_up_after_the_timeout_of_the_group() -> None:
         model = new_model(0)
         group_peer = GroupPeer(model, group, lambda: Swarm(model, "nothing"), device=CPU)
         if rank != 1:
-            with pytest.raises(PeerLostError, match="waited longer than the process group's timeout"):
+            with pytest.raises(PeerLostError, match="waited longer than the group's timeout"):
                 group_peer.step()
 
     on_all_ranks(work, timeout_s=1)

@@ -246,7 +246,7 @@ class _Seen:
             self.spans.append(spans)
             return make(*arguments, spans=spans, **named)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(session, "Trainer", trainer)
+        monkeypatch.setattr(join, "Trainer", trainer)
 
 
 def test_peers_train_on_shards_that_share_nothing(

@@ -178,5 +178,5 @@ def test_a_watch_that_ends_does_not_end_the_page() -> None:
 
 
 def test_the_package_ships_the_page() -> None:
-    text = (Path(__file__).parent.parent.parent / "setup.cfg").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "setup.cfg").read_text(encoding="utf-8")
     assert "p2ptrain.monitor.dashboard = static/*, static/uplot/*" in text

@@ -26,7 +26,7 @@ def _doctor(*arguments: str, directory: Path) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "p2ptrain", "doctor", "--threads", "1", "--device", "cpu", *arguments],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -136,7 +136,7 @@ def test_a_claim_says_which_arm_it_is_about() -> None:
 
 
 def test_the_table_of_rows_points_at_files_that_are_there() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     text = (root / "docs" / "reproduction.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:p2ptrain|tests)/[\w/.]+)`", text)
     assert len(paths) > 40
@@ -146,7 +146,7 @@ def test_the_table_of_rows_points_at_files_that_are_there() -> None:
 
 
 def test_the_example_of_faults_strikes_six_times_and_mends_each() -> None:
-    reproduction = read_reproduction(str(Path(__file__).parents[2] / "examples" / "faults.toml"))
+    reproduction = read_reproduction(str(Path(__file__).parents[3] / "examples" / "faults.toml"))
     calm, struck = reproduction.arms
     assert not calm.schedule
     actions = [scheduled_event.action for scheduled_event in struck.schedule]

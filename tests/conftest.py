@@ -10,9 +10,11 @@ import pytest
 
 from p2ptrain.signals import SIGNALS
 
+pytest_plugins = ("tests.watchdog",)
+
 # Tests that start peers, browsers or other programs of their own. They take turns; all others may run side by side
 # (`make test`), those of the network too, which start little but its daemons.
-PROCESSES = ("swarm", "demo", "examples", "links", "dashboard", "doctor", "test_wheel.py")
+PROCESSES = ("swarm", "demo", "examples", "links", "dashboard", "doctor", "test_watchdog.py", "test_wheel.py")
 
 # Tests press Ctrl-C on processes that they start. A shell starts its background jobs with SIGINT ignored, and children
 # inherit that: `make test &` would wait for ever.

@@ -16,7 +16,7 @@ COPY setup.cfg pyproject.toml constraints.txt ./
 COPY p2ptrain/version.py p2ptrain/version.py
 RUN touch p2ptrain/__init__.py && \
     python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
-        -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} .
+        -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} '.[all]'
 COPY . .
 RUN python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
         --no-deps --force-reinstall .

@@ -78,8 +78,8 @@ def test_the_wheel_requires_all_that_it_imports(dist: Path) -> None:
         requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
         for file in map(PurePosixPath, files.namelist()):
             if file.suffix == ".py":
-                # An integration has an extra of its name.
-                extra = file.stem if file.parent.name == "integrations" else ""
+                # An integration has an extra of its name; which others need one is tested in tests/cli/test_extras.py.
+                extra = file.stem if file.parent.name == "integrations" else "all"
                 names = required(requirements, extra)
                 for module in imported(files.read(str(file))) - sys.stdlib_module_names - {"p2ptrain"}:
                     if not names & set(map(canonicalize_name, homes.get(module, ()))):
@@ -89,12 +89,12 @@ def test_the_wheel_requires_all_that_it_imports(dist: Path) -> None:
 
 
 def required(requirements: list[Requirement], extra: str) -> set[str]:
-    """What is installed along with it, and with an extra."""
-    return {
-        canonicalize_name(requirement.name)
-        for requirement in requirements
-        if requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-    }
+    """What is installed along with it, and with an extra and those that it names itself."""
+    wanted = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]
+    inner = {name for requirement in wanted if requirement.name == "p2ptrain" for name in requirement.extras}
+    return {canonicalize_name(requirement.name) for requirement in wanted}.union(
+        *(required(requirements, name) for name in inner)
+    )
 
 
 def imported(source: bytes) -> set[str]:

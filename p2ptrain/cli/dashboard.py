@@ -6,6 +6,7 @@ import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
 from p2ptrain.errors import ConfigError
+from p2ptrain.extras import require_extra
 from p2ptrain.settings.table import PAGE_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {
@@ -31,6 +32,7 @@ def dashboard(settings: Settings) -> None:
     For everybody on the network, on another port:
         p2ptrain dashboard --initial-peers addresses.txt --host 0.0.0.0 --port 9000
     """
+    require_extra("dashboard", "p2ptrain dashboard")
     if not settings.network_config().initial_peers:
         raise ConfigError("--initial-peers: is needed to watch a run; give the address of one of its peers")
     from p2ptrain.monitor.dashboard.standalone import show_from_outside

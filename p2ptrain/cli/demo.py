@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from p2ptrain.extras import require_extra
+
 FAILED = 1
 
 
@@ -37,6 +39,7 @@ def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
     Three peers, a quarter of an hour, results elsewhere:
         p2ptrain demo --peers 3 --minutes 15 --out long-demo
     """
+    require_extra("simulate", "p2ptrain demo")
     began_s = time.time()
     click.echo(f"p2ptrain demo: {peers} peers train a small GPT on the source of Python's library.")
     click.echo("Each is a process with its own libp2p daemon, on 127.0.0.1. Getting ready …")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from p2ptrain.extras import require_extra
+
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME|FILE]...")
@@ -28,6 +30,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     Everything, and a report:
         p2ptrain reproduce --out report
     """
+    require_extra("simulate", "p2ptrain reproduce")
     from p2ptrain.simulation.report import progress_bars
     from p2ptrain.simulation.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
     from p2ptrain.simulation.reproduction.report import format_outcome, markdown_rows, write_outcome

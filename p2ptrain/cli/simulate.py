@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from p2ptrain.extras import require_extra
+
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -61,6 +63,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     Written to --out: a metrics stream for each peer as a real one writes it (PEER.jsonl, times in virtual
     seconds), table.csv with losses, correlation, disagreement and bytes, happenings.csv, and curves.png.
     """
+    require_extra("simulate", "p2ptrain simulate")
     from p2ptrain.simulation.experiment import Experiment, read_experiments
 
     settings = _settings(options)

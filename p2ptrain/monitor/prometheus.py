@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from typing import Any
-
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Info,
-    PlatformCollector,
-    ProcessCollector,
-    start_http_server,
-)
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.extras import require_extra
 from p2ptrain.settings.endpoint import LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge
 
 # Around the 0.2 to 5 ms that an exchange takes (docs/BENCHMARKS.md), with room for a machine that swaps.
 EXCHANGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -47,8 +40,11 @@ class PrometheusSink:
             endpoint: `PORT` (on loopback) or `HOST:PORT`; port 0 is any that is free.
 
         Raises:
-            ConfigError: it is neither, or cannot be listened on.
+            ConfigError: it is neither, or cannot be listened on, or prometheus_client is not installed.
         """
+        require_extra("dashboard", "--prometheus")
+        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
+
         parsed = parse_endpoint(endpoint)
         if parsed is None:
             raise ConfigError(f"prometheus = {endpoint!r}: must be PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100")
@@ -83,6 +79,8 @@ class _Figures:
     """The metrics, and what each event adds to them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge, Histogram, Info
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"p2ptrain_{name}", text, labels, registry=registry)
 

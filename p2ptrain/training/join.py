@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError, UnreachableError
+from p2ptrain.extras import require_extra
 from p2ptrain.monitor.doctor.quick import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
@@ -70,6 +71,8 @@ def join_run(
         ConfigError: something the user gave cannot work.
     """
     config = settings.peer_config()
+    if config.dashboard is not None:
+        require_extra("dashboard", "--dashboard")
     run_id = str(settings.values["run_id"])
     if config.threads:
         torch.set_num_threads(config.threads)

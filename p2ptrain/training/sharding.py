@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.extras import require_extra
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import (
     VOCAB_SIZE,
@@ -77,7 +78,9 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
             return iid_shards(bounds, run.num_shards, seed=run.run_seed)
         case "unbalanced":
             return unbalanced_shards(bounds, run.num_shards, seed=run.run_seed)
-    check_enough_blocks(bounds, run.num_shards)  # before the minutes that a model takes
+    # Before the minutes that a model takes.
+    require_extra("simulate", "sharding = 'clusters'")
+    check_enough_blocks(bounds, run.num_shards)
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
     with _one_thread() if small else nullcontext():

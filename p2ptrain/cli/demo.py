@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -48,9 +49,10 @@ def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
 
     from p2ptrain.demo.demo import DemoOptions, run_demo
     from p2ptrain.demo.orchestrator import DemoFailedError
+    from p2ptrain.monitor.terminal import is_worth_it
 
     console = Console()
-    options = DemoOptions(peers, minutes, seed, Path(out), plain or not console.is_interactive)
+    options = DemoOptions(peers, minutes, seed, Path(out), plain or not is_worth_it(console, os.environ))
     try:
         run_demo(options, console, began_s=began_s)
     except DemoFailedError as error:

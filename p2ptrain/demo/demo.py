@@ -92,7 +92,7 @@ def _train(
             f"a step takes {1e3 * step_s:.0f} ms with {count(plan.peers, 'peer')} here: {plan.steps:,} steps, "
             f"a round every {plan.sync_every:,}",
         )
-        with open_display(console, plain=options.plain) as display:
-            Orchestrator(plan, options.out, addresses, processes, swarm).run(display, stop)
+        with open_display(console, plain=options.plain) as show:
+            Orchestrator(plan, options.out, addresses, processes, swarm).run(show, stop)
         bootstrap_id = addresses.read_text(encoding="utf-8").split()[0].rpartition("/")[2]
     return plan, swarm, bootstrap_id

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from p2ptrain.demo.directory import BOOTSTRAP, peer_directory
-from p2ptrain.demo.display import Display
+from p2ptrain.demo.display import Show
 from p2ptrain.demo.events import EventReader
 from p2ptrain.demo.plan import Plan
 from p2ptrain.demo.processes import Process
@@ -66,7 +66,7 @@ class Orchestrator:
         self._readers: dict[int, EventReader] = {}
         self._heard_s: dict[int, float] = {}
 
-    def run(self, display: Display, stop: Callable[[], bool]) -> None:
+    def run(self, show: Show, stop: Callable[[], bool]) -> None:
         """Conduct until the run's length is reached and all peers have ended.
 
         Raises:
@@ -78,13 +78,13 @@ class Orchestrator:
         while any(process.exit_status is None for process in self._peers.values()):
             self._read_events()
             self._act()
-            display.update(self._swarm)
+            show(self._swarm)
             self._check()
             if stop():
                 raise KeyboardInterrupt
             time.sleep(REFRESH_S)
         self._read_events()
-        display.update(self._swarm)
+        show(self._swarm)
         self._check()
 
     def _start(self, number: int, *, late: bool = False) -> None:

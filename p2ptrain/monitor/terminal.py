@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.text import Text
-
-from p2ptrain.monitor.liveview import LiveView
 
 # A frame takes 3 ms (measured), of a core that may have training to do; what is new is shown sooner.
 REFRESH_S, SOONEST_S = 0.5, 0.1
@@ -30,14 +29,36 @@ LEVEL_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CR
 logger = logging.getLogger(__name__)
 
 
+class View(Protocol):
+    """What can be drawn. `frame` is called on the terminal's thread.
+
+    Attributes:
+        begun: set once there is something to show.
+        ended: set once nothing changes any more.
+        changed: set when something should be seen at once; the terminal clears it.
+    """
+
+    begun: threading.Event
+    ended: threading.Event
+    changed: threading.Event
+
+    def frame(self, width: int, height: int) -> RenderableType:
+        """The picture of this moment, for a terminal of that many columns and lines."""
+        ...
+
+    def close(self) -> None:
+        """Set `ended`. May be called twice."""
+        ...
+
+
 def is_worth_it(console: Console, environ: Mapping[str, str]) -> bool:
     """Whether there is a person in front of a terminal that can draw: not in CI, not in a pipe, not TERM=dumb."""
     return console.is_terminal and not console.is_dumb_terminal and not environ.get("CI")
 
 
 @contextmanager
-def open_terminal(console: Console, view: LiveView) -> Iterator[Terminal]:
-    """Show `view` until the block is left or its peer has; then what was said last, and the last frame, stay.
+def open_terminal(console: Console, view: View) -> Iterator[Terminal]:
+    """Show `view` until the block is left or it has ended; then what was said last, and the last frame, stay.
 
     Whoever logs to the same terminal is heard above the frame meanwhile.
     """
@@ -56,7 +77,7 @@ def open_terminal(console: Console, view: LiveView) -> Iterator[Terminal]:
 class Terminal:
     """Owns the thread that draws."""
 
-    def __init__(self, console: Console, view: LiveView) -> None:
+    def __init__(self, console: Console, view: View) -> None:
         self._console = console
         self._view = view
         # Without a bound, as nothing may be lost; it is emptied twice a second.
@@ -121,7 +142,7 @@ class Terminal:
 class _Frame:
     """The view as a renderable: as wide and as high as the terminal is now, whatever else is being printed."""
 
-    def __init__(self, view: LiveView) -> None:
+    def __init__(self, view: View) -> None:
         self._view = view
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -7,24 +7,23 @@ import io
 import pytest
 from rich.console import Console
 
-from p2ptrain.demo.display import open_display
-from p2ptrain.demo.screen import render
+from p2ptrain.demo.display import open_display, render
 from p2ptrain.monitor.formatting import clock, count, size
 from p2ptrain.monitor.swarmview import SwarmView
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, small_swarm
+from tests.monitor.test_terminal import Recorder, terminal_console, terminal_text
 
 
-def _screen(swarm: SwarmView, width: int, height: int = 40) -> list[str]:
-    console = Console(width=width, height=height, file=io.StringIO(), record=True)
-    console.print(render(swarm, BEGAN_S + 65, width=width, height=height))
+def _screen(swarm: SwarmView, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render(swarm, BEGAN_S + 65, width=width))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_the_table_fits_and_shows_every_peer(width: int) -> None:
     swarm = small_swarm()
-    swarm.tell(1019, "a line that is much longer than any terminal is wide " * 5)
     lines = _screen(swarm, width)
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("1:05 · 0 peers · step 100/100")
@@ -34,10 +33,18 @@ def test_the_table_fits_and_shows_every_peer(width: int) -> None:
     assert ("skipped" in lines[2]) == (width >= 110)
 
 
-def test_a_low_terminal_keeps_the_newest_happenings() -> None:
-    lines = _screen(small_swarm(), 80, height=14)
-    assert len(lines) <= 14
-    assert "round 1 committed" in lines[-1]
+def test_on_a_terminal_what_happens_stands_above_the_last_table() -> None:
+    output, swarm = Recorder(), small_swarm()
+    with open_display(terminal_console(output), plain=False) as show:
+        show(swarm)
+        swarm.tell(1019, "a line that is wider than the terminal " * 5)
+        show(swarm)
+    lines = [line for line in terminal_text(output) if line]
+    (committed,) = (at for at, line in enumerate(lines) if "round 1 committed" in line)
+    (wide,) = (at for at, line in enumerate(lines) if line.startswith(" 0:19  a line that is wider"))
+    tables = [at for at, line in enumerate(lines) if line.startswith("peer") and line.endswith("status")]
+    assert committed < wide < tables[-1]
+    assert [line.split()[-1] for line in lines[-4:]] == ["killed", "finished", "finished", "finished"]
 
 
 def test_a_peer_without_steps_has_an_empty_row() -> None:
@@ -54,10 +61,10 @@ def test_plain_lines_are_not_wrapped_and_told_once() -> None:
     swarm.started(1)
     swarm.apply(1, metrics.start(1, 1001))
     swarm.apply(1, metrics.step(20, 1002))
-    with open_display(console, plain=True) as display:
+    with open_display(console, plain=True) as show:
         swarm.tell(1003, "something that is wider than forty columns has happened")
-        display.update(swarm)
-        display.update(swarm)
+        show(swarm)
+        show(swarm)
     happened, progress = output.getvalue().splitlines()
     assert happened == " 0:03  something that is wider than forty columns has happened"
     # Made-up peers lived long ago, so a line of progress is due.

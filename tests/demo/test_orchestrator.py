@@ -67,7 +67,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
 def _conduct(tmp_path: Path, peers: int, script: Script, stop: Callable[[], bool] = lambda: False) -> SwarmView:
     plan = Plan(peers, seed=0, steps=100, sync_every=25, eval_every=10, kill_at_step=40, join_at_step=50)
     swarm = SwarmView(metrics.BEGAN_S, plan.steps)
-    Orchestrator(plan, tmp_path, tmp_path / "addresses", [], swarm).run(script, stop)
+    Orchestrator(plan, tmp_path, tmp_path / "addresses", [], swarm).run(script.update, stop)
     return swarm
 
 

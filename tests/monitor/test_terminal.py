@@ -26,11 +26,11 @@ class Recorder(io.StringIO):
         return True
 
 
-def _console(output: io.StringIO) -> Console:
+def terminal_console(output: io.StringIO) -> Console:
     return Console(file=output, width=WIDTH, height=HEIGHT, force_terminal=True, color_system="truecolor")
 
 
-def _text(output: io.StringIO) -> list[str]:
+def terminal_text(output: io.StringIO) -> list[str]:
     """What a person who scrolls up sees, line by line."""
     screen = pyte.HistoryScreen(WIDTH, HEIGHT, history=10_000)
     stream = pyte.Stream(screen)
@@ -60,7 +60,7 @@ def _logging_to_a_terminal() -> Iterator[logging.Logger]:
 
 def test_what_is_said_and_logged_stays_above_the_last_frame() -> None:
     output, view = Recorder(), _view()
-    with _logging_to_a_terminal() as logger, open_terminal(_console(output), view) as terminal:
+    with _logging_to_a_terminal() as logger, open_terminal(terminal_console(output), view) as terminal:
         view.say_status("training")
         terminal.say("others join with:")
         terminal.say(LINE)
@@ -71,7 +71,7 @@ def test_what_is_said_and_logged_stays_above_the_last_frame() -> None:
         view.write("stop", reason="finished")
         terminal.close()
         terminal.say("finished at step 1200, saved in p2ptrain-novels")
-    lines = _text(output)
+    lines = terminal_text(output)
     rounds = [line for line in lines if line.endswith(" committed")]
     assert [line.split("  ")[1] for line in rounds] == [f"round {number} committed" for number in range(100)]
     assert any(line.endswith("  the disk is nearly full") for line in lines)
@@ -83,11 +83,11 @@ def test_what_is_said_and_logged_stays_above_the_last_frame() -> None:
 
 def test_a_wide_line_is_wrapped_by_the_terminal_alone_and_so_copies_as_one() -> None:
     output, view = Recorder(), _view()
-    with open_terminal(_console(output), view) as terminal:
+    with open_terminal(terminal_console(output), view) as terminal:
         view.say_status("training")
         terminal.say(LINE)
     assert f"{LINE}\n" in output.getvalue()
-    lines = _text(output)
+    lines = terminal_text(output)
     at = lines.index(LINE[:WIDTH])
     assert lines[at + 1] == LINE[WIDTH:]
 
@@ -96,7 +96,7 @@ def test_before_there_is_something_to_show_only_lines_are_printed() -> None:
     output, view = Recorder(), _view()
     view.begun.clear()
     with pytest.raises(ValueError, match="the port is taken"):
-        with open_terminal(_console(output), view) as terminal:
+        with open_terminal(terminal_console(output), view) as terminal:
             terminal.say("looking for the run")
             raise ValueError("the port is taken")
     assert output.getvalue() == "looking for the run\n"
@@ -104,7 +104,7 @@ def test_before_there_is_something_to_show_only_lines_are_printed() -> None:
 
 def test_a_view_that_fails_ends_alone() -> None:
     output, view = Recorder(), _view()
-    with _logging_to_a_terminal(), open_terminal(_console(output), view) as terminal:
+    with _logging_to_a_terminal(), open_terminal(terminal_console(output), view) as terminal:
         view._me = None  # type: ignore[assignment]
         view.begun.set()
         terminal._thread.join(10)

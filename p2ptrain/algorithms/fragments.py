@@ -71,11 +71,6 @@ def fresh_blocks(seed: int, draw: int, slot_count: int, num_slots: int, num_bloc
     return permute(np.arange(min(count, num_blocks)), num_blocks, f"draw {seed} {draw}")
 
 
-def coverage(fragment_fraction: float, draws: int) -> float:
-    """Expected share of the parameters touched by `draws` fresh draws: 1 - (1 - p)^n (SPARTA, section 3)."""
-    return 1.0 - (1.0 - fragment_fraction) ** draws
-
-
 @lru_cache(maxsize=4)
 def _permuted(size: int, key: str) -> npt.NDArray[np.int64]:
     """The whole permutation; of the last few cycles, as each is asked for by senders and receivers in turn."""

@@ -151,22 +151,13 @@ class ParameterView:
         return _rms(self.gather(plan), plan)
 
     @torch.no_grad()
-    def mix(self, plan: Plan, received: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Move the plan's blocks towards received ones: θ += weight · (received - θ), with θ as it is now.
-
-        Receiver-mix: with weight ½ two peers that exchange a block meet halfway; no snapshot, no reply.
-
-        Args:
-            received: (n, 64) float32 CPU, finite; only read.
-            weight: one for all, or (n, 1) float32 CPU.
-        """
-        self.scatter(plan, self.gather(plan).lerp_(received, weight))
-
-    @torch.no_grad()
     def mix_clipped(
         self, plan: Plan, received: torch.Tensor, weight: float | torch.Tensor, max_rms: float | None
     ) -> float:
-        """As `mix`, but change nothing when the difference is too large or not finite.
+        """Move the plan's blocks towards received ones: θ += weight · (received - θ), with θ as it is now.
+
+        Receiver-mix: with weight ½ two peers that exchange a block meet halfway; no snapshot, no reply. Nothing changes
+        when the difference is too large or not finite.
 
         Args:
             received: (n, 64) float32 CPU, only read.

@@ -42,7 +42,6 @@ class PeerView:
         discarded: tokens that it trained on in vain, because rounds left it out.
         counted_t: when its fragments were counted last.
         began_t, heard_t: when its first and its last known event happened.
-        stop_reason: why it left; empty while it has not.
     """
 
     number: int
@@ -74,7 +73,6 @@ class PeerView:
     maddrs: tuple[str, ...] = ()
     losses: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
-    stop_reason: str = ""
     _recent: deque[tuple[float, int, float, int]] = field(default_factory=deque)
 
     @property
@@ -117,7 +115,7 @@ class PeerView:
                 self.peer_id, self.maddrs = event["peer_id"], tuple(event["maddrs"])
                 self.total_steps = event["run"]["total_steps"]
                 self.parameters = event.get("parameters", 0)
-                self.status, self.adopted, self.stop_reason = "joining", False, ""
+                self.status, self.adopted = "joining", False
             case "adopt":
                 self.step, self.round = event["run_step"], event["round"] + 1
                 self.founded = self.founded or event["reason"] == "founded the run"
@@ -145,7 +143,7 @@ class PeerView:
             case "status":
                 self.doing = event["status"]
             case "stop":
-                self.status, self.stop_reason = "finished", event["reason"]
+                self.status = "finished"
 
     def _apply_step(self, event: Event) -> None:
         steps = event.get("steps", 1)  # more than one where an event log folded them

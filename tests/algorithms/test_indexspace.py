@@ -99,7 +99,7 @@ def test_every_operation_agrees_with_the_plain_flat_vector(layout, dtype: torch.
     received = randn(plan)
     expected = before.clone()
     expected[plan.blocks] += 0.25 * (received - expected[plan.blocks])
-    view.mix(plan, received, 0.25)
+    view.mix_clipped(plan, received, 0.25, None)
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
     mask = flatten([torch.ones(shape) for shape in SHAPES])
     torch.testing.assert_close(flatten(tensors), expected * mask, rtol=tolerance, atol=tolerance)
@@ -134,7 +134,7 @@ def test_blocks_outside_the_plan_keep_their_bits() -> None:
     view = make_view(tensors)
     plan = some_plan(view)
     before = flatten(tensors)
-    view.mix(plan, randn(plan), 0.5)
+    view.mix_clipped(plan, randn(plan), 0.5, None)
     others = np.setdiff1d(np.arange(view.space.num_blocks), plan.blocks)
     assert torch.equal(flatten(tensors)[others], before[others])
     assert not torch.equal(flatten(tensors)[plan.blocks], before[plan.blocks])
@@ -146,7 +146,7 @@ def test_mix_takes_a_weight_for_each_block() -> None:
     plan = some_plan(view)
     before, received = view.gather(plan), randn(plan)
     weight = torch.linspace(0, 1, len(plan.blocks))[:, None]
-    view.mix(plan, received, weight)
+    view.mix_clipped(plan, received, weight, None)
     after = view.gather(plan)
     assert torch.equal(after[0], before[0])
     full = after[-1] != 0
@@ -161,7 +161,7 @@ def test_a_gather_is_a_copy_and_repeats_itself() -> None:
     first = view.gather(plan)
     assert torch.equal(view.gather(plan), first)
     kept = first.clone()
-    view.mix(plan, randn(plan), 0.5)
+    view.mix_clipped(plan, randn(plan), 0.5, None)
     assert torch.equal(first, kept)
 
 
@@ -172,8 +172,8 @@ def test_mixing_both_ways_keeps_the_mean_exactly() -> None:
     plan = some_plan(our_view)
     total = flatten(ours) + flatten(theirs)
     our_blocks, their_blocks = our_view.gather(plan), their_view.gather(plan)
-    our_view.mix(plan, their_blocks, 0.5)
-    their_view.mix(plan, our_blocks, 0.5)
+    our_view.mix_clipped(plan, their_blocks, 0.5, None)
+    their_view.mix_clipped(plan, our_blocks, 0.5, None)
     assert torch.equal(flatten(ours) + flatten(theirs), total)
     assert torch.equal(our_view.gather(plan), their_view.gather(plan))
 
@@ -186,8 +186,9 @@ def test_mix_clipped_measures_the_difference_and_mixes_below_the_limit() -> None
     expected = float((received - own)[mask].double().square().mean().sqrt())
     assert clipped.rms(plan) == pytest.approx(float(own[mask].double().square().mean().sqrt()))
     assert clipped.mix_clipped(plan, received, 0.5, expected * 1.01) == pytest.approx(expected)
-    plain.mix(plan, received, 0.5)
+    plain.mix_clipped(plan, received, 0.5, None)
     assert torch.equal(clipped.gather(plan), plain.gather(plan))
+    torch.testing.assert_close(clipped.gather(plan), mask * (own + received) / 2)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,6 @@ def test_an_empty_plan_does_nothing() -> None:
     view = make_view(make_tensors())
     plan = view.space.plan(np.array([], np.int64))
     assert view.gather(plan).shape == (0, BLOCK)
-    view.mix(plan, torch.zeros(0, BLOCK), 0.5)
     assert view.mix_clipped(plan, torch.zeros(0, BLOCK), 0.5, 1.0) == 0.0
 
 
@@ -253,6 +253,6 @@ def test_gather_and_mix_agree_with_the_flat_vector_for_any_shapes(shapes, data) 
     chosen = data.draw(st.sets(st.integers(0, max(0, view.space.num_blocks - 1)), max_size=view.space.num_blocks))
     plan = view.space.plan(data.draw(st.permutations(sorted(chosen))))
     assert torch.equal(view.gather(plan), flat[plan.blocks])
-    view.mix(plan, -flat[plan.blocks], 0.5)
+    view.mix_clipped(plan, -flat[plan.blocks], 0.5, None)
     flat[plan.blocks] = 0
     assert torch.equal(flatten(tensors), flat)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from p2ptrain.monitor.formatting import short_id
 from p2ptrain.monitor.liveswarm import GONE, LEFT, LiveSwarm
 from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.roundview import RoundView
@@ -19,8 +20,6 @@ MOST_TEXT = 240
 TRAFFIC_S = 8.0
 FRAGMENTS_COUNT_S = 2.0
 STYLES = {PLAIN: "plain", GOOD: "good", BAD: "bad"}
-# What a short id leaves of a libp2p one is its end: all begin alike.
-SHORT = 6
 
 
 def overview(live: LiveSwarm, now_s: float) -> Json:
@@ -62,11 +61,6 @@ def happenings(live: LiveSwarm) -> list[Json]:
         {"id": told.number, "t": round(told.at_s, 1), "text": told.text[:MOST_TEXT], "style": STYLES[told.style]}
         for told in reversed(newest)
     ]
-
-
-def short_id(peer_id: str) -> str:
-    """The end of an id, by which people tell peers apart."""
-    return peer_id[-SHORT:]
 
 
 def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:

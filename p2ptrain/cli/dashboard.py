@@ -6,7 +6,7 @@ import click
 
 from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
 from p2ptrain.errors import ConfigError
-from p2ptrain.extras import require_extra
+from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.table import PAGE_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from p2ptrain.extras import require_extra
+from p2ptrain.settings.extras import require_extra
 
 
 @click.command()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from p2ptrain.extras import require_extra
+from p2ptrain.settings.extras import require_extra
 
 
 @click.command()

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.extras import require_extra
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.extras import require_extra
 from p2ptrain.training.data import (
     VOCAB_SIZE,
     Corpus,

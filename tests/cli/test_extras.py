@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from p2ptrain.extras import EXTRAS
+from p2ptrain.settings.extras import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 # A module that is None in sys.modules can be neither found nor imported.

@@ -23,6 +23,7 @@ from p2ptrain.protocol.rounds.contribution import apply_outcome, chunk_bounds
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head
+from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Answer,
@@ -66,8 +67,14 @@ class Donor:
         self.chunks: list[int] = []
         self.instead: dict[str, bytes] = {}
         self.parts = PartStore(endpoint.links, inline)
-        self.server = StateServer(state, lambda: self.head, lambda: self.busy, lambda: buffers, inline)
+        self.packed = 0
+        self.server = StateServer(state, lambda: self.head, lambda: self.busy, lambda: self.pack(buffers), inline)
         endpoint.on_request = self.serve
+
+    def pack(self, buffers: bytes) -> bytes:
+        """The model's buffers; every packing finds other values in them, as training goes on."""
+        self.packed += 1
+        return bytes([self.packed]) * len(buffers) if buffers == bytes(len(buffers)) else buffers
 
     def resolve_round(self) -> None:
         """Take an outer step, as a round does it; its means are served."""
@@ -298,6 +305,58 @@ def test_a_manifest_that_does_not_hash_to_the_head_is_refused(manifest: bytes) -
     run_virtual(main)
 
 
+@pytest.mark.parametrize("pages", [1, 2, 5, 24])
+def test_a_manifest_comes_in_pages(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(state_module, "MANIFEST_PAGE_HASHES", -(-CHUNKS // pages))
+        async with donors_and_joiner("a", "b") as (_, donors, joiner, links):
+            state = AnchorState(BLOCKS, 1)
+            await download_into(state, joiner).run(donors["a"].head, links)
+            check_equal(state, donors["a"].state)
+            assert donors["a"].asked["manifest"] == pages
+            # Pages of two states do not mix.
+            donors["a"].instead["manifest"] = b"0" * 64 * -(-CHUNKS // pages)
+            state = AnchorState(BLOCKS, 1)
+            await download_into(state, joiner).run(donors["b"].head, links)
+            check_equal(state, donors["b"].state)
+            assert donors["b"].asked["manifest"] == pages
+
+    run_virtual(main)
+
+
+def test_a_state_of_more_than_2_billion_parameters_can_be_had() -> None:
+    """Its manifest is longer than the largest frame. It is all zero, and takes no memory here."""
+
+    def zeros(num_blocks: int) -> AnchorState:
+        state = AnchorState(1, 1)
+        block = np.zeros((1, 64), np.float32)
+        whole = np.lib.stride_tricks.as_strided(block, (num_blocks, 64), (0, block.strides[1]))
+        state.anchor, state.moments = whole, [whole]
+        sha256 = hashlib.sha256(bytes(STATE_CHUNK_BLOCKS * 64 * 4)).hexdigest()
+        state.hashes = state.combine([sha256] * state.num_chunks)
+        return state
+
+    async def main() -> None:
+        num_blocks = 33_000 * STATE_CHUNK_BLOCKS
+        assert num_blocks * 64 > 2.1e9
+        async with donors_and_joiner("a") as (_, donors, joiner, links):
+            donor, state = donors["a"], zeros(num_blocks)
+            donor.server._state = zeros(num_blocks)
+            donor.head = head_of(donor.server._state)
+            assert 64 * state.num_chunks > MAX_PAYLOAD_BYTES
+            missing = [1, state.num_chunks - 1]
+            held = list(state.hashes.chunks)
+            for index in missing:
+                held[index] = ""
+            state.hashes = state.combine(held)
+            await download_into(state, joiner).run(donor.head, links)
+            assert state.hashes == donor.server._state.hashes
+            assert sorted(donor.chunks) == missing
+            assert not joiner.links.strikes
+
+    run_virtual(main)
+
+
 def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> None:
     async def main() -> None:
         network = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=500e3)
@@ -468,8 +527,39 @@ def test_a_head_that_is_none_is_refused(head: bytes) -> None:
 def test_buffers_come_whole(size: int) -> None:
     async def main() -> None:
         buffers = np.random.default_rng(0).bytes(size)
-        async with donors_and_joiner("a", buffers=buffers) as (_, _, joiner, links):
-            assert await ask_buffers(joiner.links, links[0]) == buffers
+        async with donors_and_joiner("a", buffers=buffers) as (_, donors, joiner, links):
+            state_sha256 = donors["a"].head.state_sha256
+            assert await ask_buffers(joiner.links, links[0], state_sha256) == buffers
+
+    run_virtual(main)
+
+
+def test_buffers_are_packed_once_for_a_state_and_their_pieces_belong_together() -> None:
+    """Training goes on while they are sent, and a round may come between two pieces."""
+
+    async def main() -> None:
+        slow = MemoryNetwork(latency_s=0.01, bandwidth_bytes_s=2e6)
+        size = 3 * BUFFER_PIECE_BYTES + 5
+        async with donors_and_joiner("a", buffers=bytes(size), network=slow) as (_, donors, joiner, links):
+            donor = donors["a"]
+            before = donor.head.state_sha256
+            got: list[bytes] = []
+
+            async def ask() -> None:
+                got.append(await ask_buffers(joiner.links, links[0], before))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                nursery.start_soon(ask)
+                await until(lambda: donor.asked["buffers"] >= 3)
+                donor.resolve_round()
+            assert donor.asked["buffers"] == 8
+            assert got == [b"\1" * size] * 2
+            assert donor.packed == 1
+            assert await ask_buffers(joiner.links, links[0], donor.head.state_sha256) == b"\2" * size
+            assert donor.packed == 2
+            with pytest.raises(PeerLostError, match="no buffers of this state"):
+                await ask_buffers(joiner.links, links[0], before)
 
     run_virtual(main)
 
@@ -480,7 +570,7 @@ def test_a_donor_cannot_send_buffers_without_end(monkeypatch: pytest.MonkeyPatch
         async with donors_and_joiner("a") as (_, donors, joiner, links):
             donors["a"].instead["buffers"] = bytes(BUFFER_PIECE_BYTES)
             with pytest.raises(WireError, match="more than 3145728 bytes of buffers"):
-                await ask_buffers(joiner.links, links[0])
+                await ask_buffers(joiner.links, links[0], donors["a"].head.state_sha256)
             assert donors["a"].asked["buffers"] == 4
 
     run_virtual(main)

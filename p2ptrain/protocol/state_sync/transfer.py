@@ -1,7 +1,8 @@
 """How a joiner gets the run's state: anchor and moments in verified chunks, from several donors at once.
 
-The manifest (the list of chunk hashes) is checked against the hash in the donor's head, every chunk against the
-manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor is lost. When the swarm
+The manifest (the list of chunk hashes) comes in pages and is checked as a whole against the hash in the donor's head,
+every chunk against the manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor
+is lost. When the swarm
 resolves a round meanwhile, which changes every chunk, those that are here are rolled forward with the round's encoded
 mean (an eighth of the bytes), so that a slow link comes to the end of a download however often rounds are.
 """
@@ -37,6 +38,8 @@ SHORT_TIMEOUT_S = 15.0
 PER_DONOR = 2
 MOST_PER_DONOR = 8
 QUICK_S = 0.5
+# A page of the manifest takes 256 KiB, as a chunk does: one page holds the hashes of 134M parameters with one moment.
+MANIFEST_PAGE_HASHES = 4096
 # Model buffers (running means and such) travel in pieces of this size.
 BUFFER_PIECE_BYTES = 1024 * 1024
 # More than this is not taken in from a donor, whatever it goes on sending (guess).
@@ -44,7 +47,11 @@ MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 
 
 class StateServer:
-    """Answers requests for this peer's head, manifest, chunks and buffers from live memory."""
+    """Answers requests for this peer's head, manifest and chunks from live memory, and for its model's buffers.
+
+    Buffers change at every training step. They are packed once for each state and kept until another is asked for, so
+    that the pieces that a joiner gets belong together.
+    """
 
     def __init__(
         self,
@@ -59,32 +66,54 @@ class StateServer:
         self._busy = busy
         self._buffers = buffers
         self._compute = compute
+        self._packing = trio.Lock()
+        self._packed_of = ""
+        self._packed = b""
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer one request, or say that it cannot be answered now. A peer without state never donates."""
-        found, payload = False, b""
+        payload = None
         if self._head().lineage and not self._busy():
             payload = await self._payload(request)
-            found = bool(payload) and not self._busy()
-        await link.send_bulk(
-            Answer(request.request, found, request.what), payload if found else b"", Traffic.STATE, compress=True
-        )
+            if self._busy():
+                payload = None
+        answer = Answer(request.request, payload is not None, request.what)
+        await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
-    async def _payload(self, request: Request) -> bytes:
+    async def _payload(self, request: Request) -> bytes | None:
+        """What a request asks for, None where we have no such thing."""
+        # Of another state it would come in vain, and on a slow link hold up what is needed.
+        current = request.subject == self._head().state_sha256
         match request.what:
             case "head":
                 return pack_value(self._head())
-            case "manifest":
-                return "".join(self._state.hashes.chunks).encode()
-            case "chunk" if 0 <= request.index < self._state.num_chunks:
-                # One of another state would come in vain, and on a slow link hold up what is needed.
-                if request.subject != self._head().state_sha256:
-                    return b""
+            case "manifest" if current and 0 <= request.index < num_pages(self._state.num_chunks):
+                start = request.index * MANIFEST_PAGE_HASHES
+                return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
+            case "chunk" if current and 0 <= request.index < self._state.num_chunks:
                 return await self._compute(self._state.chunk(request.index).tobytes)
             case "buffers" if request.index >= 0:
                 start = request.index * BUFFER_PIECE_BYTES
-                return (await self._compute(self._buffers))[start : start + BUFFER_PIECE_BYTES]
-        return b""
+                packed = await self._packed_buffers(request.subject)
+                # The piece behind the last full one may be empty: it says that there are no more.
+                if packed is not None and start <= len(packed):
+                    return packed[start : start + BUFFER_PIECE_BYTES]
+        return None
+
+    async def _packed_buffers(self, state_sha256: str) -> bytes | None:
+        """The buffers as they were when they were first asked for with this state; None for one that we are not on."""
+        async with self._packing:
+            if state_sha256 != self._packed_of:
+                if state_sha256 != self._head().state_sha256:
+                    return None
+                self._packed = await self._compute(self._buffers)
+                self._packed_of = state_sha256
+            return self._packed
+
+
+def num_pages(num_chunks: int) -> int:
+    """Pages of the manifest of a state of so many chunks."""
+    return -(-num_chunks // MANIFEST_PAGE_HASHES)
 
 
 async def ask_head(links: Links, link: Link) -> Head:
@@ -95,14 +124,18 @@ async def ask_head(links: Links, link: Link) -> Head:
     return unpack_head(payload)
 
 
-async def ask_buffers(links: Links, link: Link) -> bytes:
-    """The serialized buffers of a partner's model. Raises PeerLostError, WireError."""
+async def ask_buffers(links: Links, link: Link, state_sha256: str) -> bytes:
+    """The serialized buffers of a partner's model on this state. Raises PeerLostError, WireError."""
     data = bytearray()
     while len(data) <= MAX_BUFFERS_BYTES:
         index = len(data) // BUFFER_PIECE_BYTES
-        answer, payload = await links.request(link, "buffers", "", index, timeout_s=CHUNK_TIMEOUT_S)
+        answer, payload = await links.request(link, "buffers", state_sha256, index, timeout_s=CHUNK_TIMEOUT_S)
+        if not answer.found:
+            raise PeerLostError(f"{link.peer_id} gives no buffers of this state now")
+        if len(payload) > BUFFER_PIECE_BYTES:
+            raise WireError(f"{len(payload)} bytes of buffers, expected at most {BUFFER_PIECE_BYTES}")
         data += payload
-        if not answer.found or len(payload) < BUFFER_PIECE_BYTES:
+        if len(payload) < BUFFER_PIECE_BYTES:
             return bytes(data)
     raise WireError(f"{link.peer_id} sends more than {MAX_BUFFERS_BYTES} bytes of buffers")
 
@@ -190,18 +223,33 @@ class Download:
             self._held[chunk] = hashlib.sha256(self.state.chunk(chunk).data).hexdigest()
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
+        """The hashes of all chunks, from the first donor whose list hashes to the head. Raises PeerLostError."""
         for donor in donors:
             try:
-                answer, payload = await self._links.request(donor, "manifest", timeout_s=CHUNK_TIMEOUT_S)
-            except PeerLostError:
+                hashes = await self._ask_manifest(head, donor)
+            except (PeerLostError, WireError) as error:
+                logger.info("manifest from %s: %s", donor.peer_id, error)
                 continue
-            if not answer.found or len(payload) != 64 * self.state.num_chunks:
-                continue
-            text = payload.decode("ascii", "replace")
-            hashes = [text[i : i + 64] for i in range(0, len(text), 64)]
             if self.state.combine(hashes).state == head.state_sha256:
                 return hashes
+            logger.info("manifest from %s: its hash is wrong", donor.peer_id)
         raise PeerLostError("no donor has the manifest of this head any more")
+
+    async def _ask_manifest(self, head: Head, donor: Link) -> list[str]:
+        """All pages of a donor's manifest, not verified yet. Raises PeerLostError, WireError."""
+        hashes: list[str] = []
+        for page in range(num_pages(self.state.num_chunks)):
+            answer, payload = await self._links.request(
+                donor, "manifest", head.state_sha256, page, timeout_s=CHUNK_TIMEOUT_S
+            )
+            if not answer.found:
+                raise PeerLostError("the donor has another state by now")
+            expected = min(MANIFEST_PAGE_HASHES, self.state.num_chunks - len(hashes))
+            if len(payload) != 64 * expected:
+                raise WireError(f"{len(payload)} bytes, expected {64 * expected}")
+            text = payload.decode("ascii", "replace")
+            hashes += (text[i : i + 64] for i in range(0, len(text), 64))
+        return hashes
 
     async def _fetch_chunks(
         self,

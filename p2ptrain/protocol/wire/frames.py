@@ -19,7 +19,7 @@ from p2ptrain.protocol.wire.serialization import from_header, to_header
 WIRE_VERSION = 1
 # Names of 64 roster members and their parts fit in a few KiB; a record with 512 part hashes in 40 KiB.
 MAX_HEADER_BYTES = 256 * 1024
-# The largest payloads: a joiner's list of chunk hashes (of 2 billion parameters), and large fragments of large models.
+# The largest payloads: large fragments of large models.
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
 _PREFIX = struct.Struct("!BBBxIIIQ")

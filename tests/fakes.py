@@ -15,7 +15,7 @@ from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.settings.config import NetworkConfig, RunConfig
 
-MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmFake"
+MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmFake"
 
 
@@ -32,7 +32,7 @@ class FakePeer:
     peer_id = "QmFake"
     maddrs = (MADDR, LOOPBACK)
     alive = ("QmOther",)
-    alive_maddrs = ("/ip4/192.168.7.8/tcp/4001/p2p/QmOther",)
+    alive_maddrs = ("/ip4/192.168.7.8/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",)
     data_seed = 7
     failure: Exception | None = None
     anchor_sha256 = "00" * 32
@@ -107,7 +107,8 @@ class FakeNetworkSession:
 
     @classmethod
     def open(cls, config: NetworkConfig, *, alone: bool = False) -> FakeNetworkSession:
-        if config.initial_peers and set(config.initial_peers) <= set(cls.unreachable) and not alone:
+        ways_in = {*config.initial_peers, *config.remembered_peers}
+        if ways_in and ways_in <= set(cls.unreachable) and not alone:
             raise UnreachableError("no initial peer can be reached")
         cls.alone = alone
         cls.opened = config
@@ -116,7 +117,7 @@ class FakeNetworkSession:
     @property
     def knows_others(self) -> bool:
         assert self.opened is not None
-        return bool(self.opened.initial_peers) and not self.alone
+        return bool(self.opened.initial_peers or self.opened.remembered_peers) and not self.alone
 
     def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
         return self.live if self.live and self.live.run_id == run_id else None

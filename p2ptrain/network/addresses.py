@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import ipaddress
 import itertools
 import socket
@@ -33,12 +34,24 @@ _LISTEN_REMEDIES = {
 def check_initial_peers(maddrs: Iterable[str]) -> None:
     """Raises ConfigError unless each is a multiaddr that ends in /p2p/<peer id>."""
     for text in maddrs:
+        if not text.isprintable() or " " in text:  # the parser takes "4001\n" for a port
+            raise ConfigError(f"initial peer {text!r} holds blanks or unprintable characters; write it like {EXAMPLE}")
         maddr = _parse("initial peer", text, EXAMPLE)
         if maddr.protocols()[-1].name != "p2p" or len(list(maddr.protocols())) < 2:
             raise ConfigError(
                 f"initial peer {text!r} must be an address that ends in /p2p/<peer id>, such as {EXAMPLE}; "
                 "copy the whole line that the other peer printed"
             )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_initial_peer(maddr: str) -> bool:
+    """Whether a text is an address that a run can be joined through."""
+    try:
+        check_initial_peers([maddr])
+    except ConfigError:
+        return False
+    return True
 
 
 def check_host_maddrs(maddrs: Iterable[str]) -> None:

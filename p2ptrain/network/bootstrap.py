@@ -79,6 +79,11 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
     return connected
 
 
+def ways_in(config: NetworkConfig) -> tuple[str, ...]:
+    """All addresses to join through: of the initial peers and of those that are remembered."""
+    return (*config.initial_peers, *config.remembered_peers)
+
+
 async def connected_peers(control_path: str) -> list[str]:
     """The ids of all peers that p2pd has a connection with. Raises PeerLostError when p2pd does not answer."""
     response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), DIAL_TIMEOUT_S)
@@ -94,11 +99,11 @@ async def refuse_taken_identity(
     with an identity of its own, for 0.3 s: libp2p cannot look for itself.
 
     Args:
-        config: whose initial peers are asked.
+        config: whose initial and remembered peers are asked.
         peer_id: our identity.
         directory: where the second daemon's socket may be.
         own: addresses at which only a peer of our identity can be; nobody should be there.
-        ask: whether initial peers are asked.
+        ask: whether they are asked.
 
     Raises:
         ConfigError: it is there.
@@ -106,8 +111,8 @@ async def refuse_taken_identity(
     """
     async with run_daemon(probe_flags(), directory / "probe.sock", config.startup_timeout_s) as daemon:
         taken = bool(own) and await _answers(daemon.control_path, peer_id, list(own))
-        if not taken and ask and config.initial_peers:
-            await dial_initial_peers(daemon.control_path, config.initial_peers)
+        if not taken and ask and ways_in(config):
+            await dial_initial_peers(daemon.control_path, ways_in(config))
             taken = await _is_present(daemon.control_path, peer_id)
     if taken:
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import trio
 
-from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network._hivemind import (
     P2P,
     DHTNode,
@@ -169,7 +169,11 @@ def owner_of(subkey: Any) -> str | None:
 
 @contextlib.asynccontextmanager
 async def join_dht(
-    daemon: Daemon, identity: Identity, initial_peers: tuple[str, ...], connected: Collection[str]
+    daemon: Daemon,
+    identity: Identity,
+    initial_peers: tuple[str, ...],
+    connected: Collection[str],
+    chosen: Collection[str],
 ) -> AsyncIterator[DHTNode]:
     """Take part in the DHT through a running daemon until the block is left. The daemon ends with it.
 
@@ -179,9 +183,11 @@ async def join_dht(
         initial_peers: multiaddrs to come back to when they are lost.
         connected: ids of those initial peers that the daemon is connected with; empty to be the first, or to come
             back through whoever connects with us.
+        chosen: ids of the peers that the user chose to join through; those of the others are only remembered.
 
     Raises:
-        ConfigError: no initial peer takes part in the DHT, or our clock differs too much from theirs.
+        ConfigError: no peer that the user chose takes part in the DHT, or our clock differs too much from theirs.
+        UnreachableError: none of those that are remembered takes part in the DHT.
         PeerLostError: the daemon does not answer.
     """
     control_path = daemon.control_path
@@ -191,8 +197,8 @@ async def join_dht(
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
                 p2p = await from_asyncio(P2P.replicate(Multiaddr(f"/unix{control_path}")))
-                node = await from_asyncio(_create_node(p2p, identity, connected))
-                await _check_clock(node, connected)
+                node = await from_asyncio(_create_node(p2p, identity, connected, chosen))
+                await _check_clock(node, [peer_id for peer_id in connected if peer_id in chosen])
         except (trio.TooSlowError, OSError, EOFError) as error:
             raise PeerLostError(f"the libp2p daemon does not answer: {error!r}") from None
         async with open_background() as background:
@@ -211,7 +217,7 @@ async def join_dht(
                 await from_asyncio(p2p.shutdown())
 
 
-async def _create_node(p2p: P2P, identity: Identity, connected: Collection[str]) -> DHTNode:
+async def _create_node(p2p: P2P, identity: Identity, connected: Collection[str], chosen: Collection[str]) -> DHTNode:
     try:
         return await DHTNode.create(
             p2p,
@@ -231,7 +237,8 @@ async def _create_node(p2p: P2P, identity: Identity, connected: Collection[str])
             backoff_rate=1.0,
         )
     except RuntimeError:  # hivemind's way to say that no initial peer answered
-        raise ConfigError(
+        kind = ConfigError if set(connected) & set(chosen) else UnreachableError
+        raise kind(
             f"initial peers {', '.join(connected)} can be reached, but do not answer as part of a DHT; "
             "check that these are addresses that a p2ptrain peer printed"
         ) from None

@@ -15,7 +15,7 @@ from p2ptrain.network.addresses import (
     has_public_address,
 )
 from p2ptrain.network.background import open_background
-from p2ptrain.network.bootstrap import refuse_taken_identity
+from p2ptrain.network.bootstrap import refuse_taken_identity, ways_in
 from p2ptrain.network.dht import HivemindDirectory
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import LibP2P, open_libp2p
@@ -69,7 +69,7 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         ConfigError: an address, the identity or the machine's clock does not do.
         UnreachableError: no initial peer can be reached. At most 25 s go by before it is known.
     """
-    check_initial_peers(config.initial_peers)
+    check_initial_peers((*config.initial_peers, *config.remembered_peers))
     check_host_maddrs(config.host_maddrs)
     check_announce_maddrs(config.announce_maddrs)
     async with contextlib.AsyncExitStack() as stack:
@@ -77,8 +77,12 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         identity = stack.enter_context(hold_identity(config.identity, scratch))
         # One list of initial peers may be given to all peers, those on it included.
         own = tuple(maddr for maddr in config.initial_peers if maddr.endswith(f"/p2p/{identity.peer_id}"))
-        config = dataclasses.replace(config, initial_peers=tuple(m for m in config.initial_peers if m not in own))
-        if (own or (config.initial_peers and not alone)) and not identity.is_new:
+        config = dataclasses.replace(
+            config,
+            initial_peers=tuple(m for m in config.initial_peers if m not in own),
+            remembered_peers=tuple(m for m in config.remembered_peers if not m.endswith(f"/p2p/{identity.peer_id}")),
+        )
+        if (own or (ways_in(config) and not alone)) and not identity.is_new:
             await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
         control_path = scratch / "p2pd.sock"
         directory = HivemindDirectory(identity)

@@ -17,8 +17,8 @@ from typing import Protocol
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError
-from p2ptrain.network.addresses import check_host_maddrs, with_ports_of
-from p2ptrain.network.bootstrap import dial_initial_peers
+from p2ptrain.network.addresses import by_peer_id, check_host_maddrs, with_ports_of
+from p2ptrain.network.bootstrap import dial_initial_peers, ways_in
 from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity
@@ -128,9 +128,10 @@ class Supervisor:
         flags = peer_flags(config, self._identity.path)
         async with run_daemon(flags, self._control_path, config.startup_timeout_s) as daemon:
             try:
-                connected = await dial_initial_peers(daemon.control_path, config.initial_peers) if reach else []
+                connected = await dial_initial_peers(daemon.control_path, ways_in(config)) if reach else []
                 # p2pd ends with the DHT's connection to it, so that one is closed last.
-                joining = join_dht(daemon, self._identity, config.initial_peers, connected)
+                chosen = by_peer_id(config.initial_peers)
+                joining = join_dht(daemon, self._identity, ways_in(config), connected, chosen)
                 async with joining as node, self._transport.through(daemon):
                     with self._directory.through(node):
                         yield daemon

@@ -69,6 +69,7 @@ class Peer:
         incarnation: str,
         may_found: bool,
         peer_timeout_s: float,
+        chosen: frozenset[str],
         resume_state: dict[str, Any] | None,
         on_status: Callable[[str], None],
     ) -> None:
@@ -101,7 +102,7 @@ class Peer:
             network.transport, network.directory, self._exchange, self._parts, self.run,
             incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
             events=self._on_event, event_log=self._event_log, rng=random.Random(incarnation),
-            peer_timeout_s=peer_timeout_s,
+            peer_timeout_s=peer_timeout_s, chosen=chosen,
         )  # fmt: skip
         network.tell(self._on_event)
         thread.start_soon(self._run_node)

@@ -14,6 +14,8 @@ import torch
 import trio
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.network.addresses import by_peer_id
+from p2ptrain.network.bootstrap import ways_in
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.metrics_file import MetricsFile
@@ -72,7 +74,12 @@ class NetworkSession:
     @property
     def knows_others(self) -> bool:
         """Whether there was anybody to join through."""
-        return bool(self._config.initial_peers) and not self._alone
+        return bool(ways_in(self._config)) and not self._alone
+
+    @property
+    def _chosen(self) -> frozenset[str]:
+        """Ids of the peers that the user chose to join through: what these say may end the attempt to join."""
+        return frozenset(by_peer_id(self._config.initial_peers))
 
     @property
     def failure(self) -> ConfigError | None:
@@ -89,10 +96,15 @@ class NetworkSession:
         return self.network.maddrs
 
     def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
-        """The settings of the live run of this name, or None when nobody of it can be found."""
+        """The settings of the live run of this name, or None when nobody of it can be found.
+
+        Raises ConfigError when those of an initial peer do not fit this version of p2ptrain.
+        """
 
         async def find() -> RunConfig | None:
-            return await ask_settings(self.network.transport, self.network.directory, run_id, timeout_s=timeout_s)
+            return await ask_settings(
+                self.network.transport, self.network.directory, run_id, timeout_s=timeout_s, chosen=self._chosen
+            )
 
         return self._thread.run(find, timeout_s=timeout_s + 30)
 
@@ -142,7 +154,7 @@ class NetworkSession:
             return Peer(
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._config.peer_timeout_s, resume_state=resume_state,
+                peer_timeout_s=self._config.peer_timeout_s, chosen=self._chosen, resume_state=resume_state,
                 on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:

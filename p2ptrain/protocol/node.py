@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import trio
@@ -70,6 +70,7 @@ class Node:
         rng: all random choices of this peer.
         faults: what a simulation makes go wrong.
         peer_timeout_s: the longest that a silent peer counts as there.
+        chosen: ids of the peers that the user chose to join through.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Node:
         rng: random.Random,
         faults: Faults = NO_FAULTS,
         peer_timeout_s: float = PEER_TIMEOUT_S,
+        chosen: Collection[PeerId] = (),
     ) -> None:
         self.run = run
         self.peer_id: PeerId = transport.peer_id
@@ -105,7 +107,7 @@ class Node:
         self._event_log_pace = RateLimit(RATE_BYTES_S)
         self._digest = run.digest
         self.state = exchange.new_state()
-        self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s)
+        self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen)
         self.membership = Membership(
             self.links,
             directory,

@@ -301,6 +301,8 @@ class NetworkConfig:
 
     Attributes:
         initial_peers: multiaddrs of peers or bootstrap nodes to join through; empty to start a new swarm.
+        remembered_peers: multiaddrs of peers met before, to join through as well. The user did not choose them, so
+            nothing that they answer keeps this peer from starting.
         host_maddrs: addresses to listen on.
         announce_maddrs: addresses to tell others instead of those found out (behind port forwarding, in containers).
         identity: file with this peer's private key, made when missing; None for a new identity at each start.
@@ -312,6 +314,8 @@ class NetworkConfig:
 
     # Without anybody to join, a new run starts.
     initial_peers: tuple[str, ...] = ()
+    # `p2ptrain join` keeps them in its directory.
+    remembered_peers: tuple[str, ...] = ()
     # All interfaces: others on the network are to reach us. Port 0: any free one.
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     # The addresses of this machine's network cards, and what others see, are told unasked.

@@ -21,7 +21,7 @@ from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.settings.config import NetworkConfig, RunConfig
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.settings.initial_peers import join_line, read_initial_peers, write_addresses
+from p2ptrain.settings.initial_peers import join_line, write_addresses
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training import checkpoint
@@ -173,17 +173,32 @@ def _saved(out: Path) -> checkpoint.Checkpoint | None:
 
 def _remembered(out: Path) -> tuple[str, ...]:
     """Addresses of the peers that we trained with before; none where there is no (readable) record of them."""
+    from p2ptrain.network.addresses import is_initial_peer  # imports hivemind, as _open_lobby does next
+
+    path = out / REMEMBERED_FILE
     try:
-        return read_initial_peers([str(out / REMEMBERED_FILE)])
-    except ConfigError:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return ()
+    except OSError as error:
+        logger.warning("%s: %s; the peers noted there are not asked", path, error.strerror)
+        return ()
+    for line in lines:
+        if not is_initial_peer(line):
+            logger.warning("%s: %.200r is not an address; the line is skipped", path, line)
+    return tuple(dict.fromkeys(filter(is_initial_peer, lines)))
 
 
 def _remember(out: Path, maddrs: list[str]) -> None:
-    """Note whom we train with; where that cannot be written, what was noted before has to do."""
-    if maddrs:
+    """Note whom we train with, as far as what they call their addresses are addresses.
+
+    Where that cannot be written, what was noted before has to do.
+    """
+    from p2ptrain.network.addresses import is_initial_peer
+
+    if usable := [maddr for maddr in maddrs if is_initial_peer(maddr)]:
         try:
-            write_addresses(out / REMEMBERED_FILE, maddrs)
+            write_addresses(out / REMEMBERED_FILE, usable)
         except ConfigError as error:
             logger.warning("the addresses of the other peers could not be noted: %s", error)
 
@@ -200,7 +215,7 @@ def _open_session(
         NetworkSession,  # imports hivemind, which takes a second that no error before need wait for
     )
 
-    known = dataclasses.replace(network, initial_peers=(*network.initial_peers, *remembered))
+    known = dataclasses.replace(network, remembered_peers=remembered)
     try:
         return NetworkSession.open(known)
     except UnreachableError as error:

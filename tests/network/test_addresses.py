@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.network.addresses import MAX_HINTS, by_peer_id, dialable, hints
+from p2ptrain.network.addresses import MAX_HINTS, by_peer_id, dialable, hints, is_initial_peer
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
@@ -30,6 +32,26 @@ def test_hints_of_strangers() -> None:
     assert hints([f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}", "/ip4/10.0.0.2/tcp/1"], PEER) == [good, good]
     assert hints(["", "junk", "/ip4/300.0.0.1/tcp/1", "/p2p/\N{SNOWMAN}"], PEER) == []
     assert len(hints(["/ip4/10.0.0.2/tcp/1"] * 100, PEER)) == MAX_HINTS
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        (f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}", True),
+        (f"/dns4/example.org/tcp/1/p2p/{PEER}", True),
+        (f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}", True),
+        (f"/ip4/10.0.0.2/tcp/1/p2p/{PEER}/p2p-circuit", False),
+        ("/ip4/10.0.0.2/tcp/1", False),
+        (f"/p2p/{PEER}", False),
+        (f"/ip4/10.0.0.2/tcp/99999/p2p/{PEER}", False),
+        (f"/ip4/10.0.0.2/tcp/1\n/p2p/{PEER}", False),
+        (f"/dns4/example.org /tcp/1/p2p/{PEER}", False),
+        ("/ip4/10.0.0.2/tcp/1/p2p/0OIl", False),
+        ("", False),
+    ],
+)
+def test_what_a_run_can_be_joined_through(text: str, usable: bool) -> None:
+    assert is_initial_peer(text) is usable
 
 
 def test_an_address_through_a_relay_has_the_relays_id_as_p2pd_writes_it() -> None:

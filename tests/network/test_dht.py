@@ -12,7 +12,7 @@ import pytest
 import trio
 from hivemind.dht import DHTID
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.network import dht
 from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
 from p2ptrain.network.bridge import from_asyncio
@@ -125,6 +125,37 @@ def test_clock_that_differs_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
     run(main, 7.0, "ahead of")
     run(main, -7.0, "behind")
+
+
+def test_peers_that_the_user_did_not_choose_keep_nobody_from_starting(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Remembered from an earlier run: by now they may say anything about the time, or run no DHT."""
+
+    async def main() -> None:
+        async with open_network(config()) as first:
+            others = config(remembered_peers=tuple(first.maddrs))
+            monkeypatch.setattr(dht, "get_dht_time", lambda: time.time() + 7)
+            async with open_network(others):
+                pass
+            monkeypatch.undo()
+            async with open_network(others) as second:
+                assert await second.directory.announce("run", b"here", 10.0)
+                assert await first.directory.lookup("run") == {second.peer_id: b"here"}
+
+            async def nobody_answers(*_: Any, **__: Any) -> None:
+                raise RuntimeError("DHTNode bootstrap failed: none of the initial_peers responded to a ping.")
+
+            monkeypatch.setattr(dht.DHTNode, "create", nobody_answers)
+            with pytest.raises(UnreachableError, match="do not answer as part of a DHT"):
+                async with open_network(others):
+                    pass
+            with pytest.raises(ConfigError, match="do not answer as part of a DHT") as caught:
+                async with open_network(config(first)):
+                    pass
+            assert not isinstance(caught.value, UnreachableError)
+
+    run(main)
 
 
 KEY = RSAPrivateKey()

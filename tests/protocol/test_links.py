@@ -198,8 +198,8 @@ def test_other_settings_are_refused_with_a_message_for_both_users(dialler: int) 
         network = MemoryNetwork()
         async with trio.open_nursery() as nursery:
             ends = [
-                await start_endpoint(network, nursery, hello_of("a", digest="1" * 64)),
-                await start_endpoint(network, nursery, hello_of("b", digest="2" * 64)),
+                await start_endpoint(network, nursery, hello_of("a", digest="1" * 64), chosen="bc"),
+                await start_endpoint(network, nursery, hello_of("b", digest="2" * 64), chosen="ac"),
             ]
             with pytest.raises(RunMismatchError):
                 await ends[dialler].links.connect(ends[1 - dialler].peer_id, [])
@@ -212,6 +212,34 @@ def test_other_settings_are_refused_with_a_message_for_both_users(dialler: int) 
                 for part in (f"peer {other}", "run 'test'", theirs * 12, ours * 12, "leave settings out"):
                     assert part in message
             assert not network.transports["a"].streams
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("dialler", [0, 1])
+def test_other_settings_of_a_stranger_say_nothing_about_ours(dialler: int) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            ends = [
+                await start_endpoint(network, nursery, hello_of("a", digest="1" * 64), chosen="c"),
+                await start_endpoint(network, nursery, hello_of("b", digest="2" * 64)),
+            ]
+            with pytest.raises(RunMismatchError, match="with other settings"):
+                await ends[dialler].links.connect(ends[1 - dialler].peer_id, [])
+            await trio.sleep(2)
+            # What the chosen one says stays said.
+            await start_endpoint(network, nursery, hello_of("c", digest="3" * 64))
+            for end, mismatch in ((ends[0], None), (ends[1], None)):
+                assert not end.linked
+                assert end.links.mismatch is mismatch
+            with pytest.raises(RunMismatchError):
+                await ends[0].links.connect("c", [])
+            with pytest.raises(RunMismatchError):
+                await ends[0].links.connect("b", [])
+            assert ends[0].links.mismatch is not None
+            assert "peer c" in ends[0].links.mismatch
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

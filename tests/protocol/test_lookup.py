@@ -22,10 +22,10 @@ TIMEOUT_S = 10.0
 RELAY = "/ip4/5.188.7.1/tcp/4001/p2p/QmRelay"
 
 
-async def settings_of(network: MemoryNetwork, run_id: str = "test", name: str = "observer"):
-    transport = network.transport(name)
+async def settings_of(network: MemoryNetwork, run_id: str = "test", name: str = "observer", chosen: str = ""):
+    transport, directory = network.transport(name), network.directory(name)
     try:
-        return await ask_settings(transport, network.directory(name), run_id, timeout_s=TIMEOUT_S)
+        return await ask_settings(transport, directory, run_id, timeout_s=TIMEOUT_S, chosen=chosen)
     finally:
         network.crash(name)
 
@@ -169,8 +169,48 @@ def test_settings_of_another_version_are_told_to_the_user(settings: dict[str, ob
             endpoint.on_request = answers(json.dumps(settings).encode())
             await announce(network, "a")
             with pytest.raises(ConfigError, match=complaint) as caught:
-                await settings_of(network)
+                await settings_of(network, chosen="a")
             assert "as peer a gives them" in str(caught.value)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_settings_of_strangers_that_do_not_fit_are_skipped(alone: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """However many they are, and whoever else is there."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            for name in "abcdef":
+                endpoint = await start_endpoint(s.network, nursery, hello_of(name))
+                endpoint.on_request = answers(b'{"quantum": true}')
+                await announce(s.network, name)
+            if not alone:
+                s.start("z", founder=True)
+                await trio.sleep(3)
+            assert await settings_of(s.network, chosen="z") == (None if alone else RUN)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert caplog.text.count("unknown run setting 'quantum'") == (6 if alone else 3)  # asked beside the chosen one
+
+
+@pytest.mark.parametrize("chosen", ["z", "y"])
+def test_a_member_that_the_user_chose_is_believed_before_strangers(chosen: str) -> None:
+    """Where the chosen one is not there, they are believed."""
+
+    async def main() -> None:
+        other = dataclasses.replace(RUN, lr=0.5)
+        async with swarm(RUN, latency_s=0.2) as s, trio.open_nursery() as nursery:
+            s.start("z", founder=True)
+            await trio.sleep(3)
+            for name in "abcdef":
+                endpoint = await start_endpoint(s.network, nursery, hello_of(name, digest=other.digest))
+                endpoint.on_request = answers(json.dumps(other.to_dict()).encode())
+                await announce(s.network, name)
+            await announce(s.network, "y")
+            assert await settings_of(s.network, chosen=chosen) == (RUN if chosen == "z" else other)
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 import trio
@@ -61,11 +61,13 @@ def hello_of(
     return Hello(run_id, digest, f"{peer_id}.{incarnation}", role, (f"/memory/{peer_id}",))
 
 
-async def start_endpoint(network: MemoryNetwork, nursery: trio.Nursery, hello: Hello) -> Endpoint:
+async def start_endpoint(
+    network: MemoryNetwork, nursery: trio.Nursery, hello: Hello, *, chosen: Collection[str] = ()
+) -> Endpoint:
     """Put a peer on the network; the name before the dot of its incarnation is its peer id."""
     peer_id = hello.incarnation.split(".")[0]
     endpoint = Endpoint(peer_id, nursery)
-    endpoint.links = Links(network.transport(peer_id), lambda: hello, endpoint)
+    endpoint.links = Links(network.transport(peer_id), lambda: hello, endpoint, chosen=chosen)
     await nursery.start(endpoint.links.run)
     return endpoint
 

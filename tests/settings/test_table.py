@@ -93,6 +93,7 @@ def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> 
         (RunConfig, "protocol_version"),
         (RunConfig, "model_layout"),
         (RunConfig, "data"),  # follows from the peer's own
+        (NetworkConfig, "remembered_peers"),  # kept in the out directory
         (PeerConfig, "network"),
     }
     assert settings == fields - not_for_users

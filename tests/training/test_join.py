@@ -208,17 +208,17 @@ def test_the_identity_may_be_kept_elsewhere(session: type[FakeNetworkSession]) -
 def test_a_restarted_founder_finds_the_others_again(session: type[FakeNetworkSession]) -> None:
     _join(steps="2")
     assert session.opened is not None
-    assert session.opened.initial_peers == ()
+    assert session.opened.remembered_peers == ()
     _join()
-    assert session.opened.initial_peers == FakePeer.alive_maddrs
+    assert (session.opened.initial_peers, session.opened.remembered_peers) == ((), FakePeer.alive_maddrs)
     session.unreachable = FakePeer.alive_maddrs
     lines = _join(steps="2")
     # It goes on alone, and looks for them meanwhile.
-    assert (session.opened.initial_peers, session.alone) == (FakePeer.alive_maddrs, True)
+    assert (session.opened.remembered_peers, session.alone) == (FakePeer.alive_maddrs, True)
     assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
     shutil.rmtree("p2ptrain-r/checkpoint-2")
     lines = _join(steps="2")
-    assert (session.opened.initial_peers, session.alone) == ((), False)
+    assert (session.opened.remembered_peers, session.alone) == ((), False)
     assert lines[0] == "none of the peers from before can be reached"
 
 
@@ -231,8 +231,45 @@ def test_a_restarted_joiner_goes_on_from_its_checkpoint_when_nobody_is_there(ses
     session.unreachable = (MADDR, *FakePeer.alive_maddrs)
     lines = _join(initial_peers=MADDR)
     assert session.opened is not None
-    assert (session.opened.initial_peers, session.alone) == ((MADDR, *FakePeer.alive_maddrs), True)
+    assert (session.opened.initial_peers, session.opened.remembered_peers) == ((MADDR,), FakePeer.alive_maddrs)
+    assert session.alone
     assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
+
+
+BAD_ADDRESSES = (
+    "/ip4/192.168.7.9/tcp/99999/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+    "/ip4/192.168.7.9/tcp/4001",
+    "/ip4/192.168.7.9/tcp/4001/p2p/QmJunk",
+    "/ip4/192.168.7.9/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N#",
+    "# a comment",
+    "",
+)
+
+
+def test_what_other_peers_call_their_addresses_is_noted_where_it_is_one(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (good,) = FakePeer.alive_maddrs
+    monkeypatch.setattr(FakePeer, "alive_maddrs", (*BAD_ADDRESSES, good.replace("/tcp/4001", "/tcp/4001\n"), good))
+    _join(steps="2")
+    assert Path("p2ptrain-r/peers.txt").read_text(encoding="utf-8") == f"{good}\n"
+    monkeypatch.setattr(FakePeer, "alive_maddrs", BAD_ADDRESSES)
+    _join(steps="2", out="other")
+    assert not Path("other/peers.txt").exists()
+
+
+def test_noted_addresses_that_are_none_are_skipped_with_a_warning(
+    session: type[FakeNetworkSession], caplog: pytest.LogCaptureFixture
+) -> None:
+    (good,) = FakePeer.alive_maddrs
+    Path("p2ptrain-r").mkdir()
+    noted = "\n".join([*BAD_ADDRESSES[:3], good, good])
+    Path("p2ptrain-r/peers.txt").write_bytes(noted.encode() + b"\n\xff\x00\n")
+    _join(steps="2")
+    assert session.opened is not None
+    assert session.opened.remembered_peers == (good,)
+    for line in BAD_ADDRESSES[:3]:
+        assert f"{line!r} is not an address; the line is skipped" in caplog.text
 
 
 class _Seen:

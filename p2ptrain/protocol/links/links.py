@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import trio
@@ -56,17 +56,23 @@ class Links:
     Args:
         hello: makes our side's Hello; the other's digest must equal ours, or be an observer's.
         peer_timeout_s: the longest that a silent partner counts as there, whatever its link was like before.
+        chosen: ids of the peers that the user chose to join through.
+
+    Attributes:
+        mismatch: how the settings of a chosen peer differ from ours, for the user; None while none do. Other peers with
+            other settings are refused, and say nothing about ours.
     """
 
     def __init__(
         self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
-        *, peer_timeout_s: float = PEER_TIMEOUT_S,
+        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (),
     ) -> None:  # fmt: skip
         self.peer_timeout_s = peer_timeout_s
         self.live: dict[PeerId, Link] = {}
         self.counters = LinkCounters()
         self.strikes: dict[PeerId, int] = {}
         self.mismatch: str | None = None
+        self._chosen = frozenset(chosen)
         self._transport = transport
         self._hello = hello
         self._events = events
@@ -199,11 +205,13 @@ class Links:
         if hello.run_id != ours.run_id:
             raise RunMismatchError(f"{stream.remote} belongs to run {hello.run_id!r}, not {ours.run_id!r}")
         if hello.digest and ours.digest and hello.digest != ours.digest:
-            self.mismatch = (
+            mismatch = (
                 f"peer {stream.remote} trains run {ours.run_id!r} with other settings (run digest {hello.digest[:12]}, "
                 f"ours is {ours.digest[:12]}); leave settings out to take over the run's, or choose another run id"
             )
-            raise RunMismatchError(self.mismatch)
+            if stream.remote in self._chosen:
+                self.mismatch = mismatch
+            raise RunMismatchError(mismatch)
         return hello, reader
 
     def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -52,32 +52,52 @@ class MemberInfo:
 
 
 async def ask_settings(
-    transport: Transport, directory: Directory, run_id: str, *, timeout_s: float
+    transport: Transport, directory: Directory, run_id: str, *, timeout_s: float, chosen: Collection[PeerId] = ()
 ) -> RunConfig | None:
     """The settings of a live run, from any of its members; None when nobody of it can be reached in time.
 
-    Raises ConfigError when the members' settings do not fit this version of p2ptrain.
+    Args:
+        chosen: ids of the peers that the user chose to join through. A member among them is believed before others.
+
+    Raises:
+        ConfigError: the settings of a chosen member do not fit this version of p2ptrain. Those of others are skipped.
     """
     answer: RunConfig | ConfigError | None = None
+    hearsay: RunConfig | None = None
+    members: dict[PeerId, tuple[tuple[str, ...], str]] = {}
     asking: set[PeerId] = set()
+    refused: set[PeerId] = set()
     failures: Counter[PeerId] = Counter()
 
     async def ask(peer_id: PeerId, maddrs: tuple[str, ...]) -> None:
-        nonlocal answer
-        asking.add(peer_id)
+        nonlocal answer, hearsay
         try:
             link = await links.connect(peer_id, list(maddrs))
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
-            answer = _parse_settings(peer_id, payload)
+            told: RunConfig | ConfigError = _parse_settings(peer_id, payload)
         except (PeerLostError, WireError, RunMismatchError) as error:
             # Gone since it was announced, or a member of another run by now.
             logger.debug("no settings from %s: %s", peer_id, error)
             failures[peer_id] += 1
-            asking.remove(peer_id)
             return
         except ConfigError as error:
-            answer = error
-        nursery.cancel_scope.cancel()
+            told = error
+        finally:
+            asking.remove(peer_id)
+        if peer_id in chosen:
+            answer = told
+            nursery.cancel_scope.cancel()
+        elif isinstance(told, ConfigError):
+            logger.warning("%s", told)
+            refused.add(peer_id)
+        else:
+            hearsay = hearsay or told
+            end_if_enough()
+
+    def end_if_enough() -> None:
+        """Stop asking when somebody has answered and no chosen member is left to wait for."""
+        if hearsay is not None and not any(peer_id in chosen and not failures[peer_id] for peer_id in members):
+            nursery.cancel_scope.cancel()
 
     async with observer_links(transport, run_id) as links:
         started = trio.current_time()
@@ -87,13 +107,16 @@ async def ask_settings(
                     members = await find_members(directory, run_id, transport.peer_id)
                     if not members and not asking and trio.current_time() - started > LOOK_S:
                         break
-                    idle = sorted(members.keys() - asking, key=lambda peer_id: (failures[peer_id], peer_id))
-                    for peer_id in idle[: ASKED_AT_ONCE - len(asking)]:
+                    end_if_enough()
+                    idle = members.keys() - asking - refused
+                    turn = sorted(idle, key=lambda peer_id: (failures[peer_id], peer_id not in chosen, peer_id))
+                    for peer_id in turn[: ASKED_AT_ONCE - len(asking)]:
+                        asking.add(peer_id)
                         nursery.start_soon(ask, peer_id, members[peer_id][0])
                     await trio.sleep(0.3)
     if isinstance(answer, ConfigError):
         raise answer
-    return answer
+    return answer or hearsay
 
 
 async def list_members(transport: Transport, directory: Directory, run_id: str) -> list[MemberInfo]:

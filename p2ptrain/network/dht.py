@@ -36,6 +36,7 @@ from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, peer_id_of
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 
 logger = logging.getLogger(__name__)
 
@@ -274,11 +275,12 @@ async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: M
     hivemind's node forgets whoever does not answer, and has no way back: after an outage it would stay alone, and the
     halves of a split network would never meet again.
     """
+    barrier = FaultBarrier("bringing initial peers back", logger)
     while True:
         for peer_id, maddrs in initial_peers.items():
-            peer = PeerID.from_base58(peer_id)
-            if node.protocol.routing_table.get(peer_id=peer) is None:
-                with contextlib.suppress(PeerLostError):
+            with barrier, contextlib.suppress(PeerLostError):
+                peer = PeerID.from_base58(peer_id)
+                if node.protocol.routing_table.get(peer_id=peer) is None:
                     await dial(control_path, peer_id, maddrs, DIAL_TIMEOUT_S)
                     await from_asyncio(node.protocol.call_ping(peer))
         await trio.sleep(REJOIN_INTERVAL_S)
@@ -286,12 +288,14 @@ async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: M
 
 async def _stay_joined(node: DHTNode, control_path: str) -> None:
     """Come back through anyone at all when all are lost: whoever trains with us has linked to us, or we to it."""
+    barrier = FaultBarrier("coming back into the DHT", logger)
     while True:
         alone = not node.protocol.routing_table.uid_to_peer_id
         if alone:
-            with contextlib.suppress(PeerLostError):
+            with barrier, contextlib.suppress(PeerLostError):
                 for peer_id in await connected_peers(control_path):
-                    await from_asyncio(node.protocol.call_ping(PeerID.from_base58(peer_id)))
+                    with barrier:
+                        await from_asyncio(node.protocol.call_ping(PeerID.from_base58(peer_id)))
         await trio.sleep(ALONE_INTERVAL_S if alone else REJOIN_INTERVAL_S)
 
 

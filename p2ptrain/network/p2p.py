@@ -21,6 +21,7 @@ from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.relay import Relay
 from p2ptrain.network.relays import RENEW_EVERY_S, Relays
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 
 logger = logging.getLogger(__name__)
 
@@ -168,14 +169,15 @@ class LibP2P:
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Follow our addresses; a daemon that hangs is ended, and so replaced."""
-        unanswered = 0
+        unanswered, barrier = 0, FaultBarrier("reading our addresses", logger)
         while unanswered < MAX_UNANSWERED:
             await trio.sleep(REFRESH_MADDRS_S)
-            try:
-                await self._refresh_maddrs()
-                unanswered = 0
-            except PeerLostError:
-                unanswered += 1
+            with barrier:
+                try:
+                    await self._refresh_maddrs()
+                    unanswered = 0
+                except PeerLostError:
+                    unanswered += 1
         logger.warning("the libp2p daemon (p2pd) does not answer any more: ending it")
         daemon.process.kill()
 
@@ -184,9 +186,10 @@ class LibP2P:
             await self._relays.renew()
 
     async def _keep_places(self) -> None:
+        barrier = FaultBarrier("renewing places at relays", logger)
         while True:
             await trio.sleep(RENEW_EVERY_S)
-            with contextlib.suppress(PeerLostError):
+            with barrier, contextlib.suppress(PeerLostError):
                 await self._renew_places()
                 await self._refresh_maddrs()
 

@@ -20,6 +20,7 @@ from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.circuit import Fields, Status
 from p2ptrain.network.control import DaemonSocket, open_stream
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.wire.transport import Stream
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Relay:
         self._until_s: dict[str, float] = {}
         self._circuits: Counter[str] = Counter()
         self._streams = 0
+        self._barrier = FaultBarrier("relaying", logger)
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_STREAMS)
 
     def take(self, stream: DaemonSocket) -> None:
@@ -62,6 +64,10 @@ class Relay:
                 nursery.start_soon(self._serve, stream)
 
     async def _serve(self, stream: DaemonSocket) -> None:
+        with self._barrier:
+            await self._answer(stream)
+
+    async def _answer(self, stream: DaemonSocket) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
                 request, _ = await circuit.receive(stream)

@@ -115,6 +115,42 @@ def test_an_initial_peer_that_comes_back_is_found_again(
     run(main)
 
 
+@pytest.mark.parametrize("lost", ["one", "all"])
+def test_an_exception_while_peers_are_brought_back_costs_that_time_only(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    monkeypatch.setattr(dht, "REJOIN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(dht, "ALONE_INTERVAL_S", 0.05)
+
+    async def main() -> None:
+        async with open_network(config()) as first, open_network(config(first)) as second:
+            # The one has an initial peer to bring back, the other anybody whom it is connected with.
+            forgetful, other = (second, first) if lost == "one" else (first, second)
+            node, peer = forgetful.directory._node, PeerID.from_base58(other.peer_id)
+            assert node is not None
+            ping, pings = node.protocol.call_ping, 0
+
+            async def broken(peer: PeerID, **options: Any) -> Any:
+                nonlocal pings
+                pings += 1
+                if pings < 3:
+                    raise AssertionError("a node id that is none")
+                return await ping(peer, **options)
+
+            node.protocol.call_ping = broken
+            table = node.protocol.routing_table
+            while table.get(peer_id=peer) is None:
+                await trio.sleep(0.01)
+            del table[table.peer_id_to_uid[peer]]
+            while table.get(peer_id=peer) is None:
+                await trio.sleep(0.01)
+            assert pings >= 3
+
+    run(main)
+    # Once for each of the two that look for peers.
+    assert 1 <= caplog.text.count("AssertionError: a node id that is none") <= 2
+
+
 def test_clock_that_differs_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(offset_s: float, word: str) -> None:
         async with open_network(config()) as first:

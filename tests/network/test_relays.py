@@ -155,6 +155,30 @@ def test_a_peer_is_reached_through_a_relay(run: Run, loopback_is_the_internet: N
     run(main)
 
 
+def test_an_exception_in_a_renewal_costs_that_renewal_only(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewals = 0
+
+    async def renew(self: relays.Relays) -> None:
+        nonlocal renewals
+        renewals += 1
+        if 1 < renewals < 5:
+            raise IndexError("an answer that nobody expected")
+
+    async def main() -> None:
+        async with open_network(config()) as network:
+            while renewals < 7:
+                await trio.sleep(0.01)
+            assert network.maddrs
+
+    monkeypatch.setattr("p2ptrain.network.p2p.RENEW_EVERY_S", 0.05)
+    monkeypatch.setattr("p2ptrain.network.p2p.REFRESH_MADDRS_S", 0.05)
+    monkeypatch.setattr(relays.Relays, "renew", renew)
+    run(main)
+    assert caplog.text.count("renewing places at relays failed; it is tried again") == 1
+
+
 def test_a_relay_that_is_full_or_unwilling_gives_no_place(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
         async with open_relay(relay_peers=1) as (_, at), open_network(config(initial_peers=(at,))) as first:

@@ -35,6 +35,7 @@ from p2ptrain.protocol.membership.membership import (
     member_key,
 )
 from p2ptrain.protocol.wire.messages import Beat, Leave, Message
+from p2ptrain.protocol.wire.transport import Directory
 from tests.protocol.swarm import run_virtual
 from tests.protocol.wiring import hello_of, until
 
@@ -205,6 +206,136 @@ def test_an_announcement_that_nobody_took_is_repeated_soon() -> None:
             nursery.cancel_scope.cancel()
             gaps = [b - a for a, b in zip(deaf.times, deaf.times[1:], strict=False)]
             assert gaps == pytest.approx([1, 1, 1, ANNOUNCE_EVERY_S, ANNOUNCE_EVERY_S])
+
+    run_virtual(main)
+
+
+class Broken:
+    """A directory of which every second use raises."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.uses: Counter[str] = Counter()
+        self._directory = directory
+
+    def _break(self, what: str) -> None:
+        self.uses[what] += 1
+        if self.uses[what] % 2:
+            raise TypeError(f"{what} {self.uses[what]} went wrong")
+
+    async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+        self._break("announce")
+        return await self._directory.announce(key, value, expires_in_s)
+
+    async def lookup(self, key: str) -> Mapping[str, bytes]:
+        await trio.sleep(0)
+        self._break(f"lookup of {key}")
+        return await self._directory.lookup(key)
+
+
+def test_a_directory_that_raises_costs_that_refresh_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with town() as t, trio.open_nursery() as nursery:
+            a, b = await t.start("a"), Member("b")
+            transport, broken = t.network.transport("b"), Broken(t.network.directory("b"))
+            b.links = Links(transport, lambda: hello_of("b"), b)
+            b.membership = Membership(
+                b.links, broken, "test", "b", lambda: encode_record(transport.maddrs, "trainer"), random.Random(0)
+            )
+            await nursery.start(b.links.run)
+            nursery.start_soon(b.membership.run_forever)
+            await until(lambda: b.linked == {"a"}, within_s=5)
+            assert a.linked == {"b"}
+            await trio.sleep(60)
+            assert broken.uses["announce"] > 10
+            assert b.membership.announced.is_set()
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert caplog.text.count("announcing this peer failed; it is tried again") == 1
+    assert caplog.text.count("looking up members failed; it is tried again") == 1
+    assert caplog.text.count("Traceback") == 2
+
+
+def test_a_directory_that_never_answers_is_not_taken_for_an_empty_one() -> None:
+    """Nobody may found a run because looking for its members fails."""
+
+    class Dead:
+        async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
+            return True
+
+        async def lookup(self, key: str) -> Mapping[str, bytes]:
+            raise OSError("no directory")
+
+    async def main() -> None:
+        async with town() as t, trio.open_nursery() as nursery:
+            member = await t.start("a")
+            membership = Membership(member.links, Dead(), "test", "a", lambda: b"", random.Random(0))
+            nursery.start_soon(membership.run_forever)
+            await trio.sleep(30)
+            assert membership.announced.is_set()
+            assert not membership.looked_up.is_set()
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_an_exception_while_one_member_is_dialled_costs_that_dial_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with town() as t:
+            a = await t.start("a")
+            connect, dials = a.links.connect, Counter[str]()
+
+            async def broken(peer_id: str, maddrs: list[str]) -> Link:
+                dials[peer_id] += 1
+                if peer_id == "b" and dials[peer_id] < 3:
+                    raise ZeroDivisionError("a bug")
+                return await connect(peer_id, maddrs)
+
+            a.links.connect = broken  # type: ignore[method-assign]
+            a.membership.hint("b", ("/memory/b",))
+            a.membership.hint("c", ("/memory/c",))
+            await trio.sleep(0.5)
+            for name in "bc":
+                await t.start(name)
+                t.members[name].membership.stop()
+            await until(lambda: a.linked == {"b", "c"}, within_s=20)
+            assert dials["b"] == 3
+
+    run_virtual(main)
+    assert caplog.text.count("dialling members failed; it is tried again") == 1
+    assert caplog.text.count("ZeroDivisionError: a bug") == 1
+
+
+TEXT = st.text(max_size=20) | st.sampled_from(
+    [
+        "",
+        "/",
+        "//",
+        "/ip4",
+        "/ip4/",
+        "/ip4/1.2.3.4",
+        "/ip4/999.1.1.1/tcp/1",
+        "/ip6/::1%x",
+        "/ip4/\x00/p2p-circuit",
+        "a" * 600,
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(heard=st.lists(st.tuples(TEXT, st.lists(TEXT, max_size=20).map(tuple), TEXT), max_size=20))
+def test_whatever_others_say_of_members_breaks_no_loop(heard: list[tuple[str, tuple[str, ...], str]]) -> None:
+    async def main() -> None:
+        async with town() as t:
+            a, b = await t.start("a"), await t.start("b")
+            for peer_id, maddrs, role in heard:
+                a.membership.hint(peer_id, maddrs)
+                a.membership.welcome(peer_id, maddrs, role)
+                record = msgpack.packb([list(maddrs), role])
+                await t.network.directory(peer_id or "?").announce(member_key("test", bucket_of("b")), record, 30.0)
+            await until(lambda: a.linked == {"b"} and b.linked == {"a"}, within_s=60)
+            await trio.sleep(5)
+            assert [peer_id for peer_id, _ in a.membership.sample(2)] == ["b"]
 
     run_virtual(main)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -241,6 +241,38 @@ def test_a_crowd_of_made_up_members_is_bounded() -> None:
             assert len(watch.look().members) == MOST_MEMBERS
 
     run_virtual(main)
+
+
+def test_an_observer_whose_directory_raises_goes_on_with_those_that_it_knows(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            s.start("a", founder=True)
+            await trio.sleep(3)
+            directory, failed = s.network.directory("observer"), 0
+            lookup = directory.lookup
+
+            async def broken(key: str) -> Mapping[str, bytes]:
+                nonlocal failed
+                if trio.current_time() % 14 < 7:
+                    failed += 1
+                    raise RuntimeError("the DHT is gone")
+                return await lookup(key)
+
+            directory.lookup = broken  # type: ignore[method-assign]
+            watch = Watch(Observer("test", inline, trio.current_time))
+            nursery.start_soon(watch.observer.watch_as_observer, s.network.transport("observer"), directory)
+            for name in "bc":
+                await trio.sleep(20)
+                s.start(name)
+            await trio.sleep(20)
+            assert {name for name, member in watch.look().members.items() if member.linked} == set("abc")
+            assert watch.of("c", "round")
+            assert failed > 5
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert caplog.text.count("looking for members failed; it is tried again") == 1
+    assert caplog.text.count("RuntimeError: the DHT is gone") == 1
 
 
 def test_nobody_is_asked_while_nobody_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import trio
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import Event, Page, parse_page
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
@@ -135,6 +136,8 @@ class Observer:
     _own_last: int = 0
     _links: Links | None = None
     _followed: dict[PeerId, Link] = field(default_factory=dict)
+    _looking: FaultBarrier = field(default_factory=lambda: FaultBarrier("looking for members", logger))
+    _dialling: FaultBarrier = field(default_factory=lambda: FaultBarrier("dialling members", logger))
 
     async def watch_as_observer(self, transport: Transport, directory: Directory) -> None:
         """Look for members, link to them and ask them, until cancelled."""
@@ -194,8 +197,10 @@ class Observer:
 
     async def _find_members(self, transport: Transport, directory: Directory, links: Links) -> None:
         async with trio.open_nursery() as nursery:
+            members: dict[PeerId, tuple[tuple[str, ...], str]] = {}
             while True:
-                members = await find_members(directory, self.run_id, transport.peer_id)
+                with self._looking:
+                    members = await find_members(directory, self.run_id, transport.peer_id)
                 for peer_id, watched in self._watched.items():
                     watched.announced = peer_id in members
                 for peer_id, (maddrs, _) in sorted(members.items()):
@@ -222,18 +227,21 @@ class Observer:
         return watched
 
     async def _dial(self, links: Links, peer_id: PeerId, maddrs: tuple[str, ...], watched: _Watched) -> None:
-        try:
-            with trio.fail_after(DIAL_TIMEOUT_S):
-                await links.connect(peer_id, list(maddrs))
-        except (P2PTrainError, trio.TooSlowError) as error:
-            logger.debug("%s is not reached: %s", peer_id, error)
+        reached = False
+        with self._dialling:
+            try:
+                with trio.fail_after(DIAL_TIMEOUT_S):
+                    await links.connect(peer_id, list(maddrs))
+                reached = True
+            except (P2PTrainError, trio.TooSlowError) as error:
+                logger.debug("%s is not reached: %s", peer_id, error)
+        watched.dialling = False
+        if reached:
+            watched.failures = 0
+        else:
             first_s, last_s = DIAL_AGAIN_S
             watched.dial_at_s = trio.current_time() + min(last_s, first_s * 2 ** min(watched.failures, 10))
             watched.failures += 1
-        else:
-            watched.failures = 0
-        finally:
-            watched.dialling = False
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -267,6 +275,10 @@ class Observer:
         except WireError as error:
             logger.warning("the events of %s are not shown: %s", link.peer_id, error)
             watched.trouble, watched.refused = f"its events make no sense: {error}", True
+            return ASK_AGAIN_S
+        except Exception:
+            logger.exception("the events of %s are not shown", link.peer_id)
+            watched.trouble, watched.refused = "its events could not be read", True
             return ASK_AGAIN_S
         watched.trouble, watched.last = "", page.last
         if page.events:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import trio
 
 from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunMismatchError, WireError
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
@@ -99,12 +100,14 @@ async def ask_settings(
         if hearsay is not None and not any(peer_id in chosen and not failures[peer_id] for peer_id in members):
             nursery.cancel_scope.cancel()
 
+    looking = FaultBarrier("looking for members", logger)
     async with observer_links(transport, run_id) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):
             async with trio.open_nursery() as nursery:
                 while True:
-                    members = await find_members(directory, run_id, transport.peer_id)
+                    with looking:
+                        members = await find_members(directory, run_id, transport.peer_id)
                     if not members and not asking and trio.current_time() - started > LOOK_S:
                         break
                     end_if_enough()

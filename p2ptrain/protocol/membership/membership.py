@@ -16,6 +16,7 @@ import msgpack
 import trio
 
 from p2ptrain.errors import P2PTrainError, PeerLostError
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.wire.transport import Directory, PeerId
@@ -115,13 +116,17 @@ class Membership:
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
         self._most_links = MAX_KNOWN
+        self._announcing = FaultBarrier("announcing this peer", logger)
+        self._looking_up = FaultBarrier("looking up members", logger)
+        self._connecting = FaultBarrier("dialling members", logger)
 
     async def run_forever(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._announce)
             nursery.start_soon(self._discover)
             while not self._stopped:
-                self._dial(nursery)
+                with self._connecting:
+                    self._dial(nursery)
                 await trio.sleep(0.2)
 
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
@@ -202,7 +207,9 @@ class Membership:
     async def _announce(self) -> None:
         key = member_key(self._run_id, bucket_of(self._me))
         while True:
-            stored = await self._directory.announce(key, self._record(), RECORD_TTL_S)
+            stored = False
+            with self._announcing:
+                stored = await self._directory.announce(key, self._record(), RECORD_TTL_S)
             if stored:
                 self.announced.set()
             await trio.sleep(ANNOUNCE_EVERY_S if stored else 1.0)
@@ -211,17 +218,22 @@ class Membership:
         while True:
             eager = not self._linked()
             buckets = range(BUCKETS) if eager else {bucket_of(self._me), self._rng.randrange(BUCKETS)}
+            done: set[int] = set()
             async with trio.open_nursery() as nursery:
                 for bucket in buckets:
-                    nursery.start_soon(self._look_up, bucket)
-            self.looked_up.set()
+                    nursery.start_soon(self._look_up, bucket, done)
+            if len(done) == len(buckets):
+                self.looked_up.set()
             await trio.sleep(EAGER_LOOKUP_S if eager else LOOKUP_EVERY_S)
 
-    async def _look_up(self, bucket: int) -> None:
-        for peer_id, value in (await self._directory.lookup(member_key(self._run_id, bucket))).items():
-            record = decode_record(value)
-            if record is not None:
-                self.hint(peer_id, *record)
+    async def _look_up(self, bucket: int, done: set[int]) -> None:
+        with self._looking_up:
+            found = await self._directory.lookup(member_key(self._run_id, bucket))
+            for peer_id, value in found.items():
+                record = decode_record(value)
+                if record is not None:
+                    self.hint(peer_id, *record)
+            done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
         now = trio.current_time()
@@ -239,14 +251,15 @@ class Membership:
                 nursery.start_soon(self._dial_one, peer_id, member)
 
     async def _dial_one(self, peer_id: PeerId, member: Member) -> None:
-        try:
-            await self._links.connect(peer_id, list(member.maddrs))
-        except PeerLostError as error:
-            logger.debug("cannot reach %s: %s", peer_id, error)
-        except P2PTrainError as error:
-            logger.warning("%s", error)
-        finally:
-            member.dials += 1
-            member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
-            member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)
-            self._dialling.discard(peer_id)
+        with self._connecting:
+            try:
+                await self._links.connect(peer_id, list(member.maddrs))
+            except PeerLostError as error:
+                logger.debug("cannot reach %s: %s", peer_id, error)
+            except P2PTrainError as error:
+                logger.warning("%s", error)
+            finally:
+                member.dials += 1
+                member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
+                member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)
+                self._dialling.discard(peer_id)

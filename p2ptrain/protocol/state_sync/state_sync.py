@@ -17,6 +17,7 @@ import trio
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Epoch, Landing
+from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
@@ -243,16 +244,19 @@ class StateSync:
 
     async def keep_up(self) -> None:
         """Follow whoever is further, one job at a time; until cancelled."""
+        barrier = FaultBarrier("catching up", logger)
         async for link, reason in self._jobs:
-            try:
-                if link is None:
-                    await self._replace_state(reason)
-                elif not await self._follow_record(link):
-                    await self._replace_state("the next round's record is not remembered any more")
-            except (PeerLostError, WireError) as error:
-                # The next beat of a partner that is ahead starts it again; not at once: it may not have what it says.
-                logger.info("catching up failed, will try again: %s", error)
-                await trio.sleep(RETRY_S)
+            with barrier:
+                try:
+                    if link is None:
+                        await self._replace_state(reason)
+                    elif not await self._follow_record(link):
+                        await self._replace_state("the next round's record is not remembered any more")
+                    continue
+                except (PeerLostError, WireError) as error:
+                    logger.info("catching up failed, will try again: %s", error)
+            # The next beat of a partner that is ahead starts it again; not at once: it may not have what it says.
+            await trio.sleep(RETRY_S)
 
     def compare(self, link: Link, beat: Beat) -> None:
         """See whether a partner stands further than we do, and follow if so."""

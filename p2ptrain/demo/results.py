@@ -103,7 +103,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     checkpoints = {number: found for number, found in saved.items() if found is not None}
     if not checkpoints:
         raise DemoFailedError(f"no peer has saved a checkpoint; see the logs, {peer_directory(out, 1)} and so on")
-    run = RunConfig.from_dict(next(iter(checkpoints.values())).info["run"])
+    run = RunConfig.from_stated(next(iter(checkpoints.values())).info["run"])
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
     trainer = Trainer(model, load_corpus("stdlib"), run, batch_size=1, seed=0)
 

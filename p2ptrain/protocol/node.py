@@ -282,7 +282,7 @@ class Node:
     async def _serve(self, link: Link, request: Request) -> None:
         try:
             if request.what == "settings":
-                payload = json.dumps(self.run.to_dict()).encode()
+                payload = json.dumps(self.run.stated()).encode()
                 await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
             elif request.what == "events":
                 page = await self.compute(self._event_log.page, request.index)

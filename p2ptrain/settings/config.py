@@ -21,6 +21,12 @@ from p2ptrain.settings.presets import PRESETS
 
 PROTOCOL_VERSION = 1
 
+# What a setting means where a peer does not state it, if that is not its default: the default that it was added with,
+# once the default has changed; what older versions do, for a new setting that is not off by default. No entry changes.
+BASELINE: Mapping[str, Any] = {}
+# Told and hashed whatever their value.
+ALWAYS_STATED = ("run_id", "protocol_version")
+
 DATA_KINDS = ("stdlib", "text", "")
 FRAGMENT_CODECS = ("int8", "fp16")
 ROUND_CODECS = ("int8", "int4", "fp16", "none", "topk")
@@ -237,8 +243,12 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of all fields in a canonical form."""
-        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        """Hex SHA-256 of `stated()` in a canonical form: equal exactly where all settings mean the same.
+
+        Leaving out what is at its baseline lets versions meet that know different settings, as long as the run uses
+        none that one of them does not know.
+        """
+        canonical = json.dumps(self.stated(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def data_seed(self, peer_id: str) -> int:
@@ -251,7 +261,27 @@ class RunConfig:
         return int.from_bytes(digest[:8], "big") % self.num_shards
 
     def to_dict(self) -> dict[str, Any]:
+        """All settings by name, for people and records."""
         return dataclasses.asdict(self)
+
+    def stated(self) -> dict[str, Any]:
+        """The settings that differ from their baseline: what other versions have to be told."""
+        baseline = self.baseline()
+        return {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name in ALWAYS_STATED or value != baseline[name]
+        }
+
+    @classmethod
+    def from_stated(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The settings that any version stated, or wrote down in full. Raises ConfigError as `from_dict` does."""
+        return cls.from_dict({**cls.baseline(), **values})
+
+    @classmethod
+    def baseline(cls) -> dict[str, Any]:
+        """What every setting means where it is not stated."""
+        return {**{field.name: field.default for field in dataclasses.fields(cls)}, **BASELINE}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:

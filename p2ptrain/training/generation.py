@@ -21,7 +21,7 @@ def load_model(path: Path) -> nn.Module:
         ConfigError: there is no checkpoint, or it is damaged.
     """
     saved = checkpoint.load_given(path, parts=["model"])
-    run = RunConfig.from_dict(saved.info["run"])
+    run = RunConfig.from_stated(saved.info["run"])
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
     model.load_state_dict(saved.state["model"])
     return model

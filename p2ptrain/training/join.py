@@ -242,7 +242,7 @@ def settle_run(
     Raises:
         ConfigError: these contradict each other, or the run needs something that only the user can give.
     """
-    ours = RunConfig.from_dict(saved.info["run"]) if saved else None
+    ours = RunConfig.from_stated(saved.info["run"]) if saved else None
     if found and ours and found != ours:
         raise ConfigError(
             f"--out {out}: its checkpoint is of a run with other settings than the one found now "

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config import NetworkConfig, PeerConfig, RunConfig, resolve_run
+from p2ptrain.settings.config import PROTOCOL_VERSION, NetworkConfig, PeerConfig, RunConfig, resolve_run
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,64 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
         assert dataclasses.replace(before, **{field.name: value}).digest != before.digest, field.name
     assert RunConfig().digest == run.digest
     assert RunConfig.from_dict(run.to_dict()) == run
+
+
+# What each setting means where a peer does not state it. A new setting gets a line: what versions without it do. A line
+# never changes: where a default changes, `config.BASELINE` gets what stands here.
+MEANT = {
+    "run_id": "p2ptrain", "protocol_version": 1, "model": "", "model_layout": "", "data": "", "total_steps": 2000,
+    "lr": 0.003, "warmup_steps": 50, "weight_decay": 0.1, "sync_every": 200, "sync_schedule": "fixed",
+    "fragment_fraction": 0.005, "fragment_selection": "cyclic", "fragment_codec": "int8",
+    "fragment_schedule": "fixed", "fragment_delay": 0, "max_staleness": 0.15, "topology": "push", "fan_out": 1,
+    "round_codec": "int8", "round_density": 0.02, "prune_fraction": 0.0, "round_weights": "tokens",
+    "round_mean": "weighted", "inner_moments": "local", "max_missed_rounds": 1, "round_timeout_s": 1800.0,
+    "outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_lr_schedule": "constant", "outer_momentum": 0.9,
+    "num_shards": 0, "sharding": "iid", "run_seed": 0,
+}  # fmt: skip
+
+
+def test_what_an_unstated_setting_means_never_changes() -> None:
+    assert {**RunConfig.baseline(), "protocol_version": 1} == MEANT
+
+
+def test_only_what_differs_is_stated_and_hashed() -> None:
+    assert RunConfig().stated() == {"run_id": "p2ptrain", "protocol_version": PROTOCOL_VERSION}
+    run = RunConfig(run_id="r", lr=0.5, model_layout="ab", outer_momentum=0.0)
+    assert run.stated() == {
+        "run_id": "r", "protocol_version": PROTOCOL_VERSION, "lr": 0.5, "model_layout": "ab", "outer_momentum": 0.0
+    }  # fmt: skip
+    for stated in (run.stated(), run.to_dict()):
+        assert RunConfig.from_stated(stated) == run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Newer(RunConfig):
+    """The settings of a later version, which has one more and another default."""
+
+    outer_lr: float = 0.5
+    quantum: bool = False
+
+
+def test_a_setting_that_a_later_version_adds_changes_no_digest_until_it_is_used() -> None:
+    newer, older = Newer(outer_lr=0.6), RunConfig(outer_lr=0.6)
+    assert newer.digest == older.digest
+    assert RunConfig.from_stated(newer.stated()) == older
+    assert Newer.from_stated(older.stated()) == newer
+    used = dataclasses.replace(newer, quantum=True)
+    assert used.digest != older.digest
+    with pytest.raises(ConfigError, match="unknown run setting 'quantum'"):
+        RunConfig.from_stated(used.stated())
+
+
+def test_a_default_that_a_later_version_changes_means_the_same_to_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.settings.config.BASELINE", {"outer_lr": 0.7})
+    assert Newer().outer_lr != RunConfig().outer_lr
+    assert Newer().digest != RunConfig().digest
+    for value in (0.5, 0.7, 0.9):
+        newer, older = Newer(outer_lr=value), RunConfig(outer_lr=value)
+        assert newer.digest == older.digest
+        assert Newer.from_stated(older.stated()) == newer
+        assert RunConfig.from_stated(newer.stated()) == older
 
 
 def test_foreign_settings_are_checked_for_names_and_types() -> None:

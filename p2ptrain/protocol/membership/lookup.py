@@ -209,7 +209,7 @@ def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:
     if not isinstance(values, dict):
         raise WireError("settings are no table")
     try:
-        return RunConfig.from_dict(values)
+        return RunConfig.from_stated(values)
     except ConfigError as error:
         raise ConfigError(
             f"the run's settings, as peer {peer_id} gives them, do not fit this p2ptrain: {error}"

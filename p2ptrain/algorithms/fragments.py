@@ -1,8 +1,11 @@
 """Which blocks one step pushes: a seeded, shuffled partition that every peer can compute from two numbers.
 
-SPARTA draws a fresh random set of parameters at each step. Walking a shuffled partition of round(1/p) slots instead,
+SPARTA draws a fresh random set of parameters at each step. Walking a shuffled partition of 1/p slots instead,
 reshuffled each cycle, covers every parameter in 1/p steps (fresh draws: 63 %) and leaves 0.41 times the disagreement
 at the same bytes (measured in simulation). Fresh draws are kept as the paper's mode.
+
+Where 1/p is not near a whole number, a step pushes several of more slots, and what is left of a cycle is skipped: 2 of
+5 for p = 0.4, so that a cycle is two steps and covers four fifths.
 
 A shuffle of N blocks would take O(N) time and memory. A keyed bijection gives any part of it in O(pN): a four-round
 Feistel network permutes the numbers below the next power of two, and *cycle walking* (encrypting again until the
@@ -13,6 +16,8 @@ arithmetic only, so every machine gets the same blocks.
 from __future__ import annotations
 
 import hashlib
+import itertools
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -23,11 +28,35 @@ _ROUNDS = 4
 _MIN_BITS = 8
 # Up to here (half a million parameters) a whole cycle takes hardly longer than one slot: below a millisecond.
 _SMALL_BLOCKS = 8192
+# How far from p the share that a step pushes may be. At p = 3 % and below one slot a step is near enough.
+_TOLERANCE = 0.02
 
 
-def num_slots(fragment_fraction: float) -> int:
-    """Number of slots that the model is cut into when each step pushes `fragment_fraction` (above 0) of it."""
-    return max(1, round(1 / fragment_fraction))
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How steps go through the slots of a cycle.
+
+    Attributes:
+        num_slots: that the model is cut into.
+        per_step: slots that one step pushes.
+    """
+
+    num_slots: int
+    per_step: int
+
+    @property
+    def steps(self) -> int:
+        """Steps of a cycle."""
+        return self.num_slots // self.per_step
+
+    @classmethod
+    def of(cls, fragment_fraction: float) -> Walk:
+        """That of the fewest slots by which a step pushes `fragment_fraction` (above 0, at most 1), within 2 %."""
+        for per_step in itertools.count(1):
+            num_slots = round(per_step / fragment_fraction)
+            if num_slots and abs(per_step / num_slots - fragment_fraction) <= _TOLERANCE * fragment_fraction:
+                return cls(num_slots, per_step)
+        raise AssertionError("unreachable")
 
 
 def slot_blocks(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
@@ -91,6 +92,7 @@ class Exchange:
         self.shard_tokens = 0
         self._num_moments = OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
         self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
+        self._slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._total_steps = run.total_steps
         self._run_sync_every = run.sync_every
         self._fragment_schedule = run.fragment_schedule
@@ -323,13 +325,13 @@ class Exchange:
         return False
 
     def _gather(self, now: float) -> int:
-        self._credit += self.fragment_rate
+        self._credit += self.fragment_rate * self._slots_per_step
         plan = self._push_plan
         if plan is None or self._credit < plan.slot_count:
             return 0
         self._push_plan = None
         # What could not be pushed in time is not made up for later.
-        self._credit = min(self._credit - plan.slot_count, 1.0)
+        self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
         push = Push(plan, self.epoch, self.view.gather(plan.plan), now, self.steps)
         self._post(lambda: self.on_push(push))
         return 1

@@ -19,7 +19,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.codec import codec as codec_named
-from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, slot_blocks
+from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Exchange
@@ -63,30 +63,33 @@ class Gossip:
         self._exchange = exchange
         self._rng = rng
         self._codec = codec_named(host.run.fragment_codec)
-        self._num_slots = num_slots(host.run.fragment_fraction)
-        self._position = 0
+        self._walk = Walk.of(host.run.fragment_fraction)
+        self._num_slots = self._walk.num_slots
+        self._position = 0  # in steps
         # One is enough: the next plan is offered when the push of the last has come.
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
         exchange.on_push = self._pushes_send.send_nowait
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
-        self._most_slots = MAX_PAYLOAD_BYTES // slot_bytes
-        if not self._most_slots:
+        self._most_steps = MAX_PAYLOAD_BYTES // slot_bytes // self._walk.per_step
+        if not self._most_steps:
+            step_bytes = slot_bytes * self._walk.per_step
             raise ConfigError(
                 f"fragment_fraction = {host.run.fragment_fraction:g}: fragments of this model would have "
-                f"{slot_bytes / 1e6:.1f} MB, at most {MAX_PAYLOAD_BYTES / 1e6:.1f} MB can be sent at once; must be at "
-                f"most {0.95 * host.run.fragment_fraction * MAX_PAYLOAD_BYTES / slot_bytes:.2g}"
+                f"{step_bytes / 1e6:.1f} MB, at most {MAX_PAYLOAD_BYTES / 1e6:.1f} MB can be sent at once; must be at "
+                f"most {0.95 * host.run.fragment_fraction * MAX_PAYLOAD_BYTES / step_bytes:.2g}"
             )
 
     async def run_forever(self) -> None:
         """Plan the next slots, wait for their push, send it; until cancelled."""
         # Peers of one run start their walks at different slots, so that partners rarely send the same one.
-        self._position = self._rng.randrange(self._num_slots)
+        self._position = self._rng.randrange(self._walk.steps)
         waiting: deque[Push] = deque()
         while True:
             if not self._host.trainers():
                 await trio.sleep(0.5)
                 continue
-            plan = await self._off_loop(self._slot_count() * self._blocks_per_slot, self._plan)
+            slots = self._step_count() * self._walk.per_step
+            plan = await self._off_loop(slots * self._blocks_per_slot, self._plan)
             self._exchange.offer_push(plan)
             waiting.append(await self._pushes.receive())
             while waiting and self._exchange.steps - waiting[0].steps >= self._host.run.fragment_delay:
@@ -118,20 +121,21 @@ class Gossip:
     def _blocks_per_slot(self) -> int:
         return self._exchange.space.num_blocks // self._num_slots + 1
 
-    def _slot_count(self) -> int:
-        """Slots of the next push: one a step, so several where steps are faster than pushes may be."""
+    def _step_count(self) -> int:
+        """Steps that share the next push: several where steps are faster than pushes may be."""
         step_s = self._exchange.step_s
         steps = math.ceil(MIN_PUSH_INTERVAL_S / step_s) if step_s > 0 else 1
-        slots = max(1, round(steps * self._exchange.fragment_rate))
-        return min(slots, self._most_slots, self._num_slots - self._position % self._num_slots)
+        steps = max(1, round(steps * self._exchange.fragment_rate))
+        return min(steps, self._most_steps, self._walk.steps - self._position % self._walk.steps)
 
     def _plan(self) -> PushPlan:
         if self._host.run.topology != "push":
             # Partners that find each other by the step also push the same slot.
             self._position = self._exchange.run_step
-        cycle, slot = divmod(self._position, self._num_slots)
-        count = self._slot_count()
-        self._position += count
+        cycle, step = divmod(self._position, self._walk.steps)
+        steps = self._step_count()
+        self._position += steps
+        slot, count = step * self._walk.per_step, steps * self._walk.per_step
         selection = self._host.run.fragment_selection
         return PushPlan(selection, cycle, slot, count, self._num_slots, self._exchange.space.plan(
             self._blocks(selection, cycle, slot, count)
@@ -148,7 +152,7 @@ class Gossip:
         run, plan = self._host.run, push.plan
         chosen = partners(
             run.topology, self._host.peer_id, self._host.trainers(), fan_out=run.fan_out, seed=run.run_seed,
-            step=plan.cycle * plan.num_slots + plan.slot, rng=self._rng,
+            step=plan.cycle * self._walk.steps + plan.slot // self._walk.per_step, rng=self._rng,
         )  # fmt: skip
         links = (self._host.link(peer_id) for peer_id in chosen)
         return [link for link in links if link is not None]

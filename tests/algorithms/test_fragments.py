@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms.fragments import fresh_blocks, num_slots, permute, slot_blocks
+from p2ptrain.algorithms.fragments import Walk, fresh_blocks, permute, slot_blocks
 
 
 def plain_permute(position: int, size: int, key: str) -> int:
@@ -125,6 +125,11 @@ def test_fresh_draws_are_uniform_and_without_repetition() -> None:
     assert abs(statistic - 499) < 4 * math.sqrt(2 * 499)
 
 
+def coverage(fragment_fraction: float, draws: int) -> float:
+    """Expected share of the parameters touched by `draws` fresh draws: 1 - (1 - p)^n (SPARTA, section 3)."""
+    return 1.0 - (1.0 - fragment_fraction) ** draws
+
+
 def test_fresh_draws_cover_what_the_paper_says_and_a_cycle_covers_all() -> None:
     fresh = np.concatenate([fresh_blocks(9, draw, 1, 50, 10_000) for draw in range(50)])
     cyclic = np.concatenate([slot_blocks(9, 0, slot, 1, 50, 10_000) for slot in range(50)])
@@ -141,6 +146,19 @@ def test_fresh_draws_take_their_fraction_on_average(draw: int, slots: int, block
     assert sum(len(fresh_blocks(1, draw + i, 1, slots, blocks)) for i in range(slots)) == blocks
 
 
-@pytest.mark.parametrize(("fraction", "slots"), [(1.0, 1), (0.9, 1), (0.02, 50), (0.005, 200), (0.0005, 2000)])
-def test_the_number_of_slots_is_the_reciprocal_of_the_fraction(fraction: float, slots: int) -> None:
-    assert num_slots(fraction) == slots
+@pytest.mark.parametrize(
+    ("fraction", "num_slots", "per_step"),
+    [
+        (1.0, 1, 1), (0.5, 2, 1), (0.25, 4, 1), (0.1, 10, 1), (0.05, 20, 1), (0.02, 50, 1), (0.005, 200, 1),
+        (0.0005, 2000, 1), (0.99, 1, 1), (0.9, 9, 8), (0.7, 10, 7), (0.6, 5, 3), (0.4, 5, 2), (0.15, 20, 3),
+    ],
+)  # fmt: skip
+def test_a_step_pushes_the_fraction_in_the_fewest_slots(fraction: float, num_slots: int, per_step: int) -> None:
+    assert Walk.of(fraction) == Walk(num_slots, per_step)
+
+
+@given(fraction=st.floats(1e-12, 1.0))
+def test_every_fraction_is_pushed_within_two_percent(fraction: float) -> None:
+    walk = Walk.of(fraction)
+    assert walk.per_step / walk.num_slots == pytest.approx(fraction, rel=0.02)
+    assert 1 <= walk.steps * walk.per_step <= walk.num_slots <= max(60, 1.02 / fraction)

@@ -17,7 +17,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.codec import codec
-from p2ptrain.algorithms.fragments import num_slots
+from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Exchange
@@ -104,13 +104,51 @@ def test_a_fragment_costs_what_the_paper_says(fragment_fraction: float) -> None:
 
     async def main() -> None:
         peer = Peer(run_of(fragment_fraction=fragment_fraction))
-        slots = num_slots(fragment_fraction)
-        await peer.train(2 * slots + 1)
+        await peer.train(2 * Walk.of(fragment_fraction).steps + 1)
         sizes = [len(payload) for _, payload in peer.sent]
         wanted = fragment_fraction * peer.exchange.space.numel * (1 + 2 / 64)
         assert np.mean(sizes) == pytest.approx(wanted, rel=0.08)
         assert max(sizes) - min(sizes) <= 66
         assert max(PREFIX_BYTES + len(to_header(message)) for message, _ in peer.sent) < 100
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("topology", ["push", "pairs"])
+@pytest.mark.parametrize("selection", ["cyclic", "fresh"])
+@pytest.mark.parametrize("fragment_fraction", [0.15, 0.4, 0.7, 1.0])
+def test_whatever_share_is_set_is_sent(fragment_fraction: float, selection: str, topology: str) -> None:
+    async def main() -> None:
+        run = run_of(fragment_fraction=fragment_fraction, fragment_selection=selection, topology=topology)
+        sender, receiver = Peer(run), Peer(run, partners=("a",), seed=1)
+        await sender.train(41)
+        assert len(sender.sent) >= 40
+        blocks = receiver.exchange.space.num_blocks
+        for message, payload in sender.sent:
+            assert message.slot_count / message.num_slots == pytest.approx(fragment_fraction, rel=0.02)
+            receiver.gossip._check(message, payload)
+            pushed = receiver.gossip._blocks(selection, message.cycle, message.slot, message.slot_count)
+            wanted = fragment_fraction * blocks
+            assert len(np.unique(pushed)) == pytest.approx(wanted, abs=1 + 0.02 * wanted)
+            assert len(payload) == codec("int8").size_bytes(len(pushed))
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("step_s", [0.01, 0.1])
+def test_a_large_share_walks_on_and_skips_the_rest_of_a_cycle(step_s: float) -> None:
+    async def main() -> None:
+        peer = Peer(run_of(fragment_fraction=0.3))
+        await peer.train(100, step_s)
+        slots = [
+            (message.cycle, slot)
+            for message, _ in peer.sent
+            for slot in range(message.slot, message.slot + message.slot_count)
+        ]
+        cycle, slot = slots[0]
+        whole = [(cycle + i // 9, i % 9) for i in range(slot, slot + len(slots))]
+        assert slots == whole
+        assert len(slots) == pytest.approx(300, abs=20)
 
     run_virtual(main)
 
@@ -471,7 +509,7 @@ def test_a_hostile_fragment_costs_its_sender_the_link_and_us_nothing() -> None:
             a, b = s.peers["a"], s.peers["b"]
             link = b.node.links.get("a")
             assert link is not None
-            epoch, slots = b.exchange.epoch, num_slots(RUN.fragment_fraction)
+            epoch, slots = b.exchange.epoch, Walk.of(RUN.fragment_fraction).num_slots
             blocks = len(b.node._gossip._blocks("cyclic", 0, 0, 1))  # type: ignore[union-attr]
             link.send_fragment(
                 lambda: Fragment(epoch.lineage, epoch.round, "cyclic", 0, 0, 1, slots, 0.0), b"\xc0\x7f" * 33 * blocks

@@ -101,14 +101,14 @@ class Claim:
         differences = [left - right for left, right in zip(lefts, rights, strict=True)]
         difference = statistics.fmean(differences)
         spread = statistics.stdev(differences) if len(differences) > 1 else None
+        # Two standard errors of the mean over the seeds.
+        noise = max(NOISE_NATS if is_loss else 0.0, 2 * (spread or 0.0) / math.sqrt(len(differences)))
         right = statistics.fmean(rights)
         relative = math.expm1(difference) if is_loss else difference / abs(right) if right else math.nan
-        return Verdict(
-            self, statistics.fmean(lefts), right, relative, spread, self._words(difference, relative, spread, is_loss)
-        )
+        words = self._words(difference, relative, noise)
+        return Verdict(self, statistics.fmean(lefts), right, relative, spread, words)
 
-    def _words(self, difference: float, relative: float, spread: float | None, is_loss: bool) -> str:
-        noise = max(NOISE_NATS if is_loss else 0.0, 2 * spread / math.sqrt(3) if spread is not None else 0.0)
+    def _words(self, difference: float, relative: float, noise: float) -> str:
         if self.direction == "equal":
             return "holds" if abs(relative) <= self.tolerance else "does not hold"
         if self.direction == "not higher":

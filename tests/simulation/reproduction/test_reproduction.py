@@ -97,6 +97,23 @@ def test_several_seeds_have_a_spread(small: Path) -> None:
     assert sent.words == "does not hold: the other way round"
 
 
+class Made:
+    """Records that say nothing but a number of bytes."""
+
+    def __init__(self, bytes_sent: float) -> None:
+        self.bytes_sent = bytes_sent
+
+
+@pytest.mark.parametrize(("seeds", "words"), [(2, "within noise"), (4, "within noise"), (6, "holds"), (20, "holds")])
+def test_more_seeds_make_a_difference_certain(seeds: int, words: str) -> None:
+    """Half of the seeds say 0, half say -2: a difference of -1 with a standard deviation near 1."""
+    claim = Claim("X", "less", "left", "right", "bytes", "lower", "-")
+    by_seed = [{"left": Made(100 - 2 * (seed % 2)), "right": Made(100)} for seed in range(seeds)]
+    verdict = claim.judge(by_seed)  # type: ignore[arg-type]
+    assert verdict.left - verdict.right == -1
+    assert verdict.words == words
+
+
 def test_the_command_prints_the_papers_figure_beside_ours(small: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(reproduce, [str(small), "--out", str(tmp_path / "out")], catch_exceptions=False)
     assert result.exit_code == 0

@@ -1,4 +1,7 @@
-"""Several experiments side by side, one process for each core, with the progress of all."""
+"""Several experiments side by side, one process for each core, with the progress of all.
+
+Ctrl-C ends them at once, whenever it comes: an executor that is left to itself would wait for hours for what it began.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import contextlib
 import multiprocessing
 import os
 import queue
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
+from p2ptrain.signals import interrupts_call
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
@@ -31,6 +37,7 @@ def simulate_variants(
 
     Raises:
         ConfigError: a setting cannot work, or a run does not come to its end.
+        KeyboardInterrupt: Ctrl-C was pressed; no process is left.
     """
     workers = min(len(experiments), os.cpu_count() or 1)
     if workers == 1:
@@ -38,23 +45,50 @@ def simulate_variants(
     # Forking would copy torch's threads in whatever state they are.
     context = multiprocessing.get_context("spawn")
     channel = context.Queue()
-    with ProcessPoolExecutor(workers, context, _prepare, (channel,)) as pool:
-        futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
+    others = set(multiprocessing.active_children())
+    interrupted = threading.Event()
+    # An exception in the middle of the executor's own code could leave a process that nobody knows.
+    with interrupts_call(interrupted.set):
+        pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            _tell_progress(futures, channel, on_progress)
-            return [future.result() for future in futures]
+            with _without_ctrl_c():
+                futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
+            _tell_progress(futures, channel, on_progress, interrupted)
+            records = [future.result() for future in futures]
+            pool.shutdown()
         except BaseException:
-            processes = list(pool._processes.values())  # shutting down forgets them
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
             raise
+    if interrupted.is_set():  # after the last was done
+        raise KeyboardInterrupt
+    return records
 
 
-def _tell_progress(futures: Sequence[Future[Records]], channel: Any, on_progress: Callable[[int, int], None]) -> None:
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Processes started within the block do not see Ctrl-C, which a terminal sends to all: it is for us to end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _tell_progress(
+    futures: Sequence[Future[Records]],
+    channel: Any,
+    on_progress: Callable[[int, int], None],
+    interrupted: threading.Event,
+) -> None:
+    """Wait until all are done. Raises what the first that fails raises, and KeyboardInterrupt when interrupted."""
     while not all(future.done() for future in futures):
-        if any(future.done() and future.exception() for future in futures):
-            return
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        for future in futures:
+            if future.done():
+                future.result()
         with contextlib.suppress(queue.Empty):
             on_progress(*channel.get(timeout=POLL_S))
 
@@ -62,6 +96,15 @@ def _tell_progress(futures: Sequence[Future[Records]], channel: Any, on_progress
 def _prepare(channel: Any) -> None:
     global _progress
     _progress = channel
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that it works for was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _simulate_one(number: int, experiment: Experiment) -> Records:

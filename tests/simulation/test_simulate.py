@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.simulation import Experiment, Records, simulate
+from p2ptrain.simulation import Experiment, Records, simulate, variants
+from p2ptrain.simulation.variants import simulate_variants
 
 
 def run(**settings: Any) -> Records:
@@ -172,17 +177,138 @@ def test_a_signal_in_the_middle_of_a_swarm_ends_it_in_one_line(tmp_path: Path, n
     assert (done.returncode, done.stderr.strip()) == (130, "p2ptrain: interrupted")
 
 
-def test_ctrl_c_ends_all_arms_without_a_traceback(tmp_path: Path) -> None:
+LONG = 'title = "Long"\npeers = 2\nsteps = 100000\n[[arm]]\nname = "a"\n[[arm]]\nname = "b"\n[[arm]]\nname = "c"\n'
+
+# Does something at a moment that is named, once, and sends a signal to all processes, as a terminal does.
+AT_A_MOMENT = """
+import multiprocessing.popen_spawn_posix, os, sys
+from concurrent.futures import ProcessPoolExecutor
+from p2ptrain.cli.main import main
+from p2ptrain.simulation import variants
+
+def interrupting(owner, name, when, number):
+    work = getattr(owner, name)
+
+    def wrapped(*given, **named):
+        if when == "before":
+            os.killpg(0, number)
+        result = work(*given, **named)
+        if when == "after":
+            os.killpg(0, number)
+        setattr(owner, name, work)
+        return result
+
+    setattr(owner, name, wrapped)
+
+os.cpu_count = lambda: 2
+when, moment, number = sys.argv[1:4]
+del sys.argv[1:4]
+owner, name = {
+    "the executor is made": (ProcessPoolExecutor, "__init__"),
+    "an arm is submitted": (ProcessPoolExecutor, "submit"),
+    "a process is spawned": (multiprocessing.popen_spawn_posix.Popen, "_launch"),
+    "progress is awaited": (arms, "_tell_progress"),
+}[moment]
+interrupting(owner, name, when, int(number))
+main()
+"""
+
+
+@contextmanager
+def simulating(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that simulates long arms, in a session of its own; all of which is killed at the end."""
     arms = tmp_path / "arms.toml"
-    arms.write_text('title = "Long"\npeers = 2\nsteps = 100000\n[[arm]]\nname = "a"\n[[arm]]\nname = "b"\n')
-    command = [sys.executable, "-m", "p2ptrain", "simulate", str(arms), "--out", str(tmp_path / "out")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        # A process for each arm, where there are two cores, and the one that tidies up behind them.
-        while len(psutil.Process(process.pid).children()) < min(3, os.cpu_count() or 1):
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+    variants.write_text(LONG)
+    command = [sys.executable, *arguments, "simulate", str(arms), "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def all_of(session: int) -> list[psutil.Process]:
+    """The processes of a session that still run."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """The test's own time limit ends it."""
+    while not condition():
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("when", "moment", "number"),
+    [
+        ("after", "the executor is made", signal.SIGINT),
+        ("before", "a process is spawned", signal.SIGINT),
+        ("after", "a process is spawned", signal.SIGINT),
+        ("after", "a process is spawned", signal.SIGTERM),
+        ("after", "an arm is submitted", signal.SIGINT),
+        ("before", "progress is awaited", signal.SIGINT),
+    ],
+)
+def test_ctrl_c_while_arms_start_ends_all_of_them(
+    tmp_path: Path, when: str, moment: str, number: signal.Signals
+) -> None:
+    with simulating(tmp_path, "-c", AT_A_MOMENT, when, moment, str(int(number))) as process:
         _, said = process.communicate()
-    assert process.returncode == 130, said
-    assert "p2ptrain: interrupted" in said
-    assert "Traceback" not in said
+        assert (process.returncode, said.strip()) == (130, "p2ptrain: interrupted")
+        wait_for(lambda: not all_of(process.pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_the_command_ends_its_arms(tmp_path: Path, number: signal.Signals) -> None:
+    with simulating(tmp_path, "-m", "p2ptrain") as process:
+        # A process for each arm, as far as there are cores, and the one that tidies up behind them.
+        wait_for(lambda: len(all_of(process.pid)) >= min(4, 2 + (os.cpu_count() or 1)))
+        assert process.poll() is None
+        process.send_signal(number)
+        _, said = process.communicate()
+        if number == signal.SIGKILL:
+            assert process.returncode == -number
+        else:
+            assert (process.returncode, said.strip()) == (130, "p2ptrain: interrupted")
+        wait_for(lambda: not all_of(process.pid))
+
+
+def test_an_interrupt_out_of_the_executor_ends_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does it in a program of the user's own."""
+
+    class Interrupted(ProcessPoolExecutor):
+        submitted = 0
+
+        def submit(self, *given: Any, **named: Any) -> Any:
+            future = super().submit(*given, **named)
+            self.submitted += 1
+            if self.submitted == 2:
+                raise KeyboardInterrupt
+            return future
+
+    before = multiprocessing.active_children()
+    monkeypatch.setattr(arms, "ProcessPoolExecutor", Interrupted)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    long = Experiment.of(peers=2, steps=100_000)
+    with pytest.raises(KeyboardInterrupt):
+        simulate_variants([long, long])
+    wait_for(lambda: multiprocessing.active_children() == before)
+
+
+def test_an_arm_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = multiprocessing.active_children()
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match="no such file"):
+        simulate_variants([Experiment.of(peers=2, steps=100_000), Experiment.of(data="/nowhere", steps=10)])
+    wait_for(lambda: multiprocessing.active_children() == before)

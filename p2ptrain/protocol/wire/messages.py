@@ -79,10 +79,14 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
-    """Totally ordered ballots of one round: counter first, then the leader's id."""
+    """Proposal numbers of one round in their order: counter first, then the leader's id and incarnation.
+
+    The incarnation keeps a leader that was started anew from using a number twice, for two records.
+    """
 
     counter: int
     leader: str
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,11 @@ class Contributor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice [start, stop) of the blocks, and the bytes of its encoded mean."""
+    """A slice [start, stop) of the blocks, and the blob of bytes that it is decoded from.
+
+    What is in the blob, and who `reducer` is, depends on the run's averaging strategy: with "parts" the slice's encoded
+    mean and who averaged it, with "gather" a contributor's outer gradient and the contributor.
+    """
 
     start: int
     stop: int
@@ -149,7 +157,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """To the leader: the sender has done its inner steps. `counter` names the attempt that it expects next."""
+    """To all: the sender has done its inner steps. `counter` names the attempt that it expects next."""
 
     lineage: str
     round: int
@@ -203,6 +211,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class RosterPart:
+    """Blocks [start, stop) of every member's outer gradient go to this reducer."""
+
     start: int
     stop: int
     reducer: str
@@ -221,7 +231,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """Blocks [start, stop) of the sender's encoded outer gradient (payload), for the reducer of that part."""
+    """One chunk, blocks [start, stop), of the sender's encoded outer gradient (payload), for a reducer."""
 
     lineage: str
     round: int
@@ -254,7 +264,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Reducer to leader: the mean of its part is encoded and served under this hash.
+    """Reducer to leader: what it made of its part is served under these hashes.
 
     `gram` holds the inner products of the contributors' outer gradients in this part, row by row; empty when there are
     too many of them.
@@ -264,7 +274,7 @@ class Reduced:
     round: int
     attempt: Attempt
     part: int
-    sha256: str
+    sha256s: tuple[str, ...]
     gram: tuple[float, ...]
 
 
@@ -314,6 +324,25 @@ class Withdraw:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Inquire:
+    """To a voter: which record of this round has it accepted or committed? There is no answer when it has none."""
+
+    lineage: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Answers Inquire: the record that the sender accepted in `attempt`; None: that it knows to be committed."""
+
+    lineage: str
+    round: int
+    incarnation: str
+    attempt: Attempt | None
+    record_sha256: str
+
+
 # --- requests and their answers ----------------------------------------------------------------------------------
 
 
@@ -338,7 +367,7 @@ class Answer:
 
 Message = (
     Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
-    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer
+    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Inquire | Accepted
 )  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.

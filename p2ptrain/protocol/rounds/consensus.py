@@ -1,0 +1,585 @@
+"""Deciding one round: single-decree Paxos for each (lineage, round), as a pure function.
+
+Lamport, "Paxos Made Simple" (2001). The voters of a round are the contributors of the one before it; each is a peer
+with its incarnation (new at every start of the process). How our messages map to the terms of Paxos:
+
+| ours | Paxos | who → whom |
+|---|---|---|
+| Call | prepare (phase 1a) | leader → all it reaches |
+| Join | promise (1b), with the highest accepted record | acceptor → leader |
+| Propose | accept request (2a) | leader → those that joined |
+| Ready | accepted (2b) | acceptor → leader |
+| Commit | learn | leader → all |
+| Refuse | nack | acceptor → leader |
+| Inquire, Accepted | a learner asks acceptors what they accepted | learner → voters → learner |
+| Attempt(counter, leader, incarnation) | proposal number | |
+
+Between a quorum of promises and Propose the peers average, which is outside: consensus neither sees weights nor knows
+how they are averaged. Promises and accepted records live in memory only. A peer that is started anew has another
+incarnation, and so it is no voter and its attempts are new ones; an incarnation must never go on without its state
+(`restarted` says what of it to keep).
+
+**The driver's contract.** `begin(...)` makes the state of a round. The driver calls `step(state, event, now)` for each
+event, one at a time, keeps the new state, and carries out the effects in their order. A `Send` to our own id comes back
+as `Received` from ourselves. When a record is learned and has landed, `begin` makes the next round's state.
+
+`events` lists the events and what the driver owes for each, and the effects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.events import (
+    Average,
+    Averaged,
+    Broadcast,
+    Effect,
+    Event,
+    Fetch,
+    Held,
+    Lead,
+    LeaderEnded,
+    LeaderFailed,
+    Learned,
+    Lost,
+    MemberEnded,
+    MemberFailed,
+    Prepare,
+    Prepared,
+    Received,
+    Send,
+    Tick,
+    Unproven,
+)
+from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, record_sha256
+from p2ptrain.protocol.wire.messages import (
+    Abort,
+    Accepted,
+    Attempt,
+    Call,
+    Commit,
+    Head,
+    Inquire,
+    Join,
+    Message,
+    Propose,
+    Ready,
+    Record,
+    Refuse,
+    Roster,
+    Withdraw,
+)
+from p2ptrain.protocol.wire.transport import PeerId
+
+# Lower than every real attempt.
+NO_ATTEMPT = Attempt(-1, "", "")
+# A counter is believed when it is at most so much higher than all that we know. Honest peers are a few apart (guess).
+MAX_COUNTERS_AHEAD = 1000
+# Records that others say were committed, kept until that is shown: one for each of the last who said so (guess).
+MAX_HEARD = 8
+# Ask the voters again after this, and so many times in all (guess: long enough for a voter that is about to learn it).
+ASK_AGAIN_S, MAX_ASKS = 2.0, 3
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a leader may keep us, whatever it says, in seconds.
+
+    Attributes:
+        window_s: the longest joining window that is granted.
+        grace_s: from the end of the window to its Roster or Propose.
+        attempt_s: from its Roster, and once more from its Propose, to its last word.
+    """
+
+    window_s: float
+    grace_s: float
+    attempt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptor:
+    """What we promised and accepted in this round. Outlives attempts; a voter's safety rests on it."""
+
+    promised: Attempt = NO_ATTEMPT
+    attempt: Attempt | None = None
+    record: Record | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Our part in the attempt that we promised last."""
+
+    attempt: Attempt
+    deadline_s: float
+    joined: bool = False
+    planned: bool = False
+    proposal: Record | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposer:
+    """An attempt that we lead. `record` is None until it is proposed; `gone` cannot follow the attempt any more."""
+
+    attempt: Attempt
+    called: tuple[PeerId, ...]
+    window_s: float
+    attempt_s: float
+    deadline_s: float
+    joining: bool = True
+    joins: tuple[tuple[PeerId, Join], ...] = ()
+    gone: frozenset[PeerId] = frozenset()
+    record: Record | None = None
+    ready: frozenset[Voter] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What others say was committed, and what voters say that they accepted."""
+
+    heard: tuple[tuple[PeerId, Record], ...] = ()
+    claims: tuple[tuple[Voter, Accepted], ...] = ()
+    asks: int = 0
+    ask_again_s: float = 0.0
+    record: Record | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything that one peer knows of one round. `head` is what it starts from, `highest` a counter."""
+
+    peer: PeerId
+    incarnation: str
+    head: Head
+    limits: Limits
+    acceptor: Acceptor = Acceptor()
+    member: Member | None = None
+    proposer: Proposer | None = None
+    learner: Learner = Learner()
+    highest: int = 0
+    ahead: int = MAX_COUNTERS_AHEAD
+
+    @property
+    def round(self) -> int:
+        return self.head.round + 1
+
+
+Result = tuple[State, tuple[Effect, ...]]
+
+
+def begin(peer: PeerId, incarnation: str, head: Head, limits: Limits) -> State:
+    """The state in which the round after `head` begins."""
+    return State(peer, incarnation, head, limits)
+
+
+def restarted(state: State) -> State:
+    """What must survive when a peer's protocol is built anew and keeps its incarnation: all but what was under way."""
+    learner = Learner(record=state.learner.record)
+    return dataclasses.replace(state, member=None, proposer=None, learner=learner)
+
+
+def deadline_s(state: State) -> float:
+    """When `Tick` will have something to do, unless something else happens before; infinite if never."""
+    deadlines = [part.deadline_s for part in (state.member, state.proposer) if part is not None]
+    return min([*deadlines, *([state.learner.ask_again_s] if state.learner.heard else [])], default=float("inf"))
+
+
+# --- the rules of Paxos ---------------------------------------------------------------------------------------------
+
+
+def may_promise(acceptor: Acceptor, attempt: Attempt) -> bool:
+    """Whether an acceptor may promise to refuse all lower attempts."""
+    return attempt >= acceptor.promised
+
+
+def may_accept(acceptor: Acceptor, attempt: Attempt) -> bool:
+    """Whether an acceptor may accept a record: unless it has promised a higher attempt."""
+    return attempt >= acceptor.promised
+
+
+def unfinished(joins: Iterable[tuple[PeerId, Join]], voters: Collection[Voter]) -> Record | None:
+    """The accepted record of the highest attempt: it may have been committed, and must be finished unchanged."""
+    held = [
+        (join.ready_attempt, join.ready)
+        for peer, join in joins
+        if (peer, join.incarnation) in voters and join.ready_attempt is not None and join.ready is not None
+    ]
+    return max(held, key=lambda pair: pair[0])[1] if held else None
+
+
+def with_vote(votes: frozenset[Voter], voter: Voter) -> frozenset[Voter]:
+    """Count a vote. An incarnation votes once, however often it says so."""
+    return votes | {voter}
+
+
+def is_shown(sha256: str, claims: Iterable[tuple[Voter, Accepted]], voters: Sequence[Voter]) -> bool:
+    """Whether a quorum says that it accepted this record in one and the same attempt.
+
+    Acceptances of one record in two attempts do not add up: the earlier one may have been overruled in between. Who
+    has committed the record has seen such a quorum, and counts for any attempt.
+    """
+    same = [(voter, claim) for voter, claim in claims if claim.record_sha256 == sha256]
+    return any(
+        is_quorum({voter for voter, claim in same if claim.attempt in (None, attempt)}, voters)
+        for attempt in {claim.attempt for _, claim in same}
+    )
+
+
+# --- one step -------------------------------------------------------------------------------------------------------
+
+
+def step(state: State, event: Event, now: float) -> Result:
+    """What one event does: the new state, and what the driver must do. Raises WireError; see the module docstring."""
+    if isinstance(event, Received) and isinstance(event.message, Inquire):
+        return state, _answer(state, event.sender, event.message)
+    if state.learner.record is not None:
+        return state, ()
+    match event:
+        case Received(sender, message):
+            return _on_message(state, sender, message, now)
+        case Lead():
+            return _lead(state, event, now)
+        case Prepared(attempt, join):
+            return _join(state, attempt, join)
+        case Held(attempt, sha256):
+            return _accept(state, attempt, sha256)
+        case MemberFailed(attempt, reason):
+            return _withdraw(state, attempt, reason)
+        case Averaged(attempt, record):
+            proposer = state.proposer
+            if proposer is None or proposer.attempt != attempt or proposer.joining or proposer.record is not None:
+                return state, ()
+            assert _is_next(state, record), "averaged from another state than the head's"
+            return _propose(state, proposer, record)
+        case LeaderFailed(attempt, reason):
+            if state.proposer is None or state.proposer.attempt != attempt:
+                return state, ()
+            return _abort(state, state.proposer, reason)
+        case Lost(peer):
+            return _lost(state, peer, now)
+        case Tick():
+            return _tick(state, now)
+
+
+def _on_message(state: State, sender: PeerId, message: Message, now: float) -> Result:
+    match message:
+        case Commit(record):
+            return _hear(state, sender, record, now)
+        case Propose(attempt, record):
+            here = (record.lineage, record.round) == (state.head.lineage, state.round)
+        case Call() | Join() | Refuse() | Roster() | Ready() | Abort() | Withdraw():
+            attempt, here = message.attempt, (message.lineage, message.round) == (state.head.lineage, state.round)
+        case Accepted():
+            attempt, here = NO_ATTEMPT, (message.lineage, message.round) == (state.head.lineage, state.round)
+        case _:
+            raise WireError(f"{type(message).__name__} is no message of the consensus")
+    if isinstance(message, Call | Roster | Propose | Abort) and attempt.leader != sender:
+        raise WireError(f"a {type(message).__name__} in another peer's name")
+    if not here:
+        return state, ()
+    proposer = state.proposer
+    match message:
+        case Call():
+            return _promise(state, message, now)
+        case Propose():
+            return _on_proposal(state, message, now)
+        case Accepted():
+            return _on_claim(state, sender, message)
+        case Roster() | Abort() if state.member is not None and state.member.attempt == attempt:
+            if isinstance(message, Abort):
+                return _end_member(state, message.reason)
+            if not state.member.planned:
+                member = dataclasses.replace(state.member, planned=True, deadline_s=now + state.limits.attempt_s)
+                return dataclasses.replace(state, member=member), ()
+        case Join() if proposer is not None and proposer.attempt == attempt:
+            return _on_join(state, proposer, sender, message, now)
+        case Ready() if proposer is not None and proposer.attempt == attempt:
+            return _on_ready(state, proposer, sender, message)
+        case Refuse() if proposer is not None and proposer.attempt == attempt:
+            # Bounded: it is the word of one peer, and our next attempt must be believed by the others.
+            highest = max(state.highest, min(message.promised.counter, state.highest + MAX_COUNTERS_AHEAD // 2))
+            reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
+            return _without(dataclasses.replace(state, highest=highest), proposer, sender, reason, now)
+        case Withdraw() if proposer is not None and proposer.attempt == attempt:
+            return _without(state, proposer, sender, f"{sender}: {message.reason}", now)
+    return state, ()
+
+
+def _is_next(state: State, record: Record) -> bool:
+    """Whether a record continues our head."""
+    head = state.head
+    return (record.genesis, record.lineage, record.round, record.parent_sha256) == (
+        head.genesis, head.lineage, state.round, head.state_sha256
+    )  # fmt: skip
+
+
+# --- acceptor -------------------------------------------------------------------------------------------------------
+
+
+def _promise(state: State, call: Call, now: float) -> Result:
+    attempt, acceptor, old = call.attempt, state.acceptor, state.member
+    if attempt == acceptor.promised:
+        return state, ()
+    refuse = Send(attempt.leader, Refuse(call.lineage, call.round, attempt, acceptor.promised))
+    if not 0 <= attempt.counter <= state.highest + state.ahead:
+        # Each time a little more is believed, so that a peer that was away for long is not lost for good.
+        return dataclasses.replace(state, ahead=state.ahead + MAX_COUNTERS_AHEAD), (refuse,)
+    if not may_promise(acceptor, attempt):
+        return state, (refuse,)
+    effects: list[Effect] = []
+    if old is not None:
+        # The leader of the attempt that this one replaces would wait for us in vain.
+        effects.append(Send(old.attempt.leader, Refuse(call.lineage, call.round, old.attempt, attempt)))
+        effects.append(MemberEnded(old.attempt, f"{attempt.leader} called a higher attempt"))
+    window_s = min(max(0.0, call.window_s), state.limits.window_s)
+    state = dataclasses.replace(
+        state,
+        acceptor=dataclasses.replace(acceptor, promised=attempt),
+        member=Member(attempt, now + window_s + state.limits.grace_s),
+        highest=max(state.highest, attempt.counter),
+    )
+    return state, (*effects, Prepare(attempt, window_s))
+
+
+def _join(state: State, attempt: Attempt, join: Join) -> Result:
+    member = state.member
+    if member is None or member.attempt != attempt or member.joined:
+        return state, ()
+    acceptor = state.acceptor
+    join = dataclasses.replace(join, attempt=attempt, ready_attempt=acceptor.attempt, ready=acceptor.record)
+    return dataclasses.replace(state, member=dataclasses.replace(member, joined=True)), (Send(attempt.leader, join),)
+
+
+def _on_proposal(state: State, message: Propose, now: float) -> Result:
+    attempt, record, acceptor, member = message.attempt, message.record, state.acceptor, state.member
+    if attempt < acceptor.promised:
+        return state, (Send(attempt.leader, Refuse(record.lineage, record.round, attempt, acceptor.promised)),)
+    if member is None or member.attempt != attempt:
+        return state, ()
+    if acceptor.attempt == attempt:
+        # Said again, in case that it was lost.
+        return state, (_ready(state, attempt, record),) if acceptor.record == record else ()
+    if not _is_next(state, record):
+        return _withdraw(state, attempt, "the record starts from another state than ours")
+    if member.proposal is not None:
+        return state, ()
+    member = dataclasses.replace(member, proposal=record, deadline_s=now + state.limits.attempt_s)
+    return dataclasses.replace(state, member=member), (Fetch(attempt, record),)
+
+
+def _accept(state: State, attempt: Attempt, sha256: str) -> Result:
+    member = state.member
+    if member is None or member.attempt != attempt or member.proposal is None or state.acceptor.attempt == attempt:
+        return state, ()
+    if record_sha256(member.proposal) != sha256 or not may_accept(state.acceptor, attempt):
+        return state, ()
+    acceptor = Acceptor(max(attempt, state.acceptor.promised), attempt, member.proposal)
+    state, effects = _settle(dataclasses.replace(state, acceptor=acceptor))
+    return state, (_ready(state, attempt, member.proposal), *effects)
+
+
+def _ready(state: State, attempt: Attempt, record: Record) -> Send:
+    ready = Ready(record.lineage, record.round, attempt, state.incarnation, record_sha256(record))
+    return Send(attempt.leader, ready)
+
+
+def _withdraw(state: State, attempt: Attempt, reason: str) -> Result:
+    if state.member is None or state.member.attempt != attempt:
+        return state, ()
+    state, effects = _end_member(state, reason)
+    return state, (Send(attempt.leader, Withdraw(state.head.lineage, state.round, attempt, reason)), *effects)
+
+
+def _end_member(state: State, reason: str) -> Result:
+    assert state.member is not None
+    return dataclasses.replace(state, member=None), (MemberEnded(state.member.attempt, reason),)
+
+
+# --- proposer -------------------------------------------------------------------------------------------------------
+
+
+def _lead(state: State, event: Lead, now: float) -> Result:
+    if state.proposer is not None:
+        return state, ()
+    attempt = Attempt(max(state.highest, event.counter) + 1, state.peer, state.incarnation)
+    deadline = now + event.window_s + event.grace_s
+    proposer = Proposer(attempt, tuple(sorted(event.called)), event.window_s, event.attempt_s, deadline)
+    call = Call(state.head.lineage, state.round, attempt, event.window_s)
+    state = dataclasses.replace(state, proposer=proposer, highest=attempt.counter)
+    return state, tuple(Send(peer, call) for peer in proposer.called)
+
+
+def _on_join(state: State, proposer: Proposer, sender: PeerId, join: Join, now: float) -> Result:
+    if (join.ready is None) != (join.ready_attempt is None):
+        raise WireError("a Join with half a READY record")
+    # It was accepted before this promise was given.
+    ready, ready_attempt = join.ready, join.ready_attempt
+    if ready and ready_attempt and (ready_attempt >= proposer.attempt or not _is_next(state, ready)):
+        raise WireError("a Join with a READY record that cannot be")
+    if not proposer.joining or sender not in proposer.called:
+        return state, ()
+    joins = tuple(sorted({**dict(proposer.joins), sender: join}.items(), key=lambda pair: pair[0]))
+    return _go_on(state, dataclasses.replace(proposer, joins=joins), "", now)
+
+
+def _without(state: State, proposer: Proposer, peer: PeerId, reason: str, now: float) -> Result:
+    """Go on without a peer that refuses, withdraws or is lost, while there can be a quorum of the others."""
+    return _go_on(state, dataclasses.replace(proposer, gone=proposer.gone | {peer}), reason, now)
+
+
+def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
+    """See what became of the attempt now that somebody joined or left."""
+    state, voters = dataclasses.replace(state, proposer=proposer), state.head.voters
+    if proposer.joining:
+        awaited = set(proposer.called) - proposer.gone
+        if not is_quorum({voter for voter in voters if voter[0] in awaited}, voters):
+            return _abort(state, proposer, reason or "no quorum of voters was called")
+        return _end_joining(state, proposer, now) if awaited <= dict(proposer.joins).keys() else (state, ())
+    able = {(peer, join.incarnation) for peer, join in proposer.joins if peer not in proposer.gone}
+    if not is_quorum(able | proposer.ready, voters):
+        return _abort(state, proposer, reason or "without those who have gone no quorum can become READY")
+    return state, ()
+
+
+def _end_joining(state: State, proposer: Proposer, now: float) -> Result:
+    joins = tuple((peer, join) for peer, join in proposer.joins if peer not in proposer.gone)
+    promised, voters = {(peer, join.incarnation) for peer, join in joins}, state.head.voters
+    if not is_quorum(promised, voters):
+        count = sum(voter in promised for voter in voters)
+        return _abort(
+            state, proposer,
+            f"{count} of {len(voters)} voters joined within {proposer.window_s:.1f} s: no quorum",
+        )  # fmt: skip
+    proposer = dataclasses.replace(proposer, joining=False, joins=joins, deadline_s=now + proposer.attempt_s)
+    record = unfinished(joins, voters)
+    if record is not None:
+        return _propose(state, proposer, record)
+    return dataclasses.replace(state, proposer=proposer), (Average(proposer.attempt, joins),)
+
+
+def _propose(state: State, proposer: Proposer, record: Record) -> Result:
+    state = dataclasses.replace(state, proposer=dataclasses.replace(proposer, record=record))
+    proposal = Propose(proposer.attempt, record)
+    return state, tuple(Send(peer, proposal) for peer, _ in proposer.joins if peer not in proposer.gone)
+
+
+def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: Ready) -> Result:
+    record, voters = proposer.record, state.head.voters
+    if record is None or message.record_sha256 != record_sha256(record):
+        return state, ()
+    if (sender, message.incarnation) not in voters:
+        return state, ()
+    ready = with_vote(proposer.ready, (sender, message.incarnation))
+    if is_quorum(ready, voters):
+        state, effects = _learn(dataclasses.replace(state, proposer=None), record)
+        return state, (Broadcast(Commit(record)), *effects)
+    return dataclasses.replace(state, proposer=dataclasses.replace(proposer, ready=ready)), ()
+
+
+def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = False) -> Result:
+    abort = Abort(state.head.lineage, state.round, proposer.attempt, reason)
+    tell = tuple(Send(peer, abort) for peer in proposer.called)
+    return dataclasses.replace(state, proposer=None), (*tell, LeaderEnded(proposer.attempt, reason, timed_out))
+
+
+# --- learner --------------------------------------------------------------------------------------------------------
+
+
+def _hear(state: State, sender: PeerId, record: Record, now: float) -> Result:
+    """Somebody says that a record was committed: believe it if we accepted it ourselves, else ask the voters."""
+    if (record.lineage, record.round) != (state.head.lineage, state.round) or (sender, record) in state.learner.heard:
+        return state, ()
+    others = [(peer, other) for peer, other in state.learner.heard if peer != sender]
+    learner = dataclasses.replace(
+        state.learner, heard=(*others, (sender, record))[-MAX_HEARD:], asks=1, ask_again_s=now + ASK_AGAIN_S
+    )
+    state, effects = _settle(dataclasses.replace(state, learner=learner))
+    return state, effects or _ask_voters(state)
+
+
+def _ask_voters(state: State) -> tuple[Effect, ...]:
+    inquiry = Inquire(state.head.lineage, state.round)
+    return tuple(Send(peer, inquiry) for peer, _ in state.head.voters if peer != state.peer)
+
+
+def _answer(state: State, sender: PeerId, inquiry: Inquire) -> tuple[Effect, ...]:
+    """What we accepted in this round, or committed in it or in the one before."""
+    head, attempt, committed = state.head, state.acceptor.attempt, state.learner.record
+    if (inquiry.lineage, inquiry.round) == (head.lineage, state.round):
+        record = committed or state.acceptor.record
+    elif head.record is not None and (inquiry.lineage, inquiry.round) == (head.record.lineage, head.record.round):
+        record = committed = head.record
+    else:
+        record = None
+    if record is None:
+        return ()
+    if committed is not None:
+        attempt = None
+    sha256 = record_sha256(record)
+    return (Send(sender, Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, sha256)),)
+
+
+def _on_claim(state: State, sender: PeerId, claim: Accepted) -> Result:
+    voter = (sender, claim.incarnation)
+    if voter not in state.head.voters:
+        return state, ()
+    claims = tuple(sorted({**dict(state.learner.claims), voter: claim}.items(), key=lambda pair: pair[0]))
+    return _settle(dataclasses.replace(state, learner=dataclasses.replace(state.learner, claims=claims)))
+
+
+def _settle(state: State) -> Result:
+    """Learn a record that was heard of, where it is shown that it was committed."""
+    for _, record in state.learner.heard:
+        if record == state.acceptor.record or is_shown(record_sha256(record), state.learner.claims, state.head.voters):
+            return _learn(state, record)
+    return state, ()
+
+
+def _learn(state: State, record: Record) -> Result:
+    effects: tuple[Effect, ...] = ()
+    if state.proposer is not None:
+        state, effects = _abort(state, state.proposer, "another attempt was decided")
+    return dataclasses.replace(state, member=None, learner=Learner(record=record)), (*effects, Learned(record))
+
+
+# --- time and losses ------------------------------------------------------------------------------------------------
+
+
+def _lost(state: State, peer: PeerId, now: float) -> Result:
+    effects: tuple[Effect, ...] = ()
+    if state.member is not None and state.member.attempt.leader == peer:
+        state, effects = _end_member(state, "the leader was lost")
+    if state.proposer is not None:
+        state, more = _without(state, state.proposer, peer, "", now)
+        effects += more
+    return state, effects
+
+
+def _tick(state: State, now: float) -> Result:
+    effects: tuple[Effect, ...] = ()
+    member, proposer, learner = state.member, state.proposer, state.learner
+    if member is not None and now >= member.deadline_s:
+        state, more = _withdraw(state, member.attempt, "the leader said nothing in time")
+        effects += more
+    if proposer is not None and now >= proposer.deadline_s:
+        if proposer.joining:
+            state, more = _end_joining(state, proposer, now)
+        else:
+            reason = f"not decided within {proposer.attempt_s:.0f} s"
+            state, more = _abort(state, proposer, reason, timed_out=True)
+        effects += more
+    if learner.heard and now >= learner.ask_again_s:
+        if learner.asks < MAX_ASKS:
+            learner = dataclasses.replace(learner, asks=learner.asks + 1, ask_again_s=now + ASK_AGAIN_S)
+            effects += _ask_voters(state)
+        else:
+            effects += (Unproven(learner.heard[-1][1]),)
+            learner = Learner(claims=learner.claims)
+        state = dataclasses.replace(state, learner=learner)
+    return state, effects

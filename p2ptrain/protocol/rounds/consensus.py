@@ -29,7 +29,7 @@ as `Received` from ourselves. When a record is learned and has landed, `begin` m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from p2ptrain.errors import WireError
@@ -55,6 +55,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     Unproven,
 )
+from p2ptrain.protocol.rounds.learner import NOTHING_HEARD, Learner
 from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, record_sha256
 from p2ptrain.protocol.wire.messages import (
     Abort,
@@ -79,10 +80,6 @@ from p2ptrain.protocol.wire.transport import PeerId
 NO_ATTEMPT = Attempt(-1, "", "")
 # A counter is believed when it is at most so much higher than all that we know. Honest peers are a few apart (guess).
 MAX_COUNTERS_AHEAD = 1000
-# Records that others say were committed, kept until that is shown: one for each of the last who said so (guess).
-MAX_HEARD = 8
-# Ask the voters again after this, and so many times in all (guess: long enough for a voter that is about to learn it).
-ASK_AGAIN_S, MAX_ASKS = 2.0, 3
 
 
 # --- state ----------------------------------------------------------------------------------------------------------
@@ -140,17 +137,6 @@ class Proposer:
 
 
 @dataclass(frozen=True, slots=True)
-class Learner:
-    """What others say was committed, and what voters say that they accepted."""
-
-    heard: tuple[tuple[PeerId, Record], ...] = ()
-    claims: tuple[tuple[Voter, Accepted], ...] = ()
-    asks: int = 0
-    ask_again_s: float = 0.0
-    record: Record | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class State:
     """Everything that one peer knows of one round. `head` is what it starts from, `highest` a counter."""
 
@@ -161,7 +147,7 @@ class State:
     acceptor: Acceptor = Acceptor()
     member: Member | None = None
     proposer: Proposer | None = None
-    learner: Learner = Learner()
+    learner: Learner = NOTHING_HEARD
     highest: int = 0
     ahead: int = MAX_COUNTERS_AHEAD
 
@@ -187,20 +173,10 @@ def restarted(state: State) -> State:
 def deadline_s(state: State) -> float:
     """When `Tick` will have something to do, unless something else happens before; infinite if never."""
     deadlines = [part.deadline_s for part in (state.member, state.proposer) if part is not None]
-    return min([*deadlines, *([state.learner.ask_again_s] if state.learner.heard else [])], default=float("inf"))
+    return min([*deadlines, state.learner.ask_again_s])
 
 
 # --- the rules of Paxos ---------------------------------------------------------------------------------------------
-
-
-def may_promise(acceptor: Acceptor, attempt: Attempt) -> bool:
-    """Whether an acceptor may promise to refuse all lower attempts."""
-    return attempt >= acceptor.promised
-
-
-def may_accept(acceptor: Acceptor, attempt: Attempt) -> bool:
-    """Whether an acceptor may accept a record: unless it has promised a higher attempt."""
-    return attempt >= acceptor.promised
 
 
 def unfinished(joins: Iterable[tuple[PeerId, Join]], voters: Collection[Voter]) -> Record | None:
@@ -211,24 +187,6 @@ def unfinished(joins: Iterable[tuple[PeerId, Join]], voters: Collection[Voter]) 
         if (peer, join.incarnation) in voters and join.ready_attempt is not None and join.ready is not None
     ]
     return max(held, key=lambda pair: pair[0])[1] if held else None
-
-
-def with_vote(votes: frozenset[Voter], voter: Voter) -> frozenset[Voter]:
-    """Count a vote. An incarnation votes once, however often it says so."""
-    return votes | {voter}
-
-
-def is_shown(sha256: str, claims: Iterable[tuple[Voter, Accepted]], voters: Sequence[Voter]) -> bool:
-    """Whether a quorum says that it accepted this record in one and the same attempt.
-
-    Acceptances of one record in two attempts do not add up: the earlier one may have been overruled in between. Who
-    has committed the record has seen such a quorum, and counts for any attempt.
-    """
-    same = [(voter, claim) for voter, claim in claims if claim.record_sha256 == sha256]
-    return any(
-        is_quorum({voter for voter, claim in same if claim.attempt in (None, attempt)}, voters)
-        for attempt in {claim.attempt for _, claim in same}
-    )
 
 
 # --- one step -------------------------------------------------------------------------------------------------------
@@ -330,7 +288,7 @@ def _promise(state: State, call: Call, now: float) -> Result:
     if not 0 <= attempt.counter <= state.highest + state.ahead:
         # Each time a little more is believed, so that a peer that was away for long is not lost for good.
         return dataclasses.replace(state, ahead=state.ahead + MAX_COUNTERS_AHEAD), (refuse,)
-    if not may_promise(acceptor, attempt):
+    if attempt < acceptor.promised:
         return state, (refuse,)
     effects: list[Effect] = []
     if old is not None:
@@ -352,7 +310,9 @@ def _join(state: State, attempt: Attempt, join: Join) -> Result:
     if member is None or member.attempt != attempt or member.joined:
         return state, ()
     acceptor = state.acceptor
-    join = dataclasses.replace(join, attempt=attempt, ready_attempt=acceptor.attempt, ready=acceptor.record)
+    join = dataclasses.replace(
+        join, attempt=attempt, incarnation=state.incarnation, ready_attempt=acceptor.attempt, ready=acceptor.record
+    )
     return dataclasses.replace(state, member=dataclasses.replace(member, joined=True)), (Send(attempt.leader, join),)
 
 
@@ -360,7 +320,7 @@ def _on_proposal(state: State, message: Propose, now: float) -> Result:
     attempt, record, acceptor, member = message.attempt, message.record, state.acceptor, state.member
     if attempt < acceptor.promised:
         return state, (Send(attempt.leader, Refuse(record.lineage, record.round, attempt, acceptor.promised)),)
-    if member is None or member.attempt != attempt:
+    if member is None or member.attempt != attempt or not member.joined:
         return state, ()
     if acceptor.attempt == attempt:
         # Said again, in case that it was lost.
@@ -377,9 +337,10 @@ def _accept(state: State, attempt: Attempt, sha256: str) -> Result:
     member = state.member
     if member is None or member.attempt != attempt or member.proposal is None or state.acceptor.attempt == attempt:
         return state, ()
-    if record_sha256(member.proposal) != sha256 or not may_accept(state.acceptor, attempt):
+    if record_sha256(member.proposal) != sha256:
         return state, ()
-    acceptor = Acceptor(max(attempt, state.acceptor.promised), attempt, member.proposal)
+    # A higher promise would have ended our part in this attempt.
+    acceptor = Acceptor(attempt, attempt, member.proposal)
     state, effects = _settle(dataclasses.replace(state, acceptor=acceptor))
     return state, (_ready(state, attempt, member.proposal), *effects)
 
@@ -475,7 +436,7 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: Ready) 
         return state, ()
     if (sender, message.incarnation) not in voters:
         return state, ()
-    ready = with_vote(proposer.ready, (sender, message.incarnation))
+    ready = proposer.ready | {(sender, message.incarnation)}
     if is_quorum(ready, voters):
         state, effects = _learn(dataclasses.replace(state, proposer=None), record)
         return state, (Broadcast(Commit(record)), *effects)
@@ -492,14 +453,10 @@ def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = F
 
 
 def _hear(state: State, sender: PeerId, record: Record, now: float) -> Result:
-    """Somebody says that a record was committed: believe it if we accepted it ourselves, else ask the voters."""
+    """Somebody says that a record was committed: believe it if it is our own READY record, else ask the voters."""
     if (record.lineage, record.round) != (state.head.lineage, state.round) or (sender, record) in state.learner.heard:
         return state, ()
-    others = [(peer, other) for peer, other in state.learner.heard if peer != sender]
-    learner = dataclasses.replace(
-        state.learner, heard=(*others, (sender, record))[-MAX_HEARD:], asks=1, ask_again_s=now + ASK_AGAIN_S
-    )
-    state, effects = _settle(dataclasses.replace(state, learner=learner))
+    state, effects = _settle(dataclasses.replace(state, learner=state.learner.hear(sender, record, now)))
     return state, effects or _ask_voters(state)
 
 
@@ -510,35 +467,32 @@ def _ask_voters(state: State) -> tuple[Effect, ...]:
 
 def _answer(state: State, sender: PeerId, inquiry: Inquire) -> tuple[Effect, ...]:
     """What we accepted in this round, or committed in it or in the one before."""
-    head, attempt, committed = state.head, state.acceptor.attempt, state.learner.record
+    head, attempt, record = state.head, state.acceptor.attempt, state.acceptor.record
     if (inquiry.lineage, inquiry.round) == (head.lineage, state.round):
-        record = committed or state.acceptor.record
+        committed = state.learner.record
     elif head.record is not None and (inquiry.lineage, inquiry.round) == (head.record.lineage, head.record.round):
-        record = committed = head.record
+        committed = head.record
     else:
-        record = None
-    if record is None:
         return ()
     if committed is not None:
-        attempt = None
-    sha256 = record_sha256(record)
-    return (Send(sender, Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, sha256)),)
+        attempt, record = None, committed
+    if record is None:
+        return ()
+    accepted = Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, record_sha256(record))
+    return (Send(sender, accepted),)
 
 
 def _on_claim(state: State, sender: PeerId, claim: Accepted) -> Result:
     voter = (sender, claim.incarnation)
     if voter not in state.head.voters:
         return state, ()
-    claims = tuple(sorted({**dict(state.learner.claims), voter: claim}.items(), key=lambda pair: pair[0]))
-    return _settle(dataclasses.replace(state, learner=dataclasses.replace(state.learner, claims=claims)))
+    return _settle(dataclasses.replace(state, learner=state.learner.claim(voter, claim)))
 
 
 def _settle(state: State) -> Result:
-    """Learn a record that was heard of, where it is shown that it was committed."""
-    for _, record in state.learner.heard:
-        if record == state.acceptor.record or is_shown(record_sha256(record), state.learner.claims, state.head.voters):
-            return _learn(state, record)
-    return state, ()
+    """Learn a record that was heard of, once that is shown to be right."""
+    record = state.learner.shown(state.acceptor.record, state.head.voters)
+    return (state, ()) if record is None else _learn(state, record)
 
 
 def _learn(state: State, record: Record) -> Result:
@@ -575,11 +529,6 @@ def _tick(state: State, now: float) -> Result:
             state, more = _abort(state, proposer, reason, timed_out=True)
         effects += more
     if learner.heard and now >= learner.ask_again_s:
-        if learner.asks < MAX_ASKS:
-            learner = dataclasses.replace(learner, asks=learner.asks + 1, ask_again_s=now + ASK_AGAIN_S)
-            effects += _ask_voters(state)
-        else:
-            effects += (Unproven(learner.heard[-1][1]),)
-            learner = Learner(claims=learner.claims)
-        state = dataclasses.replace(state, learner=learner)
+        effects += (Unproven(learner.heard[-1][1]),) if learner.gives_up else _ask_voters(state)
+        state = dataclasses.replace(state, learner=learner.asked(now))
     return state, effects

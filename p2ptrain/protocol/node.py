@@ -25,7 +25,8 @@ from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership, encode_record
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
-from p2ptrain.protocol.rounds.engine import RoundEngine
+from p2ptrain.protocol.rounds.context import context_of
+from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import (
@@ -48,6 +49,9 @@ FRAGMENTS_EVENT_S = 2.0
 MAX_SERVED_AT_ONCE = 12
 # Observers ask for one thing after the other.
 MAX_SERVED_TO_OBSERVER = 2
+
+# A joiner that asked for nothing more for this long hangs: a round need not wait for it. Chunks take seconds (guess).
+JOINER_PROGRESS_S = 30.0
 
 TRAINER, OBSERVER = "trainer", "observer"
 NO_FAULTS = NoFaults()
@@ -117,7 +121,8 @@ class Node:
             rng,
             lambda: transport.maddrs,
         )
-        self.engine = RoundEngine(self, exchange, self.state, rng)
+        context = context_of(self.peer_id, incarnation, run, self.links, exchange, self.state, compute)
+        self.engine = RoundDriver(context, self, self, faults, rng)
         self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
         self._gossip = Gossip(self, exchange, rng) if run.fragment_fraction > 0 else None
         self._server = StateServer(
@@ -125,6 +130,7 @@ class Node:
         )
         self._departed: set[PeerId] = set()
         self._serving: dict[PeerId, int] = {}
+        self._served_s: dict[PeerId, float] = {}
         self._nursery: trio.Nursery | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ class Node:
     @property
     def status(self) -> str:
         """What this peer is doing now, for people."""
-        return self.engine.phase if self.ready.is_set() else self.state_sync.status
+        return self.engine.status if self.ready.is_set() else self.state_sync.status
 
     @property
     def others(self) -> list[PeerStatus]:
@@ -176,9 +182,16 @@ class Node:
         ]
 
     def joiners(self) -> Sequence[PeerId]:
-        """Live peers that have no state yet."""
-        beats = ((peer_id, link.beat) for peer_id, link in self.links.live.items() if link.hello.role == TRAINER)
-        return [peer_id for peer_id, beat in beats if beat is not None and not beat.lineage]
+        """Live peers that are taking over our state: linked, or served with some of it, a short while ago."""
+        since_s = trio.current_time() - JOINER_PROGRESS_S
+        return [
+            peer_id
+            for peer_id, link in self.links.live.items()
+            if link.hello.role == TRAINER
+            and link.beat is not None
+            and not link.beat.lineage
+            and max(link.opened_s, self._served_s.get(peer_id, 0.0)) > since_s
+        ]
 
     def fresh_trainers(self) -> list[PeerId]:
         """Live trainers, whether they hold the run's state or not."""
@@ -298,6 +311,7 @@ class Node:
                 await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
             else:
                 await self._server.serve(link, request)
+                self._served_s[link.peer_id] = trio.current_time()
         except PeerLostError:
             pass  # it went away before it had its answer
         finally:

@@ -1,4 +1,4 @@
-"""Encoded means of the last round, by hash: what reducers serve, READY members hold, and late members fetch."""
+"""The blobs of the last round, by hash: what reducers serve, READY members hold, and late members fetch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import trio
 
-from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.wire.messages import Answer, Part, Record, Request
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
@@ -30,9 +30,10 @@ KEEP_ALL_S = 30.0
 class PartStore:
     """Owns the bytes. Parts of unfinished attempts are dropped when a round commits."""
 
-    def __init__(self, links: Links, compute: Compute) -> None:
+    def __init__(self, links: Links, compute: Compute, averaging: Averaging) -> None:
         self._links = links
         self._compute = compute
+        self._averaging = averaging
         self._parts: dict[str, bytes | bytearray] = {}
         self._records: list[Record] = []
 
@@ -66,7 +67,7 @@ class PartStore:
         answer = Answer(request.request, len(piece) > 0, "part")
         await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
 
-    async def fetch(self, record: Record, codec: Codec, others: Sequence[PeerId]) -> None:
+    async def fetch(self, record: Record, others: Sequence[PeerId]) -> None:
         """Hold all parts of a record: each from its reducer, else from anyone else who has it.
 
         Raises PeerLostError when a part is nowhere to be had.
@@ -75,12 +76,12 @@ class PartStore:
             async with trio.open_nursery() as nursery:
                 for part in record.parts:
                     if part.sha256 not in self._parts:
-                        nursery.start_soon(self._fetch_part, part, codec, [part.reducer, *others])
+                        size = self._averaging.size_bytes(record, part)
+                        nursery.start_soon(self._fetch_part, part, size, [part.reducer, *others])
         except* PeerLostError as errors:
             raise PeerLostError(str(errors.exceptions[0])) from None
 
-    async def _fetch_part(self, part: Part, codec: Codec, holders: Sequence[PeerId]) -> None:
-        size = codec.size_bytes(part.stop - part.start)
+    async def _fetch_part(self, part: Part, size: int, holders: Sequence[PeerId]) -> None:
         for holder in dict.fromkeys(holders):
             link = self._links.get(holder)
             if link is None:

@@ -29,6 +29,7 @@ ALWAYS_STATED = ("run_id", "protocol_version")
 
 DATA_KINDS = ("stdlib", "text", "")
 FRAGMENT_CODECS = ("int8", "fp16")
+AVERAGINGS = ("parts", "gather")
 ROUND_CODECS = ("int8", "int4", "fp16", "none", "topk")
 FRAGMENT_SELECTIONS = ("cyclic", "fresh")
 FRAGMENT_SCHEDULES = ("fixed", "ramp", "decay")
@@ -91,6 +92,8 @@ class RunConfig:
         topology: whom fragments are pushed to: "push" to random peers, "pairs" that exchange, "groups", or "all" (the
             paper's full average).
         fan_out: peers that one fragment is pushed to.
+        averaging: how outer gradients become one mean: "parts", of which each member averages one for all, or
+            "gather": every member sends all of its own to every other (for two or three peers, and for "topk").
         round_codec: how outer gradients travel.
         round_density: share of the values that "topk" sends.
         prune_fraction: share of each neuron's values that is not sent (DiLoCo, table 6); for int8.
@@ -143,6 +146,8 @@ class RunConfig:
     # One push to a random peer needs no agreement with anybody, and mixes as fast per byte as pairs do.
     topology: str = "push"
     fan_out: int = 1
+    # The bytes that a member sends do not grow with their number.
+    averaging: str = "parts"
     # A quarter of fp32's bytes at no loss (reproduced: codecs); so was int4, at an eighth, not tried on a large model.
     round_codec: str = "int8"
     # SparseLoCo: 1 to 3 %.
@@ -199,6 +204,7 @@ class RunConfig:
             ("fragment_schedule", FRAGMENT_SCHEDULES),
             ("topology", TOPOLOGIES),
             ("sync_schedule", SYNC_SCHEDULES),
+            ("averaging", AVERAGINGS),
             ("round_codec", ROUND_CODECS),
             ("round_weights", ROUND_WEIGHTS),
             ("round_mean", ROUND_MEANS),

@@ -111,6 +111,7 @@ RUN_SETTINGS = (
     Setting("topology", RunConfig, "push|pairs|groups|all", "Whom fragments are pushed to."),
     Setting("fan_out", RunConfig, "N", "Peers that one fragment is pushed to."),
     Setting("sync_schedule", RunConfig, "fixed|grow|shrink", "H over the run: from a half to one and a half, or back."),
+    Setting("averaging", RunConfig, "parts|gather", "How outer gradients become one mean."),
     Setting("round_codec", RunConfig, "none|fp16|int8|int4|topk", "How the outer gradients of a round travel."),
     Setting("round_density", RunConfig, "X", "Share of the values that topk sends."),
     Setting("prune_fraction", RunConfig, "X", "Share of each neuron's outer gradient that is not sent (int8)."),

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
-from p2ptrain.errors import PeerLostError
+from p2ptrain.errors import PeerLostError, RoundFailedError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol.links.link import MIN_PATIENCE_S, Link, Traffic
+from p2ptrain.protocol.rounds import consensus
+from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.leader import SENDING_SHARE, Leader, RoundTimeoutError
-from p2ptrain.protocol.rounds.pace import FIRST_CHUNK_S, MARGIN, MIN_ATTEMPT_S, STALL_S, Pace
-from p2ptrain.protocol.rounds.reduction import Reduction
+from p2ptrain.protocol.rounds.collection import Collection
+from p2ptrain.protocol.rounds.consensus import Limits
+from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
+from p2ptrain.protocol.rounds.leader import SENDING_SHARE, AveragingLeader
+from p2ptrain.protocol.rounds.timeouts import (
+    FIRST_CHUNK_S,
+    MARGIN,
+    MIN_ATTEMPT_S,
+    REPORT_S,
+    STALL_S,
+    Silences,
+    Timeouts,
+)
 from p2ptrain.protocol.wire.messages import (
     Abort,
     Answer,
@@ -24,6 +38,7 @@ from p2ptrain.protocol.wire.messages import (
     Message,
     Reduce,
     Request,
+    Roster,
 )
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
@@ -138,12 +153,12 @@ def test_a_partner_that_sends_nothing_is_not() -> None:
 # --- a slow sender ----------------------------------------------------------------------------------------------------
 
 
-def pace(peer_timeout_s: float = 30.0, round_timeout_s: float = 1800.0) -> Pace:
-    return Pace(peer_timeout_s=peer_timeout_s, round_timeout_s=round_timeout_s)
+def timeouts(peer_timeout_s: float = 30.0, round_timeout_s: float = 1800.0) -> Timeouts:
+    return Timeouts(peer_timeout_s=peer_timeout_s, round_timeout_s=round_timeout_s)
 
 
 def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
-    measured = pace()
+    measured = timeouts()
     assert measured.stall_s("a", 0.0, first=False) == STALL_S
     assert measured.stall_s("a", 0.0, first=True) == FIRST_CHUNK_S
     assert measured.stall_s("a", 1.5, first=False) == 6.0  # four round trips
@@ -160,17 +175,17 @@ def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
 
 def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> None:
     codec = gradient_codec(RunConfig())
-    measured = pace()
+    measured = timeouts()
     chunk = bytes(codec.size_bytes(1024))
 
-    def attempt() -> Reduction:
+    def attempt() -> Collection:
         """Two chunks, the second of which takes three seconds."""
-        reduction = Reduction(0, 0, 2048, ["a"], codec, measured, 0.0)
-        reduction.add("a", 0, 1024, chunk, 0.5)
+        collection = Collection(0, 0, 2048, ["a"], codec, measured, 0.0)
+        collection.add("a", 0, 1024, chunk, 0.5)
         for now in (1.0, 2.0, 3.0):
-            reduction.give_up_stalled(now, {})
-        reduction.add("a", 1024, 2048, chunk, 3.5)
-        return reduction
+            collection.give_up_stalled(now, {})
+        collection.add("a", 1024, 2048, chunk, 3.5)
+        return collection
 
     assert attempt().failed == {"a"}
     assert attempt().complete == {"a"}
@@ -182,7 +197,7 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
             for i, name in enumerate("abc"):
                 s.start(name, founder=i == 0)
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            size = s.peers["a"].node.engine.codec.size_bytes(s.peers["a"].node.engine.num_blocks)
+            size = s.peers["a"].node.engine.context.codec.size_bytes(s.peers["a"].node.state.num_blocks)
             # Two of the three parts of an outer gradient go out at once: the second is there after seven seconds.
             s.network.bandwidth_bytes_s = 2 / 3 * size / 7
             await s.until(lambda: all(p.rounds("committed") for p in s.peers.values()), within_s=600)
@@ -196,7 +211,7 @@ def test_a_link_on_which_a_chunk_takes_longer_than_any_first_limit_makes_rounds_
 
 
 def test_an_attempt_gets_several_times_what_rounds_took_up_to_the_users_bound() -> None:
-    measured = pace(round_timeout_s=600.0)
+    measured = timeouts(round_timeout_s=600.0)
     assert measured.attempt_s() == 600.0
     measured.note_round(2.0)
     assert measured.attempt_s() == MIN_ATTEMPT_S
@@ -206,27 +221,48 @@ def test_an_attempt_gets_several_times_what_rounds_took_up_to_the_users_bound() 
     assert measured.attempt_s() == 40.0 * MARGIN**2
     measured.note_round(measured.attempt_s())
     assert measured.attempt_s() == 600.0
-    assert pace(round_timeout_s=20.0).attempt_s() == 20.0
+    assert timeouts(round_timeout_s=20.0).attempt_s() == 20.0
 
 
 class Host:
-    """A leader's peer "a", with members who join at once; `told` is what they are sent, and when."""
+    """A leader's peer "a": the consensus of one round, and its averaging; `told` is what others are sent, and when."""
 
-    def __init__(self) -> None:
+    def __init__(self, nursery: trio.Nursery) -> None:
         voters = tuple((name, f"{name}.1") for name in "abc")
         self.head = Head("0-g", "0-g", 0, "state", "anchor", voters, 0, 0, None)
-        self.peer_id = "a"
-        self.run = RunConfig()
-        self.num_blocks = 64
         self.told: list[tuple[float, str, Message]] = []
+        self.ended: list[LeaderEnded] = []
+        self.leader: AveragingLeader | None = None
+        self.attempt = Attempt(1, "a", "a.1")
+        self._nursery = nursery
+        self._state = consensus.begin("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
+        self._context: Any = SimpleNamespace(
+            run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
+            state=SimpleNamespace(num_blocks=64 * 1024),
+        )  # fmt: skip
 
     def tell(self, peer_id: str, message: Message) -> None:
         self.told.append((trio.current_time(), peer_id, message))
 
-    def live(self) -> list[str]:
-        return ["b", "c"]
+    def apply(self, event: Event) -> None:
+        self._state, effects = consensus.step(self._state, event, trio.current_time())
+        for effect in effects:
+            match effect:
+                case Send(to, message):
+                    self.tell(to, message)
+                case Average(attempt, joins):
+                    self.leader = AveragingLeader(
+                        self._context, Silences(), attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
+                    )
+                    self._nursery.start_soon(self.leader.run, dict(joins))
+                case LeaderEnded():
+                    self.ended.append(effect)
+                    self._nursery.cancel_scope.cancel()
 
-    def note_spread(self, spread_s: float) -> None: ...
+    async def keep_time(self) -> None:
+        while True:
+            await trio.sleep_until(consensus.deadline_s(self._state))
+            self.apply(Tick())
 
     def of(self, kind: type[Message]) -> list[tuple[float, str, Message]]:
         return [told for told in self.told if isinstance(told[2], kind)]
@@ -241,26 +277,72 @@ def join_of(peer_id: str, attempt: Attempt) -> Join:
 
 def test_after_half_of_its_time_a_round_goes_on_without_those_who_trickle_and_ends_with_its_time() -> None:
     async def main() -> None:
-        host, attempt = Host(), Attempt(1, "a")
-        leader = Leader(host, attempt, window_s=1.0, attempt_s=100.0, round_trip_s=0.0)
-
-        async def members() -> None:
+        async with trio.open_nursery() as nursery:
+            host = Host(nursery)
+            host.apply(Lead(("a", "b", "c"), 1.0, 0.5, 100.0))
+            nursery.start_soon(host.keep_time)
             await trio.sleep(0.1)
             for name in "abc":
-                leader.deliver(name, join_of(name, attempt))
-            await trio.sleep(5)
-            for part, reducer in enumerate("abc"):
-                # "c" goes on sending, chunk after chunk, and is never done.
-                leader.deliver(reducer, Arrived("0-g", 1, attempt, part, ("a", "b"), ()))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(members)
-            with pytest.raises(RoundTimeoutError, match="within 100 s"):
-                await leader.run()
+                host.apply(Received(name, join_of(name, host.attempt)))
+            assert host.leader is not None
+            while True:
+                await trio.sleep(REPORT_S)
+                for part, reducer in enumerate("abc"):
+                    # "c" goes on sending, chunk after chunk, and is never done.
+                    host.leader.deliver(reducer, Arrived("0-g", 1, host.attempt, part, ("a", "b"), ()))
         (told_s, _, order), *_ = host.of(Reduce)
         assert told_s == pytest.approx(0.1 + SENDING_SHARE * 100.0)
         assert [c.peer_id for c in order.contributors] == ["a", "b"]  # type: ignore[union-attr]
         # No reducer ever answered.
         assert [at_s for at_s, _, _ in host.of(Abort)] == pytest.approx([100.1] * 3)
+        (ended,) = host.ended
+        assert ended.timed_out
+        assert "within 100 s" in ended.reason
+
+    run_virtual(main)
+
+
+def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            context: Any = SimpleNamespace(
+                run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
+                state=SimpleNamespace(num_blocks=64 * 1024),
+            )  # fmt: skip
+            silences, plans = Silences(), []
+
+            def tell(peer_id: str, message: Message) -> None:
+                if isinstance(message, Roster) and peer_id == "a":
+                    plans.append([part.reducer for part in message.parts])
+
+            joins = {name: join_of(name, Attempt(1, "a", "a.1")) for name in "abc"}
+            joins["c"] = dataclasses.replace(joins["c"], rate=1e300)
+            for counter in (1, 2):
+                attempt = Attempt(counter, "a", "a.1")
+                head = Host(nursery).head
+                leader = AveragingLeader(
+                    context, silences, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
+                )  # fmt: skip
+
+                async def report(leader: AveragingLeader = leader) -> None:
+                    while True:
+                        await trio.sleep(REPORT_S)
+                        for part, reducer in enumerate(plans[-1]):
+                            if reducer != "c":
+                                arrived = Arrived("0-g", 1, leader.attempt, part, ("a", "b"), ())
+                                leader.deliver(reducer, arrived)
+
+                began_s = trio.current_time()
+                nursery.start_soon(report)
+                with trio.move_on_after(100):
+                    if counter == 1:
+                        with pytest.raises(RoundFailedError, match="reducer c was lost"):
+                            await leader.run(joins)
+                        assert trio.current_time() - began_s == pytest.approx(3 * REPORT_S)
+                    else:
+                        await leader.run(joins)
+            assert sorted(plans[0]) == ["a", "b", "c"]
+            assert sorted(plans[1]) == ["a", "b"]
+            nursery.cancel_scope.cancel()
 
     run_virtual(main)

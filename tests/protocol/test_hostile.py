@@ -60,8 +60,9 @@ class Babbler:
         if name == "parent_sha256" and rng.random() < 0.8:
             return head.state_sha256
         if kind is Attempt and rng.random() < 0.8:
-            ballot = self._swarm.peers["a"].node.engine.ballot
-            return Attempt(ballot.promised.counter + rng.choice([0, 1, 5]), rng.choice(["x", "x", *NAMES]))
+            promised = self._swarm.peers["a"].node.engine.round_state.acceptor.promised
+            leader = rng.choice(["x", "x", *NAMES])
+            return Attempt(promised.counter + rng.choice([0, 1, 5]), leader, f"{leader}.1")
         if kind is Record and head.record is not None and rng.random() < 0.3:
             return head.record
         if kind is str:

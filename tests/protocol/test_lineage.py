@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from p2ptrain.protocol.rounds.lineage import QUORUM_LOST_S, LineageWatch
-from p2ptrain.protocol.rounds.presence import Presence
+from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual
 
@@ -28,6 +28,9 @@ class Host:
     def trainers(self) -> list[str]:
         return sorted(self.linked)
 
+    def joiners(self) -> list[str]:
+        return []
+
     def departed(self, peer_id: str) -> bool:
         return peer_id in self.gone
 
@@ -39,7 +42,7 @@ def _link(name: str, incarnation: str = "1") -> Any:
 
 
 def watch(host: Host) -> LineageWatch:
-    watch = LineageWatch(Presence(host))
+    watch = LineageWatch(Liveness((host.peer_id, host.incarnation), host.links, host))
     watch.excuse()
     return watch
 

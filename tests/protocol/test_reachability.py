@@ -12,7 +12,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership, encode_record
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
-from p2ptrain.protocol.rounds.turn import ANYBODYS_TURN, Turn
+from p2ptrain.protocol.rounds.leader_election import ANYBODYS_TURN, LeaderElection
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of
@@ -145,12 +145,12 @@ ALL = [("a", "1"), ("b", "1"), ("c", "1"), ("d", "1")]
 
 def leaders(reach: dict[str, int], attempts: int) -> list[set[str]]:
     """Who takes the lead of each attempt to be its own; all voters are due."""
-    turn = Turn()
+    election = LeaderElection()
     found = []
     for counter in range(attempts):
-        turn.counter = counter
-        turn._due = {HEAD.round + 1: {"a", "b", "c"}}
-        found.append({peer for peer, _ in ALL if turn.is_ours(peer, HEAD, ALL, reach)})
+        election.counter = counter
+        election._due = {HEAD.round + 1: {"a", "b", "c"}}
+        found.append({peer for peer, _ in ALL if election.is_ours(peer, HEAD, ALL, reach)})
     return found
 
 

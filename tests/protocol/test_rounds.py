@@ -300,7 +300,7 @@ def test_a_call_that_comes_at_the_moment_of_joining_is_followed(monkeypatch: pyt
 
                 def set(self) -> None:
                     ready.set()
-                    engine.deliver("a", Call(engine.head.lineage, engine.head.round + 1, Attempt(7, "a"), 0.5))
+                    engine.deliver("a", Call(engine.head.lineage, engine.head.round + 1, Attempt(7, "a", "a.1"), 0.5))
 
             monkeypatch.setattr(joiner.node, "ready", Ready())
             await s.until(lambda: common(s, 2, 2))
@@ -323,6 +323,6 @@ def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
                 own = {part.sha256 for part in record.parts if part.reducer == name}
                 assert set(peer.node.engine.parts._parts) == own
             # A late member still finds every part.
-            await s.peers["b"].node.engine.parts.fetch(record, s.peers["b"].node.engine.codec_of(record), ["a"])
+            await s.peers["b"].node.engine.parts.fetch(record, ["a"])
 
     run_virtual(main)

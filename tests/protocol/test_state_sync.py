@@ -19,7 +19,9 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.parts import PartStore
-from p2ptrain.protocol.rounds.contribution import apply_outcome, chunk_bounds
+from p2ptrain.protocol.rounds.averaging import averaging_of
+from p2ptrain.protocol.rounds.commit import Progress, step_chunks
+from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head
@@ -66,7 +68,7 @@ class Donor:
         self.asked: Counter[str] = Counter()
         self.chunks: list[int] = []
         self.instead: dict[str, bytes] = {}
-        self.parts = PartStore(endpoint.links, inline)
+        self.parts = PartStore(endpoint.links, inline, averaging_of(RUN))
         self.packed = 0
         self.server = StateServer(state, lambda: self.head, lambda: self.busy, lambda: self.pack(buffers), inline)
         endpoint.on_request = self.serve
@@ -79,11 +81,10 @@ class Donor:
     def resolve_round(self) -> None:
         """Take an outer step, as a round does it; its means are served."""
         before, rng = self.state.hashes.state, np.random.default_rng(self.head.round)
-        half, parts, means = 6 * STATE_CHUNK_BLOCKS, [], []
+        half, parts = 6 * STATE_CHUNK_BLOCKS, []
         for start, stop in ((0, half), (half, BLOCKS)):
             chunks = (rng.standard_normal((high - low, 64), np.float32) for low, high in chunk_bounds(start, stop))
             mean = b"".join(map(codec("int8").encode, chunks))
-            means.append((mean, (start, stop)))
             sha256 = hashlib.sha256(mean).hexdigest()
             self.parts.add(sha256, mean)
             parts.append(Part(start, stop, sha256, "nobody"))
@@ -92,8 +93,7 @@ class Donor:
         record = Record(
             "G", "L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (), 0.0, 0.0
         )
-        for mean, bounds in means:
-            apply_outcome(self.state, codec("int8"), mean, bounds, record, None)
+        step_chunks(self.state, averaging_of(RUN), Progress(record), self.parts.get, (0, BLOCKS), None)
         self.state.rehash()
         self.head = dataclasses.replace(head_of(self.state, round_=round_), record=record)
 
@@ -124,7 +124,7 @@ async def donors_and_joiner(
 
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
-    return Download(joiner.links, state, inline, PartStore(joiner.links, inline), lambda record: codec("int8"))
+    return Download(joiner.links, state, inline, PartStore(joiner.links, inline, averaging_of(RUN)), averaging_of(RUN))
 
 
 def check_equal(mine: AnchorState, theirs: AnchorState) -> None:
@@ -407,7 +407,7 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool)
             donor.chunks.clear()
             donor.resolve_round()
             if broken:
-                donor.parts = PartStore(donor.endpoint.links, inline)
+                donor.parts = PartStore(donor.endpoint.links, inline, averaging_of(RUN))
             await download.run(donor.head, links)
             check_equal(state, donor.state)
             assert sorted(donor.chunks) == list(range(0 if broken else 4, CHUNKS))

@@ -105,6 +105,7 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
             "fragment_selection": "fresh", "data": "text", "sharding": "clusters", "fragment_schedule": "ramp",
             "topology": "all", "sync_schedule": "grow", "round_weights": "equal", "round_mean": "disjoint",
             "outer_optimizer": "adam", "outer_lr_schedule": "cosine", "inner_moments": "averaged",
+            "averaging": "gather",
         }  # fmt: skip
         value = choices.get(field.name, other[type(field.default)])
         before = dataclasses.replace(run, round_codec="none") if field.name == "inner_moments" else run

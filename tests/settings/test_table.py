@@ -34,6 +34,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "topology": ("pairs", "pairs"),
     "fan_out": ("2", 2),
     "sync_schedule": ("grow", "grow"),
+    "averaging": ("gather", "gather"),
     "round_codec": ("none", "none"),
     "round_density": ("0.5", 0.5),
     "prune_fraction": ("0.5", 0.5),

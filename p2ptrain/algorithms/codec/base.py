@@ -31,6 +31,7 @@ class Codec:
     _size_bytes: Callable[[int], int]
     _encode: Callable[[Blocks], bytes]
     _decode: Callable[[memoryview, int], Blocks]
+    _check: Callable[[memoryview, int], object] | None = None
 
     def size_bytes(self, num_blocks: int) -> int:
         """Coded size of `num_blocks` blocks. Sizes of runs of whole chunks of `CHUNK_BLOCKS` add up."""
@@ -50,12 +51,19 @@ class Codec:
         Raises:
             WireError: the size is wrong, or the bytes are not such that `encode` can make.
         """
+        return self._decode(self._sized(data, num_blocks), num_blocks)
+
+    def check(self, data: bytes | memoryview, num_blocks: int) -> None:
+        """Raise what `decode` would raise. With most codecs a small part of its work."""
+        (self._check or self._decode)(self._sized(data, num_blocks), num_blocks)
+
+    def _sized(self, data: bytes | memoryview, num_blocks: int) -> memoryview:
         view = memoryview(data)
         if view.nbytes != self.size_bytes(num_blocks):
             raise WireError(
                 f"{view.nbytes} bytes for {num_blocks} blocks in {self.name}: must be {self.size_bytes(num_blocks)}"
             )
-        return self._decode(view, num_blocks)
+        return view
 
 
 def chunks(num_blocks: int) -> Iterator[slice]:

@@ -41,5 +41,15 @@ def _require_finite(blocks: Blocks, error: type[Exception]) -> None:
             raise error("a value is not finite")
 
 
-FP16 = Codec("fp16", per_block(BLOCK * 2), _encode_fp16, _decode_fp16)
-NONE = Codec("none", per_block(BLOCK * 4), _encode_none, _decode_none)
+def _check_fp16(data: memoryview, num_blocks: int) -> None:
+    # In half precision, infinities and NaN are those whose five exponent bits are all set.
+    if np.any(np.frombuffer(data, "<u2") & np.uint16(0x7C00) == 0x7C00):
+        raise WireError("a value is not finite")
+
+
+def _check_none(data: memoryview, num_blocks: int) -> None:
+    _require_finite(np.frombuffer(data, "<f4").reshape(num_blocks, BLOCK), WireError)
+
+
+FP16 = Codec("fp16", per_block(BLOCK * 2), _encode_fp16, _decode_fp16, _check_fp16)
+NONE = Codec("none", per_block(BLOCK * 4), _encode_none, _decode_none, _check_none)

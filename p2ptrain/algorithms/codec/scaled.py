@@ -55,10 +55,14 @@ class StepWidth:
         np.rint(exact, out=exact)
         np.copyto(steps, np.clip(exact, -self.most, self.most, out=exact), casting="unsafe")
 
-    def dequantise(self, scales: Scales, steps: Steps) -> Blocks:
-        """(n, 64) step · scale. Raises WireError on a scale that `quantise` does not make."""
+    def check(self, scales: Scales) -> None:
+        """Raises WireError on a scale that `quantise` does not make. Every step is possible."""
         if not np.all((scales == 0) | ((scales >= _SCALE_MIN) & (scales <= self.scale_max))):
             raise WireError("a scale is negative, subnormal, too large or not finite")
+
+    def dequantise(self, scales: Scales, steps: Steps) -> Blocks:
+        """(n, 64) step · scale. Raises WireError on a scale that `quantise` does not make."""
+        self.check(scales)
         return np.multiply(steps, _scale_values(scales)[:, None], dtype=np.float32)
 
 
@@ -110,5 +114,13 @@ def _decode_int4(data: memoryview, num_blocks: int) -> Blocks:
     return FOUR_BITS.dequantise(np.frombuffer(data, "<u2", num_blocks), steps)
 
 
-INT8 = Codec("int8", per_block(SCALE_BYTES + BLOCK), _encode_int8, _decode_int8)
-INT4 = Codec("int4", per_block(SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4)
+def _check_int8(data: memoryview, num_blocks: int) -> None:
+    EIGHT_BITS.check(np.frombuffer(data, "<u2", num_blocks))
+
+
+def _check_int4(data: memoryview, num_blocks: int) -> None:
+    FOUR_BITS.check(np.frombuffer(data, "<u2", num_blocks))
+
+
+INT8 = Codec("int8", per_block(SCALE_BYTES + BLOCK), _encode_int8, _decode_int8, _check_int8)
+INT4 = Codec("int4", per_block(SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4, _check_int4)

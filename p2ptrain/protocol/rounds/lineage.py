@@ -6,8 +6,8 @@ import hashlib
 
 import trio
 
-from p2ptrain.protocol.rounds.ballot import is_quorum
-from p2ptrain.protocol.rounds.presence import Presence
+from p2ptrain.protocol.rounds.liveness import Liveness
+from p2ptrain.protocol.rounds.quorum import is_quorum
 from p2ptrain.protocol.wire.messages import Head
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -18,8 +18,8 @@ QUORUM_LOST_S = 60.0
 class LineageWatch:
     """Keeps the time since a quorum of the head's voters was there."""
 
-    def __init__(self, presence: Presence) -> None:
-        self._presence = presence
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
         self._seen_s = 0.0
 
     def excuse(self) -> None:
@@ -28,16 +28,16 @@ class LineageWatch:
 
     def has_ended(self, head: Head, three_intervals_s: float) -> bool:
         """Whether the voters are gone for good, and it is for us to go on under a new lineage: the lowest id does."""
-        voters, present = head.voters, self._presence.present()
+        voters, present = head.voters, self._liveness.present()
         if is_quorum(present, voters):
             self.excuse()
             return False
         missing = [voter for voter in voters if voter not in present]
         lost_s = trio.current_time() - self._seen_s
-        if lost_s <= max(QUORUM_LOST_S, three_intervals_s) and not all(map(self._presence.is_gone_for_good, missing)):
+        if lost_s <= max(QUORUM_LOST_S, three_intervals_s) and not all(map(self._liveness.is_gone_for_good, missing)):
             return False
-        me, _ = self._presence.own
-        return min(peer for peer, _ in present if self._presence.stands_at(peer, head)) == me
+        me, _ = self._liveness.own
+        return min(peer for peer, _ in present if self._liveness.stands_at(peer, head)) == me
 
 
 def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:

@@ -21,7 +21,7 @@ from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
-from p2ptrain.protocol.rounds.engine import RoundEngine
+from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.lineage import new_lineage
 from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
@@ -71,7 +71,7 @@ class StandingHost(Protocol):
     run: RunConfig
     links: Links
     membership: Membership
-    engine: RoundEngine
+    engine: RoundDriver
     state: AnchorState
     compute: Compute
 
@@ -212,7 +212,7 @@ class StateSync:
 
     def _new_download(self, state: AnchorState) -> Download:
         host = self._host
-        return Download(host.links, state, host.compute, host.engine.parts, host.engine.codec_of)
+        return Download(host.links, state, host.compute, host.engine.parts, host.engine.context.averaging)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """Where the training thread finds itself on our (new) head; "write": with the anchor as its weights."""
@@ -290,7 +290,7 @@ class StateSync:
             record = unpack_record(payload)
             if (record.lineage, record.round) != (lineage, round_):
                 raise WireError("another record than asked for")
-            await engine.adopt_record(record)
+            await engine.adopt_record(link.peer_id, record)
         return True
 
     async def _replace_state(self, reason: str) -> None:

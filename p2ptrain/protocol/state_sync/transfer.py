@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import trio
 
-from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.parts import PartStore
-from p2ptrain.protocol.rounds.contribution import apply_outcome, check_decodes, check_record
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.commit import Progress, check_decodes, check_record, step_chunks
 from p2ptrain.protocol.state_sync.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request
 from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
@@ -146,18 +146,18 @@ class Download:
     Args:
         state: written to from the first chunk on; chunks that it holds already, by its hashes, are not fetched.
         parts: where encoded means are fetched to.
-        codec_of: how a round's are encoded.
+        averaging: how they are decoded.
     """
 
     def __init__(
-        self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, codec_of: Callable[[Record], Codec]
+        self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, averaging: Averaging
     ) -> None:
         self.state = state
         self.done_chunks = 0
         self._links = links
         self._compute = compute
         self._parts = parts
-        self._codec_of = codec_of
+        self._averaging = averaging
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
 
@@ -188,37 +188,31 @@ class Download:
         """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
         state = self.state
         try:
-            check_record(record, state)
+            check_record(record, state, self._averaging)
         except WireError as error:
             logger.info("the state that is here cannot be rolled forward: %s", error)
             return
-        codec = self._codec_of(record)
         whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
-        if len(whole) * len(state.vectors) * state.chunk(0).nbytes < codec.size_bytes(state.num_blocks):
+        blobs_bytes = sum(self._averaging.size_bytes(record, part) for part in record.parts)
+        if len(whole) * len(state.vectors) * state.chunk(0).nbytes < blobs_bytes:
             return  # they come anew for less than the mean would
         try:
-            await self._parts.fetch(record, codec, [donor.peer_id for donor in donors])
+            await self._parts.fetch(record, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
             logger.info("the state that is here cannot be rolled forward: %s", error)
             return
-        for part in record.parts:
-            mean = self._parts.get(part.sha256)
-            for piece in whole:
-                start = piece * STATE_CHUNK_BLOCKS
-                stop = min(start + STATE_CHUNK_BLOCKS, state.num_blocks)
-                if part.start <= start < part.stop:
-                    low, high = (codec.size_bytes(block - part.start) for block in (start, stop))
-                    await self._compute(self._step_chunks, piece, record, codec, mean[low:high], (start, stop))
+        for piece in whole:
+            await self._compute(self._step_chunks, piece, record)
 
-    def _step_chunks(
-        self, piece: int, record: Record, codec: Codec, mean: bytes | bytearray, bounds: tuple[int, int]
-    ) -> None:
+    def _step_chunks(self, piece: int, record: Record) -> None:
         """The outer step on one slice of anchor and moments; their hashes then show whether it was right."""
+        start = piece * STATE_CHUNK_BLOCKS
+        span = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
         try:
-            check_decodes(codec, mean, bounds)
+            check_decodes(self._averaging, record, self._parts.get, span)
         except WireError:
             return
-        apply_outcome(self.state, codec, mean, bounds, record, None)
+        step_chunks(self.state, self._averaging, Progress(record), self._parts.get, span, None)
         for chunk in self.state.chunks_of(piece):
             self._held[chunk] = hashlib.sha256(self.state.chunk(chunk).data).hexdigest()
 

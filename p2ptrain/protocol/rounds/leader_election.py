@@ -1,11 +1,12 @@
-"""Whose turn it is to call a round: who is due, who leads, and how long the others have to join."""
+"""Who leads the next attempt at a round: who is due, who leads, and how long the others have to join."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
-from p2ptrain.protocol.rounds.ballot import Voter, is_quorum, leader_order
+from p2ptrain.protocol.rounds.quorum import Voter, is_quorum
 from p2ptrain.protocol.wire.messages import Due, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -21,7 +22,19 @@ MAX_ROUNDS_AHEAD = 2
 MAX_COUNTERS_AHEAD = 8
 
 
-class Turn:
+def leader_order(
+    lineage: str, round_: int, counter: int, voters: Iterable[PeerId], others: Iterable[PeerId]
+) -> list[PeerId]:
+    """Candidates to lead an attempt, best first: voters before others, shuffled anew for each attempt by a hash."""
+
+    def rank(peer_id: PeerId) -> bytes:
+        return hashlib.blake2b(f"{lineage}/{round_}/{counter}/{peer_id}".encode(), digest_size=8).digest()
+
+    first = sorted(set(voters), key=rank)
+    return first + sorted(set(others) - set(first), key=rank)
+
+
+class LeaderElection:
     """What one peer knows of who is due. `counter` names the attempt that is expected next."""
 
     def __init__(self) -> None:

@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 import trio
 
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.links.link import Traffic
-from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.link import LinkCounters, Traffic
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.outcome import Spent, touched_buffer
 from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.transport import Compute
 from p2ptrain.settings.config import RunConfig
 
+logger = logging.getLogger(__name__)
 
-class Preparation:
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a round has cost this peer so far: bytes on the wire, and seconds since its first attempt."""
+
+    bytes_sent: int
+    bytes_received: int
+    wall_s: float
+
+
+class SnapshotTaker:
     """Asks the training thread for a snapshot, and makes it the outer gradient that every attempt of a round sends.
 
     Attributes:
         own: the contribution to the round at hand; None until the snapshot is there.
+        sits_out: why we bring nothing to this round though we are there; empty where we do.
     """
 
     def __init__(
-        self, run: RunConfig, exchange: Exchange, state: AnchorState, links: Links, compute: Compute, faults: Faults
-    ) -> None:
+        self, run: RunConfig, exchange: Exchange, state: AnchorState, counters: LinkCounters, compute: Compute,
+        faults: Faults,
+    ) -> None:  # fmt: skip
         self.own: OwnContribution | None = None
+        self.sits_out = ""
         self._exchange = exchange
         self._num_blocks = state.num_blocks
-        self._links = links
+        self._counters = counters
         self._compute = compute
         self._faults = faults
         # What top-k has not sent yet. With other codecs it stays in the weights, and is sent with the next gradient.
         self._error = np.zeros_like(state.anchor) if run.round_codec == "topk" else None
         self._arrived = trio.Event()
-        self._sits_out: bool | None = None
+        self._encoding = trio.Lock()
+        self._asked_faults = False
         self._began_s = 0.0
         self._traffic_before = (0, 0)
 
@@ -46,9 +65,11 @@ class Preparation:
 
     async def take(self, window_s: float) -> OwnContribution | None:
         """The snapshot of this round, taken now if there is none yet; None when training does not come by in time."""
-        if self._sits_out is None:
-            self._sits_out = self._faults.loses_gradient()
-        if self._sits_out:
+        if not self._asked_faults:
+            self._asked_faults = True
+            if self._faults.loses_gradient():
+                self.sits_out = "its outer gradient was lost"
+        if self.sits_out:
             return None
         if self.own is None:
             called_s = trio.current_time()
@@ -68,6 +89,27 @@ class Preparation:
             )  # fmt: skip
             self._arrived.set()
 
+    async def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
+        """Encode these chunks of our contribution, one visit to the worker thread at a time.
+
+        Raises RoundFailedError when weights are not finite: we sit this round out then.
+        """
+        # An attempt that was ended may still be at it in the worker thread.
+        async with self._encoding:
+            own = self.own
+            if own is None:
+                raise RoundFailedError(self.sits_out or "the round is over")
+            try:
+                await self._compute(own.encode, anchor, codec, bounds)
+            except ValueError:
+                self.sit_out("its weights are not finite")
+                logger.warning("sitting this round out: the weights hold NaN or infinity")
+                raise RoundFailedError("its weights are not finite") from None
+
+    def sit_out(self, reason: str) -> None:
+        """Bring nothing to this round any more: what we have cannot be sent. The next round asks anew."""
+        self.own, self.sits_out = None, reason
+
     def note_included(self) -> None:
         """The round took our contribution: of top-k, what was not sent is owed from now on."""
         if self.own is not None and self.own.next_error is not None:
@@ -75,9 +117,9 @@ class Preparation:
 
     def forget(self) -> None:
         """The round is resolved, or skipped: the next one takes a snapshot of its own."""
-        self.own = None
+        self.own, self.sits_out = None, ""
         self._arrived = trio.Event()
-        self._sits_out = None
+        self._asked_faults = False
         self._exchange.want_snapshot(None)
 
     def spent(self) -> Spent:
@@ -86,5 +128,9 @@ class Preparation:
         return Spent(sent, received, trio.current_time() - self._began_s)
 
     def _traffic(self) -> tuple[int, int]:
-        counters = self._links.counters
-        return counters.sent[Traffic.ROUND], counters.received[Traffic.ROUND]
+        return self._counters.sent[Traffic.ROUND], self._counters.received[Traffic.ROUND]
+
+
+def touched_buffer(num_blocks: int) -> torch.Tensor:
+    """A (num_blocks, 64) buffer whose pages exist already, so that the training thread does not pay for them."""
+    return torch.empty((num_blocks, 64)).fill_(0.0)

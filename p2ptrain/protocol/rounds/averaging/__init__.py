@@ -1,0 +1,21 @@
+"""How the members' outer gradients become one mean: the strategies, of which a run names one.
+
+`strategy` has the interface, and every other file one strategy. A new one is a file here, a line in `STRATEGIES`, and
+its name in `config.AVERAGINGS`. What counts how much, and who is left out, is not theirs: see `rounds/policy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from p2ptrain.protocol.rounds.averaging.gather import Gather
+from p2ptrain.protocol.rounds.averaging.parts import Parts
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.settings.config import RunConfig
+
+STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gather": Gather}
+
+
+def averaging_of(run: RunConfig) -> Averaging:
+    """The strategy that a run's settings name."""
+    return STRATEGIES[run.averaging](run)

@@ -1,0 +1,85 @@
+"""Reducers: the vector is split into parts, and one member averages each part for all.
+
+The butterfly of hivemind's averager (Ryabinin et al., Moshpit SGD, 2021) and of every ring all-reduce: each member
+sends one encoded vector and receives one mean, whatever their number. The mean is encoded once more on its way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.averaging.strategy import (
+    Array,
+    Blobs,
+    Chunks,
+    Conclusion,
+    ReducedPart,
+    gram_of,
+    merge_of,
+    sha256_of,
+)
+from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.grid import check_parts, chunk_bounds, split_parts
+from p2ptrain.protocol.wire.messages import Contributor, Part, Record, Reduced, Roster, RosterPart
+from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.settings.config import RunConfig
+
+
+class Parts:
+    """One reducer a part; a blob is the encoded mean of one part."""
+
+    needs_every_reducer = True
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._codec = gradient_codec(run)
+        self._merge = merge_of(run)
+
+    def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
+        """One part for each reducer, or for the best of them where the vector has fewer chunks."""
+        bounds = split_parts(num_blocks, len(reducers))
+        return tuple(RosterPart(start, stop, reducers[i]) for i, (start, stop) in enumerate(bounds))
+
+    def check_plan(self, roster: Roster, num_blocks: int) -> None:
+        check_parts(((part.start, part.stop) for part in roster.parts), num_blocks)
+        if not {part.reducer for part in roster.parts} <= set(roster.members):
+            raise WireError("a reducer that is no member")
+
+    def reduce(
+        self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int
+    ) -> ReducedPart:
+        codec, bounds, averaged = (
+            mean_codec(self._run, len(contributors)),
+            chunk_bounds(part.start, part.stop),
+            bytearray(),
+        )
+        gram = gram_of(chunks, bounds, contributors, self._codec, compared)
+        for start, stop in bounds:
+            encoded = [(chunks[c.peer_id].pop(start), c.weight) for c in contributors]
+            averaged += codec.encode(self._merge(encoded, self._codec, stop - start))
+        return ReducedPart([(sha256_of(averaged), averaged)], gram)
+
+    def conclude(
+        self, plan: Sequence[RosterPart], contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
+    ) -> Conclusion | None:
+        if len(reports) < len(plan):
+            return None
+        parts = (Part(p.start, p.stop, reports[i].sha256s[0], p.reducer) for i, p in enumerate(plan))
+        return Conclusion(tuple(parts), tuple(reports[i].gram for i in sorted(reports)))
+
+    def check_record(self, record: Record, num_blocks: int) -> None:
+        check_parts(((part.start, part.stop) for part in record.parts), num_blocks)
+
+    def size_bytes(self, record: Record, part: Part) -> int:
+        return mean_codec(self._run, len(record.contributors)).size_bytes(part.stop - part.start)
+
+    def spans(self, record: Record) -> list[tuple[int, int]]:
+        return [(part.start, part.stop) for part in record.parts]
+
+    def decode(self, record: Record, blobs: Blobs, start: int, stop: int) -> Array:
+        codec = mean_codec(self._run, len(record.contributors))
+        part = record.parts[bisect.bisect_right(record.parts, start, key=lambda part: part.start) - 1]
+        low, high = codec.size_bytes(start - part.start), codec.size_bytes(stop - part.start)
+        return codec.decode(memoryview(blobs(part.sha256))[low:high], stop - start)

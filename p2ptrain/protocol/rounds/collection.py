@@ -1,0 +1,130 @@
+"""One part of one attempt at its reducer: the encoded chunks that members send, checked as they come.
+
+Chunks stay encoded until the leader names the contributors, because only then is it known whose are counted. Before
+the roster is here, `EarlyChunks` keeps what members send who had theirs sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.grid import check_chunk, chunk_bounds
+from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.wire.transport import PeerId
+
+# What members send before our roster comes: at most so many encoded models in all, and one of each member.
+MOST_EARLY_MODELS = 2
+
+
+def check_bytes(codec: Codec, start: int, stop: int, data: bytes) -> None:
+    """Raises WireError unless these are the bytes of one chunk: the right number, and such that they decode."""
+    if len(data) != codec.size_bytes(stop - start):
+        raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes, not {codec.size_bytes(stop - start)}")
+    codec.check(data, stop - start)
+
+
+class Collection:
+    """The chunks of part number `part`, blocks [start, stop), from `members`.
+
+    Attributes:
+        chunks: by member, then by first block.
+        complete, failed: members of whom everything is here, and those that were given up.
+    """
+
+    def __init__(
+        self, part: int, start: int, stop: int, members: Sequence[PeerId], codec: Codec, timeouts: Timeouts, now: float
+    ) -> None:
+        self.part, self.start, self.stop = part, start, stop
+        self.complete: set[PeerId] = set()
+        self.failed: set[PeerId] = set()
+        self.chunks: dict[PeerId, dict[int, bytes]] = {member: {} for member in members}
+        self._codec = codec
+        self._timeouts = timeouts
+        self._bounds = chunk_bounds(start, stop)
+        self._stop_of = dict(self._bounds)
+        self._progress_at = dict.fromkeys(members, now)
+
+    def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float, *, checked: bool = False) -> bool:
+        """Take one chunk. True when its sender has become complete.
+
+        Args:
+            checked: its bytes have been checked already, or are our own.
+
+        Raises:
+            WireError: a chunk off the plan, or bytes that do not decode.
+        """
+        if sender not in self.chunks or sender in self.failed or sender in self.complete:
+            return False
+        if self._stop_of.get(start) != stop:
+            raise WireError(f"chunk [{start}, {stop}) is not of part [{self.start}, {self.stop})")
+        if not checked:
+            check_bytes(self._codec, start, stop, data)
+        chunks = self.chunks[sender]
+        chunks[start] = data
+        self._timeouts.note_wait(sender, now - self._progress_at[sender])
+        self._progress_at[sender] = now
+        if len(chunks) == len(self._bounds):
+            self.complete.add(sender)
+            return True
+        return False
+
+    def fail(self, sender: PeerId) -> bool:
+        """Give up on a sender; True when it was still awaited."""
+        if sender not in self.chunks or sender in self.complete or sender in self.failed:
+            return False
+        self.failed.add(sender)
+        self.chunks[sender] = {}
+        return True
+
+    def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
+        """Leave out those still awaited who have made no progress for too long; True when there were any."""
+        stalled = [
+            sender
+            for sender, at in self._progress_at.items()
+            if sender not in self.complete | self.failed
+            and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), first=not self.chunks[sender])
+        ]
+        for sender in stalled:
+            self._timeouts.note_wait(sender, now - self._progress_at[sender])
+            self.fail(sender)
+        return bool(stalled)
+
+
+class EarlyChunks:
+    """Chunks that came before the roster. Bounded in bytes: see `MOST_EARLY_MODELS`.
+
+    Attributes:
+        overrun: members of whom a chunk was dropped for lack of room; they cannot become complete any more.
+    """
+
+    def __init__(self, codec: Codec, num_blocks: int) -> None:
+        self.overrun: set[PeerId] = set()
+        self._codec = codec
+        self._num_blocks = num_blocks
+        self._model_bytes = codec.size_bytes(num_blocks)
+        self._held: dict[PeerId, dict[tuple[int, int], bytes]] = {}
+        self._held_bytes: dict[PeerId, int] = {}
+
+    def add(self, sender: PeerId, start: int, stop: int, data: bytes) -> None:
+        """Keep one chunk, or note that its sender is overrun. Raises WireError on one that no roster can want."""
+        check_chunk(start, stop, self._num_blocks)
+        check_bytes(self._codec, start, stop, data)
+        held, held_bytes = self._held.setdefault(sender, {}), self._held_bytes.get(sender, 0)
+        if (start, stop) in held or sender in self.overrun:
+            return
+        in_all = sum(self._held_bytes.values()) + len(data)
+        if held_bytes + len(data) > self._model_bytes or in_all > MOST_EARLY_MODELS * self._model_bytes:
+            self.overrun.add(sender)
+            self._held[sender], self._held_bytes[sender] = {}, 0
+            return
+        held[start, stop] = data
+        self._held_bytes[sender] = held_bytes + len(data)
+
+    def take(self) -> Iterator[tuple[PeerId, int, int, bytes]]:
+        """Give all chunks away."""
+        held, self._held, self._held_bytes = self._held, {}, {}
+        for sender, chunks in held.items():
+            for (start, stop), data in chunks.items():
+                yield sender, start, stop, data

@@ -1,0 +1,260 @@
+"""What a committed round does to a peer: the outer step on its anchor and moments, and a landing in its weights.
+
+The functions decide; `Committer` carries them out, one round at a time, and hands each to the training thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.exchange_types import Epoch, Landing, RoundReport
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
+from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.contribution import OwnContribution
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.quorum import voters_of
+from p2ptrain.protocol.rounds.snapshot import SnapshotTaker, Spent
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.settings.config import RunConfig
+
+
+def check_record(record: Record, state: AnchorState, averaging: Averaging) -> None:
+    """Raises WireError unless this is a record whose outer step can be taken on a state, whoever sent it."""
+    if not record.contributors:
+        raise WireError("a record without contributors")
+    averaging.check_record(record, state.num_blocks)
+    optimizer = OUTER_OPTIMIZERS.get(record.outer_optimizer)
+    if optimizer is None or optimizer.num_moments > len(state.moments):
+        raise WireError(f"a record with outer optimizer {record.outer_optimizer!r}")
+
+
+def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:
+    """Raises WireError unless every chunk of a span decodes: done before READY, so that no outcome half applies."""
+    for start, stop in chunk_bounds(*span):
+        averaging.decode(record, blobs, start, stop)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the outer step of a record has been taken: should it be interrupted, it goes on from there.
+
+    `stepped` blocks are done; `landing` is set once the training thread has it.
+    """
+
+    record: Record
+    stepped: int = 0
+    landing: Landing | None = None
+
+
+def step_chunks(
+    state: AnchorState,
+    averaging: Averaging,
+    progress: Progress,
+    blobs: Blobs,
+    span: tuple[int, int],
+    buffer: np.ndarray | None,
+) -> None:
+    """Take the outer step on what is left of a span of blocks, in place: A, m ← step(A, m, mean).
+
+    Args:
+        progress: says which record's; kept up to date.
+        blobs: the bytes that the record names, already verified by hash.
+        buffer: a contributor's (num_blocks, 64), to which A′ − A is added; blocks that are only averaged become A′.
+    """
+    record = progress.record
+    for low, high in chunk_bounds(*span):
+        if low < progress.stepped:
+            continue
+        gradient = averaging.decode(record, blobs, low, high)
+        stepped = max(low, min(high, state.num_stepped))
+        anchor, averaged = state.anchor[low:stepped], state.anchor[stepped:high]
+        before = anchor.copy()
+        outer_step(
+            record.outer_optimizer, anchor, [moment[low:stepped] for moment in state.moments],
+            gradient[: stepped - low], lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
+        )  # fmt: skip
+        np.subtract(averaged, gradient[stepped - low :], out=averaged)
+        if buffer is not None:
+            buffer[low:stepped] += np.subtract(anchor, before, out=before)
+            buffer[stepped:high] = averaged
+        progress.stepped = high
+
+
+def head_of(record: Record, state: AnchorState) -> Head:
+    """Where a peer stands that has taken a record's step."""
+    return Head(
+        record.genesis, record.lineage, record.round, state.hashes.state, state.hashes.anchor, voters_of(record),
+        record.run_step, record.tokens_total, record,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Our own part in a committed round.
+
+    Attributes:
+        own: what we brought, or None.
+        included: whether it is in the mean.
+        missed_rounds: in a row, this one counted.
+        outstanding_tokens: trained on since we were last included.
+        spent: what the round has cost us.
+        reason: why we sat it out; empty where we did not choose to.
+    """
+
+    own: OwnContribution | None
+    included: bool
+    missed_rounds: int
+    outstanding_tokens: int
+    spent: Spent
+    reason: str
+
+
+def landing(run: RunConfig, record: Record, state: AnchorState, peer_id: PeerId, share: Share) -> Landing:
+    """What the training thread is to do about a round.
+
+    A contributor takes what was agreed on and keeps what quantisation lost: θ += A′ − A + decode(own sent bytes). Who
+    was left out once goes on from its own weights (DiLoCo, section 3.1, figure 8: the paper's rule); left out twice,
+    it adopts the anchor, and what it learnt is discarded. After the run's last round there is no going on: all end
+    with the anchor.
+    """
+    kind, buffer, own, included = "keep", None, share.own, share.included
+    finished = 0 < run.total_steps <= record.run_step
+    overwrite = not included and (finished or share.missed_rounds > run.max_missed_rounds)
+    if included and own is not None:
+        kind, buffer = "add", own.buffer
+    elif overwrite:
+        kind, buffer = "write", state.anchor_tensor()
+    report = RoundReport(
+        round=record.round,
+        status="committed" if len(record.contributors) > 1 else "solo",
+        lineage=record.lineage,
+        contributors=tuple(c.peer_id for c in record.contributors),
+        bytes_sent=share.spent.bytes_sent,
+        bytes_received=share.spent.bytes_received,
+        late=not included,
+        parent_sha256=record.parent_sha256,
+        wall_s=share.spent.wall_s,
+        stall_s=own.held_s if own else 0.0,
+        tokens_discarded=share.outstanding_tokens if overwrite else 0,
+        cosine=record.cosine,
+        mean_norm=record.mean_norm,
+        reason="" if included else share.reason,
+    )
+    return Landing(
+        kind=kind,
+        buffer=buffer,
+        epoch=Epoch(record.lineage, record.round),
+        sync_every=dict(record.intervals).get(peer_id, run.sync_every),
+        run_step=record.run_step,
+        included_tokens=own.tokens if included and own else 0,
+        snapshot_steps=own.steps if own else None,
+        report=report,
+        finished=finished,
+    )
+
+
+class Committer:
+    """Changes the agreed state, one round at a time, and hands each to the training thread.
+
+    Attributes:
+        lock: held while the state is stepped, replaced or copied.
+        stepping: whether the anchor is being replaced, so that it must not be read.
+    """
+
+    def __init__(self, context: RoundContext) -> None:
+        self.lock = trio.Lock()
+        self.stepping = False
+        self._context = context
+        self._missed_rounds = 0
+        self._progress: Progress | None = None
+        self._landed = trio.Event()
+        self._held_s = 0.0
+        context.exchange.on_landed = self._on_landed
+
+    def forget(self) -> None:
+        """We stand at another head: a step that was interrupted is of no use any more."""
+        self._progress, self.stepping = None, False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the anchor is half-way between two heads."""
+        return self._progress is not None and self._progress.stepped > 0
+
+    async def commit(
+        self, record: Record, taker: SnapshotTaker, *, included: bool, stand_at: Callable[[Head], object]
+    ) -> RoundReport:
+        """Take the outer step of a record whose blobs are all here and decode, and land it.
+
+        Where an earlier call for this record was interrupted by an error, this one goes on from there. Until then the
+        anchor is neither the old nor the new one, and is not read.
+
+        Args:
+            taker: what we brought to the round.
+            included: whether that is in the mean.
+            stand_at: called once the state is that of the record, before anything else can be decided.
+
+        Returns:
+            What there is to say about the round, once it has landed.
+        """
+        progress = self._progress
+        if progress is None or progress.record != record:
+            progress = self._progress = Progress(record)
+        async with self.lock:
+            self.stepping = True
+            # All or nothing, also for a checkpoint that is written when we leave in the middle of it.
+            with trio.CancelScope(shield=True):
+                outcome = await self._step(progress, taker, included)
+                head = head_of(record, self._context.state)
+                stand_at(head)
+            self.stepping = False
+        if not self._landed.is_set():
+            await self._landed.wait()
+        assert outcome.report is not None
+        return dataclasses.replace(
+            outcome.report,
+            anchor_sha256=head.anchor_sha256,
+            state_sha256=head.state_sha256,
+            stall_s=outcome.report.stall_s + self._held_s,
+        )
+
+    async def _step(self, progress: Progress, taker: SnapshotTaker, included: bool) -> Landing:
+        context, record, own = self._context, progress.record, taker.own
+        buffer = own.buffer.numpy() if own is not None and included else None
+        for span in context.averaging.spans(record):
+            await context.compute(
+                step_chunks, context.state, context.averaging, progress, context.parts.get, span, buffer
+            )
+        if progress.landing is None:
+            if included:
+                taker.note_included()
+            missed_rounds = 0 if included else self._missed_rounds + 1
+            share = Share(own, included, missed_rounds, context.exchange.tokens, taker.spent(), taker.sits_out)
+            outcome = landing(context.run, record, context.state, context.peer_id, share)
+            # Training takes it up while the hashes are computed.
+            self._hand_over(outcome)
+            self._missed_rounds, progress.landing = missed_rounds, outcome
+        await context.compute(context.state.rehash)
+        context.parts.keep(record)
+        return progress.landing
+
+    async def land(self, landing: Landing) -> None:
+        """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
+        self._hand_over(landing)
+        await self._landed.wait()
+
+    def _hand_over(self, landing: Landing) -> None:
+        self._landed = trio.Event()
+        self._context.exchange.land(landing)
+
+    def _on_landed(self, landing: Landing, held_s: float) -> None:
+        self._held_s = held_s
+        self._landed.set()

@@ -1,0 +1,59 @@
+"""What every part of a round uses of its peer, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.parts import PartStore
+from p2ptrain.protocol.rounds.averaging import averaging_of
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import Message
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
+
+# Sends a control message to a peer, also to ourselves; lost when the peer is not linked.
+Tell = Callable[[PeerId, Message], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundContext:
+    """One peer, as its rounds see it.
+
+    Attributes:
+        codec: of outer gradients.
+        state: anchor and moments; only commits change it.
+        parts: the blobs of rounds, by hash.
+        timeouts: how long to wait for whom.
+    """
+
+    peer_id: PeerId
+    incarnation: str
+    run: RunConfig
+    links: Links
+    exchange: Exchange
+    state: AnchorState
+    compute: Compute
+    averaging: Averaging
+    codec: Codec
+    parts: PartStore
+    timeouts: Timeouts
+
+
+def context_of(
+    peer_id: PeerId, incarnation: str, run: RunConfig, links: Links, exchange: Exchange, state: AnchorState,
+    compute: Compute,
+) -> RoundContext:  # fmt: skip
+    """The context of a peer whose rounds begin."""
+    averaging = averaging_of(run)
+    return RoundContext(
+        peer_id, incarnation, run, links, exchange, state, compute, averaging, gradient_codec(run),
+        PartStore(links, compute, averaging),
+        Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s),
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""The grid on which outer gradients are cut: chunks of 1024 blocks, the same on every peer.
+
+Codecs code each chunk alone, and what a plan gives to one reducer is a run of whole chunks. So a second attempt with
+another plan sends the very same bytes. A chunk has 66 KiB as int8, 256 KiB as fp32: small enough that a control frame
+never waits long behind one on a slow link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS
+from p2ptrain.errors import WireError
+
+
+def chunk_bounds(start: int, stop: int) -> list[tuple[int, int]]:
+    """The chunks of blocks [start, stop); start lies on the grid."""
+    assert start % CHUNK_BLOCKS == 0
+    return [(low, min(low + CHUNK_BLOCKS, stop)) for low in range(start, stop, CHUNK_BLOCKS)]
+
+
+def split_parts(num_blocks: int, reducers: int) -> list[tuple[int, int]]:
+    """At most `reducers` runs of whole chunks, as equal as can be, that cover all blocks in order."""
+    chunks = -(-num_blocks // CHUNK_BLOCKS)
+    count = min(chunks, reducers)
+    edges = [i * chunks // count * CHUNK_BLOCKS for i in range(count)] + [num_blocks]
+    return [(edges[i], edges[i + 1]) for i in range(count)]
+
+
+def check_parts(parts: Iterable[tuple[int, int]], num_blocks: int) -> None:
+    """Raises WireError unless the parts cover [0, num_blocks) in order, each starting on the grid."""
+    position = 0
+    for start, stop in parts:
+        if start != position or stop <= start or start % CHUNK_BLOCKS:
+            raise WireError(f"part [{start}, {stop}) does not continue at block {position}")
+        position = stop
+    if position != num_blocks:
+        raise WireError(f"parts end at block {position} of {num_blocks}")
+
+
+def check_chunk(start: int, stop: int, num_blocks: int) -> None:
+    """Raises WireError unless [start, stop) is one chunk of the grid."""
+    if start % CHUNK_BLOCKS or not 0 <= start < num_blocks or stop != min(start + CHUNK_BLOCKS, num_blocks):
+        raise WireError(f"[{start}, {stop}) is no chunk of a vector of {num_blocks} blocks")

@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 
 MINUTES := 20
 SEEDS := 500
+STATES := 1000000
 
 .PHONY: demo test test-long compose-test lint docs bench soak storms links reproduce reproduce-full clean
 
@@ -42,9 +43,9 @@ bench: $(STAMP)
 soak: $(STAMP)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
-# The protocol under hundreds of random storms, in virtual time.
+# The protocol under hundreds of random storms, in virtual time, and a million states of a round's consensus.
 storms: $(STAMP)
-	STORMS=$(SEEDS) $(BIN)/python -m pytest tests/protocol/test_storm.py $(ARGS)
+	STORMS=$(SEEDS) STATES=$(STATES) $(BIN)/python -m pytest tests/protocol/test_storm.py tests/protocol/test_consensus.py $(ARGS)
 
 # Real peers on slow and broken links, in network namespaces: ten minutes, as root.
 links: $(STAMP)

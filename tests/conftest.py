@@ -28,6 +28,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests say with `record_property("shown", ...)`, also those that ran in another process."""
+    lines = [
+        value
+        for report in terminalreporter.stats.get("passed", [])
+        for name, value in getattr(report, "user_properties", ())
+        if name == "shown"
+    ]
+    if lines:
+        terminalreporter.section("what tests found")
+        for line in lines:
+            terminalreporter.write_line(str(line))
+
+
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Iterator[None]:
     """What a test makes of Ctrl-C and SIGTERM ends with it."""

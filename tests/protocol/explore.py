@@ -59,7 +59,7 @@ class Scenario:
         leads: attempts of each leader and incarnation.
         kept: times that each of `frail` is built anew and keeps its memory.
         forgotten: times that each of `frail` is started anew and remembers nothing.
-        spare: leave out what only ends an attempt sooner, as what is lost does as well (Refuse, Withdraw, Abort,
+        lean: leave out what only ends an attempt sooner, as what is lost does as well (Refuse, Withdraw, Abort,
             times that are out but the joining window), and let drivers answer at once.
     """
 
@@ -69,7 +69,7 @@ class Scenario:
     kept: int = 0
     forgotten: int = 0
     frail: str = ""
-    spare: bool = False
+    lean: bool = False
 
     @cached_property
     def peers(self) -> str:
@@ -108,11 +108,19 @@ class Envelope:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a search: the states seen, whether that is all there are, and the way to a double commit."""
+    """What came of a search.
+
+    Attributes:
+        states: so many were seen.
+        decided: in so many of them somebody has learned a record.
+        complete: whether that is all there are.
+        conflict: the way to a state in which two records were learned.
+    """
 
     states: int
+    decided: int
     complete: bool
-    conflict: list[str] | None
+    conflict: list[str] | None = None
 
 
 class Explorer:
@@ -134,20 +142,21 @@ class Explorer:
         """Breadth first, to the end, to a double commit, or until so many states have been seen."""
         first = self._pack([self._intern(self._fresh(peer, "1")) for peer in self.scenario.peers], 0, 0)
         seen: dict[int, int] = {first: 0}
-        frontier = [first]
+        frontier, shift, decided = [first], BITS * len(self.scenario.peers), 0
         while frontier:
             reached: list[int] = []
             for packed in frontier:
                 for state, _ in self._successors(packed):
                     if state < 0:
-                        return Found(len(seen), False, [*self._way(seen, packed), *self._last(packed)])
+                        return Found(len(seen), decided, False, [*self._way(seen, packed), *self._last(packed)])
                     if state not in seen:
                         seen[state] = packed
                         reached.append(state)
+                        decided += state >> shift & 255 > 0
                 if len(seen) >= limit:
-                    return Found(len(seen), False, None)
+                    return Found(len(seen), decided, False)
             frontier = reached
-        return Found(len(seen), True, None)
+        return Found(len(seen), decided, True)
 
     # --- the whole ----------------------------------------------------------------------------------------------
 
@@ -224,10 +233,10 @@ class Explorer:
     def _own_moves(self, number: int) -> Iterator[tuple[int, int, str]]:
         local = self._locals[number]
         state = local.state
-        if not self.scenario.spare or (state.proposer is not None and state.proposer.joining):
+        if not self.scenario.lean or (state.proposer is not None and state.proposer.joining):
             yield self._step(local, Tick(), 0.0 if state.proposer is not None else 1.0)
         if local.leads and state.proposer is None and state.learner.record is None:
-            lead = Lead(tuple(self.scenario.peers), 0.0, 0.0, 0.0)
+            lead = Lead(tuple(self.scenario.voters), 0.0, 0.0, 0.0)
             yield self._step(dataclasses.replace(local, leads=local.leads - 1), lead, 0.0)
         if local.kept:
             kept = dataclasses.replace(local, state=consensus.restarted(state), kept=local.kept - 1)
@@ -244,7 +253,7 @@ class Explorer:
                 if isinstance(effect, Learned):
                     learned = record_sha256(effect.record)
                 for envelope in self._carry_out(state, effect):
-                    if self.scenario.spare and envelope.incarnation is not None:
+                    if self.scenario.lean and envelope.incarnation is not None:
                         events.append(envelope.event)
                     else:
                         sent |= 1 << self._post(envelope)
@@ -254,7 +263,7 @@ class Explorer:
         """The driver's part of the contract, by stand-ins: each attempt averages to a record of its own."""
         me, incarnation = state.peer, state.incarnation
         match effect:
-            case Send(_, Refuse() | Abort() | Withdraw()) if self.scenario.spare:
+            case Send(_, Refuse() | Abort() | Withdraw()) if self.scenario.lean:
                 pass
             case Send(to, Abort() | Withdraw() as message):
                 # Why is for people.
@@ -308,7 +317,7 @@ class Explorer:
         return f"{peer}: sends " + ", ".join(f"{_short(envelope.event)} to {envelope.to}" for envelope in sends)
 
     def _last(self, packed: int) -> list[str]:
-        return [peer for state, peer in self._successors(packed) if state < 0]
+        return [move for state, move in self._successors(packed) if state < 0]
 
 
 class _Renaming:

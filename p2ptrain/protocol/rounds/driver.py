@@ -14,25 +14,22 @@ import random
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import trio
 
-from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
+from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange_types import Epoch, Landing, RoundReport, Snapshot
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.parts import KEEP_ALL_S
 from p2ptrain.protocol.rounds import consensus, policy
-from p2ptrain.protocol.rounds.commit import Committer, check_record
+from p2ptrain.protocol.rounds.attempts import Attempts
+from p2ptrain.protocol.rounds.calling import Caller
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import (
     Average,
-    Averaged,
     Broadcast,
     Effect,
     Event,
     Fetch,
-    Lead,
     LeaderEnded,
     LeaderFailed,
     Learned,
@@ -45,12 +42,9 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     Unproven,
 )
-from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.leader import AveragingLeader
-from p2ptrain.protocol.rounds.leader_election import LeaderElection
 from p2ptrain.protocol.rounds.lineage import LineageWatch, new_lineage
 from p2ptrain.protocol.rounds.liveness import Liveness, Peers
-from p2ptrain.protocol.rounds.member import Participation, innermost
+from p2ptrain.protocol.rounds.outcome import Outcomes, RoundEvents
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, Silences
 from p2ptrain.protocol.wire.messages import (
@@ -82,27 +76,8 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 # How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
 STALL_POLL_S, HELD_UP_S, PAUSED_S = 0.25, 1.0, 10.0
-# Due, and nobody calls: say it again, to the next leader in line.
-DUE_AGAIN_S = 3.0
-# One who is alone lets a round wait this long for joiners that make progress. 124M parameters and a moment come in 90 s
-# at 100 Mbit/s, in a quarter of an hour at 10 Mbit/s.
-JOINERS_PATIENCE_S = 1000.0
-# A JOIN is sent at the end of the window at the latest; on a busy machine it is under way this long (guess).
-JOIN_GRACE_S = 0.5
 # Two leaders that got into each other's way must not meet again.
 REST_S = (0.05, 0.3)
-# An outcome that could not be brought home is tried again after this, so many times (guess).
-RETRY_S, MAX_RETRIES = 5.0, 5
-
-
-class RoundEvents(Protocol):
-    """What the node is told."""
-
-    def round_ended(self, report: RoundReport) -> None: ...
-
-    def fall_behind(self, reason: str) -> None:
-        """This peer cannot follow by records any more: replace the whole state."""
-        ...
 
 
 class RoundDriver:
@@ -113,31 +88,28 @@ class RoundDriver:
     ) -> None:
         self.context = context
         self.parts = context.parts
-        self._events_out = events
+        self._events = events
         self._rng = rng
         self._exchange = context.exchange
         self._liveness = Liveness((context.peer_id, context.incarnation), context.links, peers)
-        self._election = LeaderElection()
         self._silences = Silences()
+        self._caller = Caller(context, self._liveness, self._silences)
         self._lineage_watch = LineageWatch(self._liveness)
         self._taker = SnapshotTaker(
             context.run, context.exchange, context.state, context.links.counters, context.compute, faults
         )
-        self._committer = Committer(context)
-        self._fetcher = RecordFetcher(context.parts, context.averaging, context.compute)
+        self._outcomes = Outcomes(context, self._taker, self._liveness, events, self.set_head, self._on_outcome_ended)
+        self._attempts = Attempts(
+            context, self._taker, self._silences, fetch=self._fetch, tell=self.tell, apply=self._apply
+        )
         self._state = self._begin(Head("", "", -1, "", "", (), 0, 0, None))
         self._queue: deque[Event] = deque()
         self._pumping = False
-        self._participation: Participation | None = None
-        self._leader: AveragingLeader | None = None
-        self._called_s = 0.0
+        self._called_s = self._rest_until_s = 0.0
         self._attempts_failed = 0
-        self._resolving = self._leaving = False
-        self._retries = 0
-        self._retry_s = self._rest_until_s = self._due_from_s = 0.0
+        self._leaving = False
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._changed = trio.Event()
-        self._stepped = trio.Event()
         self._nursery: trio.Nursery | None = None
         context.exchange.on_due = self._wake
         context.exchange.on_snapshot = self._on_snapshot
@@ -146,6 +118,8 @@ class RoundDriver:
         """Drive rounds until cancelled. Messages may be delivered as soon as it has started."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            self._outcomes.start(nursery)
+            self._attempts.start(nursery)
             self._lineage_watch.excuse()
             nursery.start_soon(self._watch_stalls)
             nursery.start_soon(self._keep_time)
@@ -172,17 +146,17 @@ class RoundDriver:
     @property
     def busy(self) -> bool:
         """Whether the anchor is being replaced, so that it must not be read."""
-        return self._committer.stepping
+        return self._outcomes.busy
 
     @property
     def state_lock(self) -> trio.Lock:
         """Held while the anchor is being replaced; hold it to copy a consistent one."""
-        return self._committer.lock
+        return self._outcomes.lock
 
     @property
     def resolving(self) -> bool:
         """Whether an outcome is being brought home, or the state replaced."""
-        return self._resolving
+        return self._outcomes.resolving
 
     @property
     def finished(self) -> bool:
@@ -192,23 +166,20 @@ class RoundDriver:
     @property
     def status(self) -> str:
         """What this peer is doing now, for people."""
-        if self._resolving and self._state.learner.record is not None:
+        if self.resolving and self._state.learner.record is not None:
             return f"round {self._state.round}: landing"
-        if self._participation is not None:
-            return f"round {self._state.round}: {self._participation.stage}"
-        return "training"
+        stage = self._attempts.stage
+        return f"round {self._state.round}: {stage}" if stage else "training"
 
     def set_head(self, head: Head) -> None:
         """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before."""
         self._give_up("we stand on another state now")
         same_lineage = head.lineage == self.head.lineage
         self._state = self._begin(head)
-        self._election.begin(head, same_lineage=same_lineage)
+        self._caller.election.begin(head, same_lineage=same_lineage)
         self._lineage_watch.excuse()
         self._forget_snapshot()
-        self._committer.forget()
-        self._fetcher.cancel()
-        self._retries = 0
+        self._outcomes.forget()
         self._wake()
 
     def found_lineage(self) -> None:
@@ -222,26 +193,18 @@ class RoundDriver:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Hold rounds off while the whole state is replaced; waits until an outcome under way has landed."""
-        while self._resolving:
-            await self._changed.wait()
-        self._resolving = self._committer.stepping = True
-        self._give_up("its state is being replaced")
-        try:
-            async with self.state_lock:
-                yield
-        finally:
-            self._resolving = self._committer.stepping = False
-            self._wake()
+        async with self._outcomes.held_off(lambda: self._give_up("its state is being replaced")):
+            yield
 
     def leave(self) -> None:
         """Begin and follow no round any more; one that is being brought home is, while we are still there."""
         self._leaving = True
-        if not self._resolving:
+        if not self.resolving:
             self._give_up("it leaves")
 
     async def land(self, landing: Landing) -> None:
         """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
-        await self._committer.land(landing)
+        await self._outcomes.land(landing)
 
     async def adopt_record(self, sender: PeerId, record: Record) -> None:
         """Bring a round home that we missed, by the record that another peer gave us.
@@ -250,11 +213,8 @@ class RoundDriver:
         """
         head = self.head
         self.deliver(sender, Commit(record))
-        while self.head is head and (self._resolving or self._state.learner.heard):
-            changed, stepped = self._changed, self._stepped
-            async with trio.open_nursery() as nursery:
-                for event in (changed, stepped):
-                    nursery.start_soon(_wait_then_cancel, event, nursery.cancel_scope)
+        while self.head is head and (self.resolving or self._state.learner.heard):
+            await self._changed.wait()
 
     def _begin(self, head: Head) -> consensus.State:
         return consensus.begin(*self._liveness.own, head, self.context.timeouts.limits(0.0, 0.0))
@@ -283,15 +243,15 @@ class RoundDriver:
         match message:
             case Inquire():
                 self._receive(sender, message)
-            case Call() | Commit() if self._resolving:
+            case Call() | Commit() if self.resolving:
                 # Of the round after the one that is landing here: taken up once it has landed.
                 self._deferred[type(message)] = (sender, message)
             case Due():
-                if self._election.note_due(sender, message, self.head):
+                if self._caller.election.note_due(sender, message, self.head):
                     self._wake()
-            case _ if self._resolving or self.finished or self._leaving:
+            case _ if self.resolving or self.finished or self._leaving:
                 pass
-            case Call(attempt=attempt):
+            case Call():
                 self._on_call(sender, message)
             case Propose() | Ready() | Commit() | Abort() | Accepted():
                 self._receive(sender, message)
@@ -299,38 +259,20 @@ class RoundDriver:
                 self._receive(sender, message)
                 if message.attempt.leader == self.context.peer_id and message.attempt.counter == self._state.highest:
                     # Also one that comes after the window: the next window is longer.
-                    self._election.note_spread(trio.current_time() - self._called_s)
-            case Withdraw(attempt=attempt) | Refuse(attempt=attempt):
+                    self._caller.election.note_spread(trio.current_time() - self._called_s)
+            case Withdraw() | Refuse() | Roster():
                 self._receive(sender, message)
-                if self._leader is not None and attempt == self._leader.attempt:
-                    self._leader.note_gone(sender)
-            case Roster(attempt=attempt):
-                self._receive(sender, message)
-                self._to_participation(sender, message)
-            case Reduce():
-                self._to_participation(sender, message)
-            case Arrived(attempt=attempt) | Reduced(attempt=attempt):
-                if self._leader is not None and attempt == self._leader.attempt:
-                    self._leader.deliver(sender, message)
-            case Contribution(attempt=attempt):
-                if self._participation is not None and attempt == self._participation.attempt:
-                    self._participation.contribute(sender, message, payload)
+                self._attempts.deliver(sender, message, payload)
+            case Reduce() | Arrived() | Reduced() | Contribution():
+                self._attempts.deliver(sender, message, payload)
             case _:
                 raise WireError(f"{type(message).__name__} is no round message")
 
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""
-        if self._participation is not None:
-            self._participation.note_lost(peer_id)
-        if self._leader is not None:
-            self._leader.note_gone(peer_id)
+        self._attempts.note_lost(peer_id)
         self._apply(Lost(peer_id))
         self._wake()
-
-    def _to_participation(self, sender: PeerId, message: Roster | Reduce) -> None:
-        participation = self._participation
-        if participation is not None and message.attempt == participation.attempt and sender == message.attempt.leader:
-            participation.deliver(message)
 
     def _on_call(self, sender: PeerId, call: Call) -> None:
         now, member = trio.current_time(), self._state.member
@@ -340,10 +282,11 @@ class RoundDriver:
             self._silences.note(sender, now, SILENT_LEADER_S)
         if sender in self._silences.passed_over(now):
             return
-        limits = self.context.timeouts.limits(self._window_s(), self._liveness.round_trip_s())
+        limits = self.context.timeouts.limits(self._caller.window_s(), self._liveness.round_trip_s())
         self._state = dataclasses.replace(self._state, limits=limits)
         self._receive(sender, call)
-        self._election.counter = max(self._election.counter, min(call.attempt.counter, self._state.highest))
+        election = self._caller.election
+        election.counter = max(election.counter, min(call.attempt.counter, self._state.highest))
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         # One that was asked for before the head moved on belongs to no round any more.
@@ -382,8 +325,7 @@ class RoundDriver:
             if (before.member, before.proposer, before.learner) != (
                 self._state.member, self._state.proposer, self._state.learner
             ):  # fmt: skip
-                self._stepped.set()
-                self._stepped = trio.Event()
+                self._wake()
 
     def _carry_out(self, effect: Effect, cause: Event) -> None:
         """Do one thing that the consensus wants. An error in it costs the attempt that it belongs to."""
@@ -395,12 +337,15 @@ class RoundDriver:
                     for peer_id in self._liveness.trainers():
                         self.tell(peer_id, message)
                 case Prepare():
-                    self._begin_attempt(effect)
+                    if self._attempts_failed == 0:
+                        self._taker.begin()
+                    self._attempts.take_part(effect, self.head)
                 case Fetch():
-                    if self._participation is not None and self._participation.attempt == effect.attempt:
-                        self._participation.deliver(effect)
+                    self._attempts.fetch(effect)
                 case Average():
-                    self._begin_averaging(effect)
+                    assert self._state.proposer is not None
+                    rtt_s = self._liveness.round_trip_s()
+                    self._attempts.lead(effect, self.head, self._state.proposer.attempt_s, rtt_s)
                 case MemberEnded():
                     self._on_member_ended(effect, cause)
                 case LeaderEnded():
@@ -408,7 +353,7 @@ class RoundDriver:
                 case Learned(record):
                     self._on_learned(record)
                 case Unproven(record):
-                    self._events_out.fall_behind(f"round {record.round}: no quorum says that it was committed")
+                    self._events.fall_behind(f"round {record.round}: no quorum says that it was committed")
         except Exception:
             logger.exception("%s could not be done", type(effect).__name__)
             match effect:
@@ -417,41 +362,10 @@ class RoundDriver:
                 case Average(attempt, _):
                     self._queue.append(LeaderFailed(attempt, "unexpected error"))
 
-    def _begin_attempt(self, effect: Prepare) -> None:
-        assert self._nursery is not None
-        self._end_participation()
-        if self._attempts_failed == 0:
-            self._taker.begin()
-        self._participation = Participation(
-            self.context, effect.attempt, self.head, self._taker, fetch=self._fetch, tell=self.tell, apply=self._apply
-        )
-        self._nursery.start_soon(self._participation.run, effect.window_s)
-
-    def _begin_averaging(self, effect: Average) -> None:
-        proposer = self._state.proposer
-        if proposer is None or self._nursery is None:
-            return
-        self._leader = AveragingLeader(
-            self.context, self._silences, effect.attempt, self.head, attempt_s=proposer.attempt_s,
-            rtt_s=self._liveness.round_trip_s(), tell=self.tell,
-        )  # fmt: skip
-        self._nursery.start_soon(self._average, self._leader, dict(effect.joins))
-
-    async def _average(self, leader: AveragingLeader, joins: dict[PeerId, Join]) -> None:
-        with leader.scope:
-            try:
-                self._apply(Averaged(leader.attempt, await leader.run(joins)))
-            except RoundFailedError as error:
-                self._apply(LeaderFailed(leader.attempt, str(error)))
-            except Exception as error:
-                logger.exception("attempt %d ended by an unexpected error", leader.attempt.counter)
-                self._apply(LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
-
     def _on_member_ended(self, effect: MemberEnded, cause: Event) -> None:
-        participation = self._participation
-        if participation is None or participation.attempt != effect.attempt:
+        if self._attempts.followed != effect.attempt:
             return
-        self._end_participation()
+        self._attempts.end_member()
         if isinstance(cause, Tick):
             self._silences.note(effect.attempt.leader, trio.current_time(), SILENT_LEADER_S)
         if self._state.member is None:
@@ -463,10 +377,10 @@ class RoundDriver:
 
     def _on_leader_ended(self, effect: LeaderEnded) -> None:
         logger.info("round %d, attempt %d: %s", self._state.round, effect.attempt.counter, effect.reason)
-        if effect.timed_out and self._leader is not None:
+        if effect.timed_out:
             # The next one gets several times as long, up to the user's bound.
             self.context.timeouts.note_round(trio.current_time() - self._called_s)
-        self._end_leader()
+        self._attempts.end_leader()
         self._rest_until_s = trio.current_time() + self._rng.uniform(*REST_S)
         self._wake()
 
@@ -474,24 +388,14 @@ class RoundDriver:
         attempt = self._state.acceptor.attempt
         if attempt is not None:
             self._silences.excuse(attempt.leader)
-        self._end_participation()
-        self._end_leader()
-        self._resolve_soon(record)
-
-    def _end_participation(self) -> None:
-        if self._participation is not None:
-            self._participation.scope.cancel()
-            self._participation = None
-
-    def _end_leader(self) -> None:
-        if self._leader is not None:
-            self._leader.scope.cancel()
-            self._leader = None
+        self._attempts.end_member()
+        self._attempts.end_leader()
+        self._outcomes.resolve(record, self.head.state_sha256)
 
     def _give_up(self, reason: str) -> None:
         """Take part in no attempt any more, and lead none; who takes part with us is told."""
-        self._end_participation()
-        self._end_leader()
+        self._attempts.end_member()
+        self._attempts.end_leader()
         if self._state.proposer is not None:
             self._apply(LeaderFailed(self._state.proposer.attempt, reason))
         if self._state.member is not None:
@@ -501,9 +405,9 @@ class RoundDriver:
         """Nothing changes but the time of the next round; what was learnt stays in the weights."""
         self._forget_snapshot()
         self._exchange.postpone()
-        self._election.skip(self._state.round)
+        self._caller.election.skip(self._state.round)
         head = self.head
-        self._events_out.round_ended(
+        self._events.round_ended(
             RoundReport(head.round + 1, "skipped", head.lineage, parent_sha256=head.state_sha256, reason=reason)
         )
 
@@ -511,74 +415,40 @@ class RoundDriver:
 
     async def _drive(self) -> None:
         """Say when we are due, lead when it is our turn, and see whether the voters are still there."""
-        said_s, said_for = 0.0, ("", -2, 0)
         while True:
             changed, wake_s = self._changed, 1.0
-            if self.head.lineage and not self._resolving and not self.finished and not self._leaving:
+            if self.head.lineage and not self.resolving and not self.finished and not self._leaving:
                 now = trio.current_time()
-                waits = self._awaits_joiners(now)
-                idle = self._state.member is None and self._state.proposer is None
                 if self._state.learner.record is not None:
-                    self._retry(now)
-                elif idle and self._exchange.due and not waits:
-                    this = (self.head.lineage, self.head.round, self._attempts_failed)
-                    if this != said_for or now - said_s > DUE_AGAIN_S:
-                        self._election.counter += this == said_for
-                        said_s, said_for = now, this
-                        self._say_due()
-                        changed = self._changed
-                if idle and not waits and self._is_ours_to_lead():
-                    if now >= self._rest_until_s:
-                        self._lead()
-                    else:
-                        wake_s = self._rest_until_s - now
+                    self._outcomes.retry(self._state.learner.record, self.head.state_sha256, now)
+                elif self._state.member is None and self._state.proposer is None and not self._caller.waits(now):
+                    wake_s = self._call(now)
                 three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
-                if not self._committer.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s):
+                if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s):
                     self.found_lineage()
             with trio.move_on_after(wake_s):
                 await changed.wait()
 
-    def _awaits_joiners(self, now: float) -> bool:
-        """Alone, a round had better wait for peers that are taking over the state, as it would change under them.
-
-        Only alone: where there are others to agree with, a slow joiner holds nobody up.
-        """
-        if not self._exchange.due:
-            self._due_from_s = now
-        if self._exchange.at_length or not self._liveness.alone() or not self._liveness.joiners():
-            return False
-        return now - self._due_from_s < JOINERS_PATIENCE_S
-
-    def _is_ours_to_lead(self) -> bool:
-        head, passed_over = self.head, self._silences.passed_over(trio.current_time())
-        if self._state.learner.record is not None:
-            return False
-        present = {voter for voter in self._liveness.present() if voter[0] not in passed_over}
-        return self._election.is_ours(self.context.peer_id, head, present, self._liveness.reaches(head))
-
-    def _say_due(self) -> None:
-        due = Due(self.head.lineage, self.head.round + 1, self._election.counter)
-        for peer_id in (self.context.peer_id, *self._liveness.trainers()):
-            self.tell(peer_id, due)
-
-    def _lead(self) -> None:
-        called = (*self._liveness.trainers(), self.context.peer_id)
-        grace_s = max(JOIN_GRACE_S, 2 * self._liveness.round_trip_s())
-        self._called_s = trio.current_time()
-        self._apply(
-            Lead(called, self._window_s(), grace_s, self.context.timeouts.attempt_s(), self._election.counter)
-        )  # fmt: skip
-
-    def _window_s(self) -> float:
-        speeds = [beat.speed for beat in self._liveness.beats().values()]
-        return self._election.window_s(self.context.run.sync_every, self._exchange.step_s, speeds)
+    def _call(self, now: float) -> float:
+        """Say that we are due, and lead, where it is time for that. Returns when to look again."""
+        due = self._caller.due(self.head, self._attempts_failed, now)
+        if due is not None:
+            for peer_id in (self.context.peer_id, *self._liveness.trainers()):
+                self.tell(peer_id, due)
+        if not self._caller.is_ours_to_lead(self.head, now):
+            return 1.0
+        if now < self._rest_until_s:
+            return self._rest_until_s - now
+        self._called_s = now
+        self._apply(self._caller.lead())
+        return 1.0
 
     async def _keep_time(self) -> None:
         """Tell the consensus when one of its deadlines has passed."""
         while True:
-            stepped = self._stepped
+            changed = self._changed
             with trio.move_on_at(consensus.deadline_s(self._state)):
-                await stepped.wait()
+                await changed.wait()
             if trio.current_time() >= consensus.deadline_s(self._state):
                 self._apply(Tick())
 
@@ -592,92 +462,26 @@ class RoundDriver:
             excused = slept_s > HELD_UP_S and not excused
             if slept_s > PAUSED_S:
                 self._lineage_watch.excuse()
-            participation = self._participation
-            if participation is not None and not excused:
-                if not self._liveness.is_linked(participation.attempt.leader):
-                    self.note_lost(participation.attempt.leader)
-                participation.give_up_stalled()
+            followed = self._attempts.followed
+            if followed is not None and not excused:
+                if not self._liveness.is_linked(followed.leader):
+                    self.note_lost(followed.leader)
+                self._attempts.give_up_stalled()
 
     # --- the outcome ----------------------------------------------------------------------------------------------
 
     async def _fetch(self, record: Record) -> None:
-        """Hold all parts of a record, verified by hash and decodable.
+        await self._outcomes.fetch(record, self.head.state_sha256)
 
-        Raises RoundFailedError, PeerLostError or WireError.
-        """
-        check_record(record, self.context.state, self.context.averaging)
-        if record.parent_sha256 != self.head.state_sha256:
-            raise RoundFailedError("the record starts from another state than ours")
-        assert self._nursery is not None
-        await self._fetcher.fetch(record, self._liveness.trainers(), self._nursery)
-
-    def _resolve_soon(self, record: Record) -> None:
-        assert self._nursery is not None
-        self._resolving = True
-        self._nursery.start_soon(self._resolve, record)
-
-    def _retry(self, now: float) -> None:
-        """The outcome is known, and could not be brought home: try again, unless the state is replaced before."""
-        record = self._state.learner.record
-        if record is not None and self._retries <= MAX_RETRIES and now >= self._retry_s:
-            self._resolve_soon(record)
-
-    async def _resolve(self, record: Record) -> None:
-        """Fetch what is missing, step the anchor, land; what cannot be had any more ends in `fall_behind`."""
-        try:
-            await self._fetch(record)
-            await self._commit(record)
-        except (RoundFailedError, PeerLostError, WireError) as error:
-            self._cannot_adopt(record, str(error))
-        except Exception as error:
-            # Our bug. The outcome is decided and stays so: it is tried again, and the whole state replaced if need be.
-            logger.exception("round %d could not be brought home", record.round)
-            self._cannot_adopt(record, f"unexpected error: {innermost(error)!r}")
-        finally:
-            self._resolving = False
-            self._wake()
+    def _on_outcome_ended(self) -> None:
+        """An outcome has landed or failed, or the state was replaced: what came meanwhile is taken up."""
+        self._wake()
         deferred, self._deferred = self._deferred, {}
         for sender, message in deferred.values():
             # A leader that was lost meanwhile calls nobody any more.
-            if self._liveness.is_linked(sender):
-                self._deliver_late(sender, message)
-
-    def _deliver_late(self, sender: PeerId, message: Message) -> None:
-        try:
-            self.deliver(sender, message)
-        except Exception as error:
-            logger.warning("%s of %s came to nothing: %r", type(message).__name__, sender, error)
-
-    def _cannot_adopt(self, record: Record, reason: str) -> None:
-        if self._state.learner.record is None:
-            return  # the step is taken; only what came after it failed
-        self._retries += 1
-        self._retry_s = trio.current_time() + RETRY_S
-        self._events_out.fall_behind(f"round {record.round} cannot be adopted: {reason}")
-
-    async def _commit(self, record: Record) -> None:
-        """Take the outer step, land it, and say so."""
-        contributors = ((c.peer_id, c.incarnation) for c in record.contributors)
-        included = self._taker.own is not None and self._liveness.own in contributors
-
-        def stand_at(head: Head) -> None:
-            if self._taker.own is not None:
-                self.context.timeouts.note_round(self._taker.spent().wall_s)
-            self.set_head(head)
-
-        report = await self._committer.commit(record, self._taker, included=included, stand_at=stand_at)
-        assert self._nursery is not None
-        self._nursery.start_soon(self._trim_later, record)
-        self._events_out.round_ended(report)
-
-    async def _trim_later(self, record: Record) -> None:
-        await trio.sleep(KEEP_ALL_S)
-        # Not while an attempt is under way or undecided, whose parts are in the same store.
-        undecided = self._participation or self._state.acceptor.record or self._fetcher.needed
-        if not undecided and not self._resolving:
-            self.parts.trim(record, self.context.peer_id)
-
-
-async def _wait_then_cancel(event: trio.Event, scope: trio.CancelScope) -> None:
-    await event.wait()
-    scope.cancel()
+            if not self._liveness.is_linked(sender):
+                continue
+            try:
+                self.deliver(sender, message)
+            except Exception as error:
+                logger.warning("%s of %s came to nothing: %r", type(message).__name__, sender, error)

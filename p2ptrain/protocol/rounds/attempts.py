@@ -1,0 +1,150 @@
+"""The attempts that are under way here: at most one that we take part in, and one that we lead.
+
+Each runs in a task of its own and ends by itself: what goes wrong in one is told to the consensus, and costs no other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.rounds.context import RoundContext, Tell
+from p2ptrain.protocol.rounds.events import Average, Averaged, Event, Fetch, LeaderFailed, Prepare
+from p2ptrain.protocol.rounds.leader import AveragingLeader
+from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.timeouts import Silences
+from p2ptrain.protocol.wire.messages import (
+    Arrived,
+    Attempt,
+    Contribution,
+    Head,
+    Join,
+    Message,
+    Record,
+    Reduce,
+    Reduced,
+    Refuse,
+    Roster,
+    Withdraw,
+)
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+class Attempts:
+    """Starts and ends them, and hands them what others send for them.
+
+    Args:
+        fetch: holds all parts of a record; raises RoundFailedError, PeerLostError or WireError.
+        apply: takes an event to the consensus.
+    """
+
+    def __init__(
+        self, context: RoundContext, taker: SnapshotTaker, silences: Silences, *,
+        fetch: Callable[[Record], Awaitable[None]], tell: Tell, apply: Callable[[Event], None],
+    ) -> None:  # fmt: skip
+        self._context = context
+        self._taker = taker
+        self._silences = silences
+        self._fetch = fetch
+        self._tell = tell
+        self._apply = apply
+        self._member: Participation | None = None
+        self._leader: AveragingLeader | None = None
+        self._nursery: trio.Nursery | None = None
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Run in this nursery from now on."""
+        self._nursery = nursery
+
+    @property
+    def followed(self) -> Attempt | None:
+        """The one that we take part in."""
+        return self._member.attempt if self._member is not None else None
+
+    @property
+    def stage(self) -> str:
+        """What we are doing in the one that we take part in, for people; empty where there is none."""
+        return self._member.stage if self._member is not None else ""
+
+    def take_part(self, effect: Prepare, head: Head) -> None:
+        """Take part in an attempt, and in no other."""
+        assert self._nursery is not None
+        self.end_member()
+        self._member = Participation(
+            self._context, effect.attempt, head, self._taker, fetch=self._fetch, tell=self._tell, apply=self._apply
+        )
+        self._nursery.start_soon(self._member.run, effect.window_s)
+
+    def fetch(self, effect: Fetch) -> None:
+        """Fetch what was proposed."""
+        if self._member is not None and self._member.attempt == effect.attempt:
+            self._member.deliver(effect)
+
+    def lead(self, effect: Average, head: Head, attempt_s: float, rtt_s: float) -> None:
+        """Lead the averaging of our attempt."""
+        assert self._nursery is not None
+        self.end_leader()
+        self._leader = AveragingLeader(
+            self._context, self._silences, effect.attempt, head, attempt_s=attempt_s, rtt_s=rtt_s, tell=self._tell
+        )
+        self._nursery.start_soon(self._average, self._leader, dict(effect.joins))
+
+    async def _average(self, leader: AveragingLeader, joins: dict[PeerId, Join]) -> None:
+        with leader.scope:
+            try:
+                self._apply(Averaged(leader.attempt, await leader.run(joins)))
+            except RoundFailedError as error:
+                self._apply(LeaderFailed(leader.attempt, str(error)))
+            except Exception as error:
+                # Our bug. It costs this attempt.
+                logger.exception("attempt %d ended by an unexpected error", leader.attempt.counter)
+                self._apply(LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
+
+    def end_member(self) -> None:
+        """Take part in nothing any more."""
+        if self._member is not None:
+            self._member.scope.cancel()
+            self._member = None
+
+    def end_leader(self) -> None:
+        """Lead nothing any more."""
+        if self._leader is not None:
+            self._leader.scope.cancel()
+            self._leader = None
+
+    # --- what others send -----------------------------------------------------------------------------------------
+
+    def deliver(self, sender: PeerId, message: Message, payload: bytes) -> None:
+        """Hand a message to the attempt that it is for. Raises WireError where it breaks the protocol."""
+        member, leader = self._member, self._leader
+        match message:
+            case Roster(attempt=attempt) | Reduce(attempt=attempt):
+                if member is not None and attempt == member.attempt and sender == attempt.leader:
+                    member.deliver(message)
+            case Contribution(attempt=attempt):
+                if member is not None and attempt == member.attempt:
+                    member.contribute(sender, message, payload)
+            case Arrived(attempt=attempt) | Reduced(attempt=attempt):
+                if leader is not None and attempt == leader.attempt:
+                    leader.deliver(sender, message)
+            case Withdraw(attempt=attempt) | Refuse(attempt=attempt):
+                if leader is not None and attempt == leader.attempt:
+                    leader.note_gone(sender)
+
+    def note_lost(self, peer_id: PeerId) -> None:
+        """A link broke: whoever waits for that peer learns it now."""
+        if self._member is not None:
+            self._member.note_lost(peer_id)
+        if self._leader is not None:
+            self._leader.note_gone(peer_id)
+
+    def give_up_stalled(self) -> None:
+        """Leave senders out that make no progress; called a few times a second."""
+        if self._member is not None:
+            self._member.give_up_stalled()

@@ -5,14 +5,15 @@ Each runs in a task of its own and ends by itself: what goes wrong in one is tol
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import trio
 
-from p2ptrain.errors import RoundFailedError
+from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.events import Average, Averaged, Event, Fetch, LeaderFailed, Prepare
+from p2ptrain.protocol.rounds.events import Average, Averaged, Event, Fetch, LeaderFailed, MemberFailed, Prepare
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -129,22 +130,39 @@ class Attempts:
                     member.deliver(message)
             case Contribution(attempt=attempt):
                 if member is not None and attempt == member.attempt:
-                    member.contribute(sender, message, payload)
+                    with self._containing(member):
+                        member.contribute(sender, message, payload)
             case Arrived(attempt=attempt) | Reduced(attempt=attempt):
                 if leader is not None and attempt == leader.attempt:
                     leader.deliver(sender, message)
-            case Withdraw(attempt=attempt) | Refuse(attempt=attempt):
+            case Withdraw(attempt=attempt):
                 if leader is not None and attempt == leader.attempt:
-                    leader.note_gone(sender)
+                    leader.note_gone(sender, message.reason)
+            case Refuse(attempt=attempt):
+                if leader is not None and attempt == leader.attempt:
+                    leader.note_gone(sender, "it follows another leader")
 
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""
         if self._member is not None:
-            self._member.note_lost(peer_id)
+            with self._containing(self._member):
+                self._member.note_lost(peer_id)
         if self._leader is not None:
-            self._leader.note_gone(peer_id)
+            self._leader.note_gone(peer_id, "it was lost")
 
     def give_up_stalled(self) -> None:
         """Leave senders out that make no progress; called a few times a second."""
         if self._member is not None:
-            self._member.give_up_stalled()
+            with self._containing(self._member):
+                self._member.give_up_stalled()
+
+    @contextlib.contextmanager
+    def _containing(self, member: Participation) -> Iterator[None]:
+        """Let an unexpected error cost this attempt, and no more."""
+        try:
+            yield
+        except WireError:
+            raise
+        except Exception as error:
+            logger.exception("attempt %d ended by an unexpected error", member.attempt.counter)
+            self._apply(MemberFailed(member.attempt, f"unexpected error: {error!r}"))

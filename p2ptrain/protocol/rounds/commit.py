@@ -6,6 +6,7 @@ The functions decide; `Committer` carries them out, one round at a time, and han
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,11 @@ from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import Head, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+# An outer step that an error interrupts goes on after this, so many times; the anchor is locked meanwhile (guess).
+STEP_RETRY_S, STEP_RETRIES = 1.0, 2
 
 
 def check_record(record: Record, state: AnchorState, averaging: Averaging) -> None:
@@ -212,7 +218,7 @@ class Committer:
             self.stepping = True
             # All or nothing, also for a checkpoint that is written when we leave in the middle of it.
             with trio.CancelScope(shield=True):
-                outcome = await self._step(progress, taker, included)
+                outcome = await self._step_surely(progress, taker, included)
                 head = head_of(record, self._context.state)
                 stand_at(head)
             self.stepping = False
@@ -225,6 +231,16 @@ class Committer:
             state_sha256=head.state_sha256,
             stall_s=outcome.report.stall_s + self._held_s,
         )
+
+    async def _step_surely(self, progress: Progress, taker: SnapshotTaker, included: bool) -> Landing:
+        """Take the step, again where an unexpected error interrupts it: nothing can be done with half of one."""
+        for _ in range(STEP_RETRIES):
+            try:
+                return await self._step(progress, taker, included)
+            except Exception:
+                logger.exception("the outer step of round %d was interrupted", progress.record.round)
+            await trio.sleep(STEP_RETRY_S)
+        return await self._step(progress, taker, included)
 
     async def _step(self, progress: Progress, taker: SnapshotTaker, included: bool) -> Landing:
         context, record, own = self._context, progress.record, taker.own

@@ -279,7 +279,7 @@ class RoundDriver:
         own = member is not None and member.attempt.leader == sender and member.attempt < call.attempt
         if own and member is not None and not member.planned:
             # It called before, and has neither gone on with that attempt nor ended it.
-            self._silences.note(sender, now, SILENT_LEADER_S)
+            self._note_silent(sender)
         if sender in self._silences.passed_over(now):
             return
         limits = self.context.timeouts.limits(self._caller.window_s(), self._liveness.round_trip_s())
@@ -287,6 +287,11 @@ class RoundDriver:
         self._receive(sender, call)
         election = self._caller.election
         election.counter = max(election.counter, min(call.attempt.counter, self._state.highest))
+
+    def _note_silent(self, leader: PeerId) -> None:
+        if leader != self.context.peer_id:
+            logger.info("%s called a round and said nothing more", leader)
+            self._silences.note(leader, trio.current_time(), SILENT_LEADER_S)
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         # One that was asked for before the head moved on belongs to no round any more.
@@ -367,7 +372,7 @@ class RoundDriver:
             return
         self._attempts.end_member()
         if isinstance(cause, Tick):
-            self._silences.note(effect.attempt.leader, trio.current_time(), SILENT_LEADER_S)
+            self._note_silent(effect.attempt.leader)
         if self._state.member is None:
             # Not superseded by another attempt.
             self._attempts_failed += 1

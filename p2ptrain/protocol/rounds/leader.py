@@ -59,7 +59,7 @@ class AveragingLeader:
         self._sending_s = SENDING_SHARE * attempt_s
         self._tell = tell
         self._plan: tuple[RosterPart, ...] = ()
-        self._gone: set[PeerId] = set()
+        self._gone: dict[PeerId, str] = {}
         self._heard_s: dict[PeerId, float] = {}
         self._inbox: deque[tuple[PeerId, Message]] = deque()
         self._changed = trio.Event()
@@ -72,9 +72,9 @@ class AveragingLeader:
         self._inbox.append((sender, message))
         self._changed.set()
 
-    def note_gone(self, peer_id: PeerId) -> None:
+    def note_gone(self, peer_id: PeerId, reason: str) -> None:
         """A peer was lost, withdrew, or follows a higher attempt."""
-        self._gone.add(peer_id)
+        self._gone.setdefault(peer_id, reason)
         self._changed.set()
 
     async def run(self, joins: dict[PeerId, Join]) -> Record:
@@ -93,7 +93,9 @@ class AveragingLeader:
             raise RoundFailedError("nobody has a snapshot")
         if agreed != own_state:
             raise RoundFailedError("this leader's own state differs from that of most")
-        reducers = policy.reducers_of(members, joins, self._silences.passed_over(trio.current_time()))
+        strikes = self._context.links.strikes
+        avoided = self._silences.passed_over(trio.current_time()) | {peer for peer in members if strikes.get(peer)}
+        reducers = policy.reducers_of(members, joins, avoided)
         if not reducers:
             raise RoundFailedError("no member is linked to all others, so none can average")
         self._plan = self._context.averaging.plan(reducers, self._context.state.num_blocks)
@@ -121,7 +123,7 @@ class AveragingLeader:
         until_s = trio.current_time() + self._sending_s
 
         def is_awaited(member: PeerId, parts: Collection[int]) -> bool:
-            return member not in failed | self._gone and not set(parts) <= complete[member]
+            return member not in failed and member not in self._gone and not set(parts) <= complete[member]
 
         while trio.current_time() < until_s:
             parts = self._parts_left()
@@ -132,7 +134,7 @@ class AveragingLeader:
                     for member in message.complete:
                         complete.get(member, set()).add(message.part)
                     failed.update(member for member in message.failed if member in complete)
-        included = policy.included(members, complete, self._parts_left(), failed | self._gone)
+        included = policy.included(members, complete, self._parts_left(), failed | self._gone.keys())
         if not included:
             raise RoundFailedError("no member's outer gradient arrived everywhere")
         return included
@@ -157,7 +159,7 @@ class AveragingLeader:
         left = [i for i, part in enumerate(self._plan) if part.reducer not in self._gone]
         gone = next((part.reducer for part in self._plan if part.reducer in self._gone), None)
         if gone is not None and (self._context.averaging.needs_every_reducer or not left):
-            raise RoundFailedError(f"reducer {gone} was lost")
+            raise RoundFailedError(f"reducer {gone}: {self._gone[gone]}")
         return left
 
     async def _news(self, until_s: float) -> list[tuple[PeerId, Message]]:
@@ -174,7 +176,6 @@ class AveragingLeader:
             self._heard_s = dict.fromkeys(self._heard_s, now)
         for peer_id, at_s in self._heard_s.items():
             if peer_id not in self._gone and now - at_s >= self._silent_s:
-                logger.info("reducer %s said nothing for %.0f s", peer_id, now - at_s)
                 self._silences.note(peer_id, now, SILENT_REDUCER_S)
-                self._gone.add(peer_id)
+                self._gone[peer_id] = f"it said nothing for {now - at_s:.0f} s"
         return news

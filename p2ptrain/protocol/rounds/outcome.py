@@ -66,6 +66,7 @@ class Outcomes:
         self._fetcher = RecordFetcher(context.parts, context.averaging, context.compute)
         self._retries = 0
         self._retry_s = 0.0
+        self._stands = False
         self._free = trio.Event()
         self._free.set()
         self._nursery: trio.Nursery | None = None
@@ -140,6 +141,7 @@ class Outcomes:
 
     async def _resolve(self, record: Record, parent_sha256: str) -> None:
         try:
+            self._stands = False
             await self.fetch(record, parent_sha256)
             await self._commit(record)
         except (RoundFailedError, PeerLostError, WireError) as error:
@@ -157,6 +159,8 @@ class Outcomes:
         self._ended()
 
     def _cannot_adopt(self, record: Record, reason: str) -> None:
+        if self._stands:
+            return  # what failed came after the step
         self._retries += 1
         self._retry_s = trio.current_time() + RETRY_S
         self._events.fall_behind(f"round {record.round} cannot be adopted: {reason}")
@@ -170,6 +174,7 @@ class Outcomes:
             if self._taker.own is not None:
                 self._context.timeouts.note_round(self._taker.spent().wall_s)
             self._stand_at(head)
+            self._stands = True
 
         report = await self._committer.commit(record, self._taker, included=included, stand_at=stand_at)
         assert self._nursery is not None

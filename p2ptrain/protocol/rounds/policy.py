@@ -19,11 +19,16 @@ from p2ptrain.settings.config import RunConfig
 MAX_CONTRIBUTORS = 64
 # A claimed rate counts as at most so many times the median of the claims.
 MOST_RATES = 4.0
+# Floats count no further, and no training gets there.
+MOST_COUNT = 2**53
 
 
 def check_join(join: Join) -> None:
     """Raises WireError on claims that cannot be true."""
-    for name in ("tokens", "shard_tokens", "run_step", "speed", "rate"):
+    for name in ("tokens", "shard_tokens", "run_step"):
+        if not 0 <= getattr(join, name) <= MOST_COUNT:
+            raise WireError(f"a Join with {name} = {getattr(join, name)}: must be between 0 and 2^53")
+    for name in ("speed", "rate"):
         if getattr(join, name) < 0:
             raise WireError(f"a Join with {name} = {getattr(join, name)}: must be 0 or more")
 
@@ -53,13 +58,13 @@ def reducers_of(
     """Members that are linked to all the others, the best-connected first; may be empty.
 
     Args:
-        avoided: those who kept silent as reducers; asked only where nobody else can.
+        avoided: those who kept silent as reducers, or broke the protocol; asked only where nobody else can.
     """
     linked = [
         reducer for reducer in members if all(reducer in joins[other].linked for other in members if other != reducer)
     ]
     able = [reducer for reducer in linked if reducer not in avoided] or linked
-    most = MOST_RATES * statistics.median([joins[peer].rate for peer in able] or [0.0])
+    most = MOST_RATES * statistics.median_low([joins[peer].rate for peer in able] or [0.0])
     return sorted(able, key=lambda peer_id: (-min(joins[peer_id].rate, most), peer_id))
 
 

@@ -251,7 +251,7 @@ class StateSync:
                     if link is None:
                         await self._replace_state(reason)
                     elif not await self._follow_record(link):
-                        await self._replace_state("the next round's record is not remembered any more")
+                        await self._replace_state("the next round cannot be followed by its record")
                     continue
                 except (PeerLostError, WireError) as error:
                     logger.info("catching up failed, will try again: %s", error)
@@ -277,7 +277,7 @@ class StateSync:
             self._jobs_send.send_nowait((link, reason))
 
     async def _follow_record(self, link: Link) -> bool:
-        """Bring the rounds home by their records that a partner has and we lack. False when it forgot the next one."""
+        """Bring the rounds home by their records that a partner has and we lack. False when the next one cannot be."""
         engine = self._host.engine
         await trio.sleep(COMMIT_GRACE_S)
         while not engine.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
@@ -290,7 +290,10 @@ class StateSync:
             record = unpack_record(payload)
             if (record.lineage, record.round) != (lineage, round_):
                 raise WireError("another record than asked for")
+            head = engine.head
             await engine.adopt_record(link.peer_id, record)
+            if engine.head is head:
+                return False
         return True
 
     async def _replace_state(self, reason: str) -> None:

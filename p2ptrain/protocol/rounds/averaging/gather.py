@@ -59,7 +59,7 @@ class Gather:
         """Nothing is averaged here: each contributor's chunks become one blob."""
         bounds = chunk_bounds(part.start, part.stop)
         gram = gram_of(chunks, bounds, contributors, self._codec, compared)
-        wholes = [bytearray().join(chunks.pop(c.peer_id)[start] for start, _ in bounds) for c in contributors]
+        wholes = [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
         return ReducedPart([(sha256_of(whole), whole) for whole in wholes], gram)
 
     def conclude(

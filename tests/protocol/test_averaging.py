@@ -1,0 +1,200 @@
+"""Averaging strategies: what each decodes, and rounds of real nodes with each."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import types
+
+import numpy as np
+import pytest
+import trio
+
+from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
+from p2ptrain.errors import WireError
+from p2ptrain.memory_network import Fault
+from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.wire import messages
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Record, Reduced, Roster, RosterPart
+from p2ptrain.settings.config import AVERAGINGS, RunConfig
+from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.test_round_faults import after, when
+from tests.protocol.test_rounds import Witness, common, start_all
+
+BLOCKS = 2500
+WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
+CONTRIBUTORS = tuple(Contributor(name, f"{name}.1", weight) for name, weight in WEIGHTS.items())
+ATTEMPT = Attempt(1, "a", "a.1")
+RUNS = {name: RunConfig(averaging=name) for name in AVERAGINGS}
+
+
+def gradients() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal((BLOCKS, 64), np.float32) for name in WEIGHTS}
+
+
+def whole_round(run: RunConfig, reducers: str = "abc") -> tuple[Averaging, Record, dict[str, bytes]]:
+    """Everything that a strategy does in one attempt, without a network: the record, and the blobs it names."""
+    averaging, codec = averaging_of(run), gradient_codec(run)
+    plan = averaging.plan(list(reducers), BLOCKS)
+    averaging.check_plan(Roster("0-g", 1, ATTEMPT, ("a", "b", "c"), plan), BLOCKS)
+    blobs: dict[str, bytes] = {}
+    reports: dict[int, Reduced] = {}
+    for i, part in enumerate(plan):
+        chunks = {
+            name: {low: codec.encode(values[low:high]) for low, high in chunk_bounds(part.start, part.stop)}
+            for name, values in gradients().items()
+        }
+        made = averaging.reduce(part, chunks, CONTRIBUTORS, BLOCKS)
+        assert all(hashlib.sha256(data).hexdigest() == sha256 for sha256, data in made.blobs)
+        blobs.update((sha256, bytes(data)) for sha256, data in made.blobs)
+        reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(sha256 for sha256, _ in made.blobs), made.gram)
+    assert averaging.conclude(plan, CONTRIBUTORS, {}) is None
+    conclusion = averaging.conclude(plan, CONTRIBUTORS, reports)
+    assert conclusion is not None
+    gram = np.sum(conclusion.grams, axis=0).reshape(3, 3)
+    exact = np.array([[float((x * y).sum()) for y in gradients().values()] for x in gradients().values()])
+    np.testing.assert_allclose(gram, exact, rtol=0.1, atol=0.02 * exact.max())
+    record = Record(
+        "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0
+    )  # fmt: skip
+    averaging.check_record(record, BLOCKS)
+    for part in record.parts:
+        assert averaging.size_bytes(record, part) == len(blobs[part.sha256])
+    return averaging, record, blobs
+
+
+def decoded(run: RunConfig, reducers: str = "abc") -> np.ndarray:
+    averaging, record, blobs = whole_round(run, reducers)
+    spans = averaging.spans(record)
+    assert [low for low, _ in spans] == [0, *(high for _, high in spans[:-1])]
+    assert spans[-1][1] == BLOCKS
+    bounds = [chunk for span in spans for chunk in chunk_bounds(*span)]
+    return np.concatenate([averaging.decode(record, blobs.__getitem__, *chunk) for chunk in bounds])
+
+
+@pytest.mark.parametrize("mean", ["weighted", "disjoint"])
+def test_gather_is_the_mean_of_what_was_sent_and_nothing_is_lost(mean: str) -> None:
+    run = dataclasses.replace(RUNS["gather"], round_mean=mean)
+    codec = gradient_codec(run)
+    encoded = [(codec.encode(values), WEIGHTS[name]) for name, values in gradients().items()]
+    reference = (disjoint_mean if mean == "disjoint" else weighted_mean)(encoded, codec, BLOCKS)
+    assert decoded(run).tobytes() == reference.tobytes()
+    assert decoded(run, "b").tobytes() == reference.tobytes()  # whoever received it
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp16", "none", "topk"])
+@pytest.mark.parametrize("name", AVERAGINGS)
+def test_every_strategy_gives_about_the_mean_with_every_codec(name: str, codec: str) -> None:
+    run = dataclasses.replace(RUNS[name], round_codec=codec, round_density=0.5)
+    total = sum(WEIGHTS.values())
+    mean = sum(np.float32(WEIGHTS[peer] / total) * values for peer, values in gradients().items())
+    error = np.abs(decoded(run) - mean).max()
+    assert error < {"none": 1e-6, "fp16": 2e-3, "int8": 0.06, "int4": 0.9, "topk": 0.7}[codec]
+
+
+def test_parts_are_the_same_bits_whoever_averages_them() -> None:
+    assert decoded(RUNS["parts"], "abc").tobytes() == decoded(RUNS["parts"], "c").tobytes()
+
+
+@pytest.mark.parametrize("name", AVERAGINGS)
+def test_plans_and_records_of_others_are_checked(name: str) -> None:
+    averaging, record, _ = whole_round(RUNS[name])
+    plan = averaging.plan(list("abc"), BLOCKS)
+    wrong: list[tuple[RosterPart, ...]] = [
+        (), plan[:1] if name == "parts" else (plan[0], plan[0]), (dataclasses.replace(plan[0], reducer="x"), *plan[1:]),
+        (dataclasses.replace(plan[0], start=1), *plan[1:]),
+        (*plan[:-1], dataclasses.replace(plan[-1], stop=BLOCKS + 9)),
+    ]  # fmt: skip
+    for parts in wrong:
+        with pytest.raises(WireError):
+            averaging.check_plan(Roster("0-g", 1, ATTEMPT, ("a", "b", "c"), parts), BLOCKS)
+    for changed in (record.parts[1:], (dataclasses.replace(record.parts[0], stop=7), *record.parts[1:])):
+        with pytest.raises(WireError):
+            averaging.check_record(dataclasses.replace(record, parts=changed), BLOCKS)
+
+
+def test_a_strategy_is_a_line_of_configuration() -> None:
+    assert tuple(STRATEGIES) == AVERAGINGS
+    assert RunConfig().averaging == "parts"
+
+
+# --- rounds of real nodes -------------------------------------------------------------------------------------------
+
+GATHER = dataclasses.replace(RUN, averaging="gather", fragment_fraction=0.0)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk", "none"])
+def test_gather_commits_equal_hashes_on_all_peers(codec: str) -> None:
+    async def main() -> None:
+        witness = Witness()
+        async with swarm(dataclasses.replace(GATHER, round_codec=codec, round_density=0.02)) as s:
+            start_all(s, "abc", witness)
+            await s.until(lambda: common(s, 4, 3))
+            assert not any(p.rounds("skipped") for p in s.peers.values())
+            if codec == "none":
+                assert witness.check_values() >= 6
+
+    run_virtual(main)
+
+
+def test_a_late_joiner_of_a_run_that_gathers_takes_part() -> None:
+    async def main() -> None:
+        async with swarm(GATHER) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 2, 2))
+            late = s.start("c")
+            await s.until(lambda: sum(r["group_size"] == 3 for r in late.rounds("committed")) >= 2)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("kind", [messages.Contribution, messages.Arrived, messages.Reduced, messages.Propose])
+def test_a_run_that_gathers_loses_a_member_and_no_round(kind: type[messages.Message]) -> None:
+    """No reducer is needed: whoever is left goes on within the same attempt, where there is still a quorum."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(GATHER, round_codec="none")) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            victims: list[str] = []
+
+            def kill(source: str, target: str) -> Fault:
+                victims.append(source)
+                s.kill(source)
+                return Fault.DROP
+
+            await s.until(when(s, kind, 2, kill), within_s=60)
+            s.network.fault = lambda *_: Fault.NONE
+            died = trio.current_time()
+            await s.until(lambda: after(s, died, 2), within_s=40)
+
+    run_virtual(main)
+
+
+def test_who_sends_different_bytes_to_different_members_splits_nobody() -> None:
+    """With gather the hash of what was sent is in the record: who got other bytes fetches those that it names."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(GATHER, round_codec="none")) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            link = s.peers["a"].node.links.get("b")
+            assert link is not None
+            send = link.send_bulk
+
+            async def send_otherwise(self, message, payload, traffic, *, compress=False):  # type: ignore[no-untyped-def]
+                if isinstance(message, messages.Contribution):
+                    payload = bytes(len(payload))
+                await send(message, payload, traffic, compress=compress)
+
+            link.send_bulk = types.MethodType(send_otherwise, link)  # type: ignore[method-assign]
+            told = trio.current_time()
+            # The swarm checks that nobody commits another state than others.
+            await s.until(lambda: sum(r["t"] > told for r in s.peers["c"].rounds()) >= 3)
+            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+
+    run_virtual(main)

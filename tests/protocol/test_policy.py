@@ -1,0 +1,96 @@
+"""Who takes part in a round and who averages, whatever single members claim."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
+from p2ptrain.protocol.rounds.record import record_of
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Head, Join
+from p2ptrain.protocol.wire.serialization import pack_value, unpack_record
+from p2ptrain.settings.config import RunConfig
+
+ATTEMPT = Attempt(1, "a", "a.1")
+HEAD = Head("0-g", "0-g", 0, "s", "a", (("a", "a.1"),), 20, 2**62, None)
+
+
+def join_of(peer_id: str, linked: tuple[str, ...] = (), **fields: object) -> Join:
+    join = Join(
+        "0-g", 1, ATTEMPT, f"{peer_id}.1", "state", True, 100, 0, 20, 10.0, 1e6, linked, False, None, None
+    )  # fmt: skip
+    return dataclasses.replace(join, **fields)
+
+
+def test_of_more_than_64_members_a_sample_contributes_another_in_each_round() -> None:
+    joins = {f"p{i:03}": join_of(f"p{i:03}") for i in range(200)}
+    counts: Counter[str] = Counter()
+    for round_ in range(50):
+        members = policy.members_of("0-g", round_, joins, "state")
+        assert len(members) == policy.MAX_CONTRIBUTORS == 64
+        assert members == sorted(members)
+        assert members == policy.members_of("0-g", round_, dict(reversed(joins.items())), "state")
+        counts.update(members)
+    assert set(counts) == set(joins)
+    assert max(counts.values()) < 32  # 16 on the mean
+    few = dict(list(joins.items())[:64])
+    assert policy.members_of("0-g", 1, few, "state") == sorted(few)
+
+
+def test_who_has_no_snapshot_or_stands_elsewhere_does_not_contribute() -> None:
+    joins = {"a": join_of("a"), "b": join_of("b", has_snapshot=False), "c": join_of("c", state_sha256="other")}
+    assert policy.agreed_state(joins, "other") == "state"
+    assert policy.agreed_state({"b": joins["b"], "c": joins["c"]}, "other") == "other"
+    assert policy.members_of("0-g", 1, joins, "state") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", -1), ("tokens", 2**53 + 1), ("shard_tokens", -1), ("run_step", -1), ("speed", -1.0), ("rate", -1.0)],
+)
+def test_a_join_with_an_impossible_claim_is_refused(name: str, value: float) -> None:
+    policy.check_join(join_of("a"))
+    with pytest.raises(WireError, match=name):
+        policy.check_join(join_of("a", **{name: value}))
+
+
+def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None:
+    names = ("a", "b", "c", "d")
+    joins = {name: join_of(name, tuple(other for other in names if other != name)) for name in names}
+    joins["a"] = dataclasses.replace(joins["a"], rate=8e6)
+    joins["d"] = dataclasses.replace(joins["d"], rate=1e300)
+    # Both count as four times the median, and then the id decides.
+    assert policy.reducers_of(names, joins) == ["a", "d", "b", "c"]
+    assert policy.reducers_of(names, joins, {"d"}) == ["a", "b", "c"]
+    assert policy.reducers_of(names, joins, set(names)) == ["a", "d", "b", "c"]
+    joins["b"] = dataclasses.replace(joins["b"], linked=("a", "c"))
+    assert policy.reducers_of(names, joins) == ["a", "b", "c"]
+
+
+def test_nobody_is_in_the_mean_that_is_not_whole_everywhere() -> None:
+    complete = {"a": {0, 1}, "b": {0}, "c": {0, 1}}
+    assert policy.included(["a", "b", "c", "d"], complete, [0, 1], {"c"}) == ["a"]
+    assert policy.included(["a", "b", "c", "d"], complete, [0], ()) == ["a", "b", "c"]
+
+
+def test_incredible_speeds_and_counts_fit_the_wire() -> None:
+    joins = {"a": join_of("a"), "b": join_of("b"), "c": join_of("c", speed=1e300, tokens=2**53, run_step=2**53)}
+    contributors = [Contributor(name, f"{name}.1", 1.0) for name in joins]
+    record = record_of(RunConfig(), HEAD, joins, contributors, Conclusion((), ((1e300,) * 9,)))
+    assert unpack_record(pack_value(record)) == record
+    assert dict(record.intervals)["c"] == 1000 * RunConfig().sync_every
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"), [("tokens", [10.0, 100.0, 200.0]), ("equal", [1.0, 1.0, 1.0]), ("shard", [5.0, 6.0, 7.0])]
+)
+def test_no_outer_gradient_weighs_more_than_twice_the_median(weights: str, expected: list[float]) -> None:
+    joins = [
+        join_of(name, tokens=tokens, shard_tokens=shard)
+        for name, tokens, shard in (("a", 10, 5), ("b", 100, 6), ("c", 10**9, 7))
+    ]
+    assert policy.weights_of(RunConfig(round_weights=weights), joins) == expected

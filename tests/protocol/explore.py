@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.consensus import Limits, State
@@ -39,12 +38,11 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
 )
 from p2ptrain.protocol.rounds.quorum import record_sha256
-from p2ptrain.protocol.wire.messages import Abort, Head, Join, Record, Refuse, Withdraw
+from p2ptrain.protocol.wire.messages import Abort, Commit, Head, Join, Record, Refuse, Withdraw
+from tests.protocol.renaming import Renaming, renamed
 
 # A peer's number in a state of the whole has so many bits.
 BITS = 20
-# Fields that are sorted by peer.
-SORTED = {"called", "joins", "claims"}
 # A member's times are out at 1, a leader's at once, so that either can be alone.
 LIMITS = Limits(window_s=0.0, grace_s=1.0, attempt_s=1.0)
 
@@ -61,6 +59,7 @@ class Scenario:
         forgotten: times that each of `frail` is started anew and remembers nothing.
         lean: leave out what only ends an attempt sooner, as what is lost does as well (Refuse, Withdraw, Abort,
             times that are out but the joining window), and let drivers answer at once.
+        liar: somebody tells each of them that a record was committed which was not.
     """
 
     voters: str
@@ -70,6 +69,7 @@ class Scenario:
     forgotten: int = 0
     frail: str = ""
     lean: bool = False
+    liar: bool = False
 
     @cached_property
     def peers(self) -> str:
@@ -136,11 +136,22 @@ class Explorer:
         self._deliveries: dict[tuple[int, int], tuple[int, int, str] | None] = {}
         self._moves: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
         self._records: list[str] = [""]
-        self._renamings = [_Renaming(self, names) for names in scenario.symmetries()]
+        self._renamings = [
+            Renaming(
+                names, scenario.peers,
+                lambda number, names=names: self._intern(renamed(self._locals[number], names)),  # type: ignore[misc]
+                lambda number, names=names: self._post(renamed(self._envelopes[number], names)),  # type: ignore[misc]
+            )
+            for names in scenario.symmetries()
+        ]  # fmt: skip
 
     def search(self, limit: int) -> Found:
         """Breadth first, to the end, to a double commit, or until so many states have been seen."""
-        first = self._pack([self._intern(self._fresh(peer, "1")) for peer in self.scenario.peers], 0, 0)
+        sent = 0
+        if self.scenario.liar:
+            lie = Received("liar", Commit(record_of(self.scenario.head, 0, "liar", "1")))
+            sent = sum(1 << self._post(Envelope(peer, lie)) for peer in self.scenario.peers)
+        first = self._pack([self._intern(self._fresh(peer, "1")) for peer in self.scenario.peers], 0, sent)
         seen: dict[int, int] = {first: 0}
         frontier, shift, decided = [first], BITS * len(self.scenario.peers), 0
         while frontier:
@@ -268,6 +279,8 @@ class Explorer:
             case Send(to, Abort() | Withdraw() as message):
                 # Why is for people.
                 yield Envelope(to, Received(me, dataclasses.replace(message, reason="")))
+            case Send("liar", _):
+                pass
             case Send(to, message):
                 yield Envelope(to, Received(me, message))
             case Broadcast(message):
@@ -320,71 +333,12 @@ class Explorer:
         return [move for state, move in self._successors(packed) if state < 0]
 
 
-class _Renaming:
-    """One symmetry, applied to numbers; each number's image is worked out once."""
-
-    def __init__(self, explorer: Explorer, names: dict[str, str]) -> None:
-        self._explorer = explorer
-        self._names = names
-        self._order = [explorer.scenario.peers.index(names.get(peer, peer)) for peer in explorer.scenario.peers]
-        self._locals: dict[int, int] = {}
-        self._sent: dict[tuple[int, int], int] = {}
-
-    def locals(self, numbers: list[int]) -> list[int]:
-        """The peers' numbers where each bears another's name."""
-        images = [0] * len(numbers)
-        for index, number in enumerate(numbers):
-            image = self._locals.get(number)
-            if image is None:
-                renamed = _renamed(self._explorer._locals[number], self._names)
-                image = self._locals[number] = self._explorer._intern(renamed)
-            images[self._order[index]] = image
-        return images
-
-    def sent(self, sent: int) -> int:
-        """The bits of everything sent, a byte at a time."""
-        image, place = 0, 0
-        while sent:
-            byte = sent & 255
-            if byte:
-                part = self._sent.get((place, byte))
-                if part is None:
-                    part = 0
-                    for bit in range(8):
-                        if byte & 1 << bit:
-                            envelope = _renamed(self._explorer._envelopes[place + bit], self._names)
-                            part |= 1 << self._explorer._post(envelope)
-                    self._sent[place, byte] = part
-                image |= part
-            sent >>= 8
-            place += 8
-        return image
-
-
 def record_of(head: Head, counter: int, leader: str, incarnation: str) -> Record:
     """A stand-in for what an attempt averages to: no two attempts come to the same."""
     return Record(
         head.genesis, head.lineage, head.round + 1, head.state_sha256, (), (), leader, 0.0, 0.0, counter,
         int(incarnation), (), 0.0, 0.0,
     )  # fmt: skip
-
-
-def _renamed(value: Any, names: dict[str, str]) -> Any:
-    """The same with peers' names exchanged."""
-    if isinstance(value, str):
-        return names.get(value, value)
-    if isinstance(value, Head | Record):
-        return value  # the same for all
-    if isinstance(value, tuple):
-        return tuple(_renamed(item, names) for item in value)
-    if isinstance(value, frozenset):
-        return frozenset(_renamed(item, names) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _renamed(getattr(value, f.name), names) for f in dataclasses.fields(value)}
-        for name in fields.keys() & SORTED:
-            fields[name] = tuple(sorted(fields[name], key=lambda item: item if isinstance(item, str) else item[0]))
-        return dataclasses.replace(value, **fields)
-    return value
 
 
 def _short(event: Event) -> str:

@@ -15,7 +15,8 @@ import pytest
 
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.consensus import Acceptor, Result, State
-from p2ptrain.protocol.wire.messages import Attempt, Propose
+from p2ptrain.protocol.rounds.learner import Learner
+from p2ptrain.protocol.wire.messages import Attempt, Propose, Record
 from tests.protocol.explore import Explorer, Scenario
 
 STATES = int(os.environ.get("STATES", "100000"))
@@ -25,6 +26,7 @@ ALWAYS = (
     Scenario("abc", "a"),
     Scenario("ab", "ab", kept=1, frail="ab", lean=True),
     Scenario("abc", "a", forgotten=1, frail="a", lean=True),
+    Scenario("ab", "ab", lean=True, liar=True),
     Scenario("abc", "ab", lean=True),
 )
 MORE = (
@@ -86,6 +88,10 @@ def same_incarnation(peer: str, incarnation: str, head: Any, limits: Any) -> Sta
     return State(peer, "1", head, limits)
 
 
+def believe_anybody(learner: Learner, own: Record | None, voters: Any) -> Record | None:
+    return learner.heard[0][1] if learner.heard else None
+
+
 def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str = "") -> Attempt:
     """Started anew, a leader uses a number again."""
     return Attempt(counter, leader)
@@ -99,11 +105,12 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str = "")
         ("_on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("begin", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
+        ("Learner.shown", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
         ("Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],
     ids=[
         "a quorum of one", "READY forgotten on restart", "a lower attempt accepted", "a reported READY ignored",
-        "an incarnation that votes twice", "an attempt's number used twice",
+        "an incarnation that votes twice", "a Commit believed without proof", "an attempt's number used twice",
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found(
@@ -114,7 +121,7 @@ def test_a_planted_fault_is_found(
     record_property: Callable[[str, object], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr(consensus, rule, fault)
+    monkeypatch.setattr(f"{consensus.__name__}.{rule}", fault)
     found = Explorer(scenario).search(LIMIT)
     assert found.conflict is not None
     what = request.node.callspec.id
@@ -123,7 +130,7 @@ def test_a_planted_fault_is_found(
 
 def test_alike_peers_are_told_apart_only_by_what_they_did() -> None:
     whole = Explorer(Scenario("abc", "a"))
-    assert [renaming._names for renaming in whole._renamings] == [{"b": "c", "c": "b"}]
+    assert [renaming.names for renaming in whole._renamings] == [{"b": "c", "c": "b"}]
     merged, apart = whole.search(LIMIT), Explorer(Scenario("abc", "a"))
     apart._renamings = []
     every = apart.search(LIMIT)

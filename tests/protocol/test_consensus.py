@@ -92,9 +92,9 @@ def believe_anybody(learner: Learner, own: Record | None, voters: Any) -> Record
     return learner.heard[0][1] if learner.heard else None
 
 
-def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str = "") -> Attempt:
+def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> Attempt:
     """Started anew, a leader uses a number again."""
-    return Attempt(counter, leader)
+    return Attempt(counter, leader, "")
 
 
 @pytest.mark.parametrize(

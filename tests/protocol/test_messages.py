@@ -100,8 +100,9 @@ def test_the_numbers_on_the_wire_stay_what_they_are() -> None:
     assert list(KINDS) == list(range(1, 24))
 
 
-def test_attempts_are_ordered_by_counter_then_leader() -> None:
-    assert Attempt(1, "z") < Attempt(2, "a") < Attempt(2, "b")
+def test_attempts_are_ordered_by_counter_then_leader_then_incarnation() -> None:
+    ordered = [Attempt(1, "z", "2"), Attempt(2, "a", "9"), Attempt(2, "b", "1"), Attempt(2, "b", "2")]
+    assert sorted(ordered[::-1]) == ordered
 
 
 # --- hostile headers ---------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_the_longest_honest_messages_fit() -> None:
         tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(512)),
         "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids), 0.5, 1.5,
     )  # fmt: skip
-    attempt = Attempt(3, ids[0])
+    attempt = Attempt(3, ids[0], "a" * 16)
     parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64]) for i in range(512))
     maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
     longest = [

@@ -86,7 +86,7 @@ class Attempt:
 
     counter: int
     leader: str
-    incarnation: str = ""
+    incarnation: str
 
 
 @dataclass(frozen=True, slots=True)

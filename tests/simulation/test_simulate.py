@@ -298,7 +298,7 @@ def test_an_interrupt_out_of_the_executor_ends_what_it_began(monkeypatch: pytest
             return future
 
     before = multiprocessing.active_children()
-    monkeypatch.setattr(arms, "ProcessPoolExecutor", Interrupted)
+    monkeypatch.setattr(variants, "ProcessPoolExecutor", Interrupted)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     long = Experiment.of(peers=2, steps=100_000)
     with pytest.raises(KeyboardInterrupt):

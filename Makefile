@@ -1,4 +1,4 @@
-# Two commands to know: `make demo` and `make test`. Both set up .venv first (once).
+# Two commands to know: `make demo` and `make test`; for daily work `make check`. Each sets up .venv first (once).
 VENV := .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -8,22 +8,30 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo test test-long compose-test lint docs bench soak storms links reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms links reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
+
+# For daily work: lint, types, and the tests that start no process, in two minutes on two cores.
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not processes and not slow and not long" $(ARGS)
 
 # Those that start no peers run side by side, the others take turns; with ARGS, what they name.
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not processes and not long"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "processes and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not alone and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "alone and not long"
 endif
 
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+# A smoke test under each Python from 3.11 to 3.14 that is here: two peers, installed anew, commit a round of both.
+pythons:
+	$(PYTHON) -m tests.pythons
 
 lint: $(STAMP)
 	$(BIN)/ruff check p2ptrain tests examples benchmarks docs/pictures

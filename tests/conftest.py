@@ -1,10 +1,12 @@
-"""For all tests."""
+"""For all tests: which of them start processes, and that Ctrl-C stays what it was."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,19 +14,32 @@ from p2ptrain.signals import SIGNALS
 
 pytest_plugins = ("tests.watchdog",)
 
-# Tests that start peers, browsers or other programs of their own. They take turns; all others may run side by side
+# Tests that start peers, browsers or many other programs. They take turns; all others may run side by side
 # (`make test`), those of the network too, which start little but its daemons.
-PROCESSES = ("swarm", "demo", "examples", "links", "dashboard", "doctor", "test_watchdog.py", "test_wheel.py")
+ALONE = {"swarm", "demo", "examples", "links", "dashboard", "doctor", "test_watchdog.py", "test_wheel.py"}
+# What Python itself tells of a new process; those of `multiprocessing` without fork it does not.
+STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"})
 
 # Tests press Ctrl-C on processes that they start. A shell starts its background jobs with SIGINT ignored, and children
 # inherit that: `make test &` would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_started: list[str] = []
+
+
+def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS:
+        _started.append(f"{event} {arguments[:2]}")
+
+
+sys.addaudithook(_note_start)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in PROCESSES:
+        if ALONE & set(item.path.relative_to(here).parts):
+            item.add_marker("alone")
             item.add_marker("processes")
 
 
@@ -40,6 +55,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("what tests found")
         for line in lines:
             terminalreporter.write_line(str(line))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """`make check` starts no process: a test that starts one says so with the marker."""
+    try:
+        return (yield)
+    finally:
+        started, _started[:] = _started[:], []
+        if started and item.get_closest_marker("processes") is None:
+            pytest.fail(f"this test starts a process, and lacks the marker `processes`: {started[0]}")
 
 
 @pytest.fixture(autouse=True)

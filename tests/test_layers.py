@@ -117,6 +117,7 @@ def test_below_the_network_time_and_randomness_are_arguments() -> None:
         assert "to_thread" not in attributes_of(path, "trio"), path
 
 
+@pytest.mark.processes
 def test_importing_the_package_is_cheap() -> None:
     """`p2ptrain --help` and tab completion must not pay for torch; names are imported when they are first used."""
     script = "import sys, p2ptrain; print(sorted({'torch', 'numpy', 'hivemind', 'trio', 'click'} & set(sys.modules)))"

@@ -52,6 +52,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("program", [ASKED, ON_THE_WAY_OUT, WHILE_IT_CLEANS_UP])
 def test_the_second_signal_ends_the_process(program: str) -> None:
     program = f"import os, signal\nfrom p2ptrain.signals import interrupt_on_signals, stop_on_signals\n{program}"
@@ -80,6 +81,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.processes
 def test_a_program_in_virtual_time_is_cancelled_and_the_second_signal_ends_the_process() -> None:
     imports = (
         "import os, signal, trio\n"

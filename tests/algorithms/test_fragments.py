@@ -94,6 +94,7 @@ def test_every_block_comes_first_equally_often(size: int) -> None:
     assert statistic < size - 1 + 4 * math.sqrt(2 * size)
 
 
+@pytest.mark.slow
 def test_every_ordered_pair_of_blocks_is_equally_likely() -> None:
     """Two neighbouring positions of a small domain, 20 times as many cycles as there are pairs."""
     size = 12

@@ -131,6 +131,7 @@ def test_digests_here() -> None:
     assert digests() == GOLDEN
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=["default", "avx2", "avx512", "no-vectors"])
 def test_digests_under_every_vector_unit(environment: dict[str, str]) -> None:
     result = subprocess.run(

@@ -74,6 +74,7 @@ def test_help_shows_every_setting_with_its_default() -> None:
             assert f"[default: {setting.default}]" in text
 
 
+@pytest.mark.processes
 def test_help_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
@@ -87,6 +88,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -113,6 +115,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments: list[str], message: str) 
     assert message in line
 
 
+@pytest.mark.processes
 def test_an_unknown_variable_is_a_mistake_too() -> None:
     done = _run("config", "show", P2PTRAIN_SYNC_EVRY="5")
     assert done.returncode == 2

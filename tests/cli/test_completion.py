@@ -51,6 +51,7 @@ def test_every_model_is_offered() -> None:
     assert set(MODELS) == set(SHAPES)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("shell", SHELLS)
 def test_each_shell_gets_a_script(shell: str) -> None:
     result = CliRunner().invoke(cli, ["completion", shell])
@@ -58,6 +59,7 @@ def test_each_shell_gets_a_script(shell: str) -> None:
     assert f"_P2PTRAIN_COMPLETE={shell}_complete" in result.stdout
 
 
+@pytest.mark.processes
 def test_a_real_bash_completes(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None

@@ -14,6 +14,8 @@ from packaging.utils import canonicalize_name
 
 from p2ptrain.settings.extras import EXTRAS
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 # A module that is None in sys.modules can be neither found nor imported.
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({[name for names in EXTRAS.values() for name in names]!r}))\n"

@@ -70,6 +70,7 @@ def test_a_line_that_is_being_written_is_left_out() -> None:
         parse(['{"event": ', json.dumps(_round(1))])
 
 
+@pytest.mark.processes
 def test_without_docker_it_says_what_is_missing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.compose"], cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True

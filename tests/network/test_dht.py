@@ -21,6 +21,8 @@ from p2ptrain.network.host import open_network
 from p2ptrain.network.identity import peer_id_of
 from tests.network.local import config, keep_open, open_pair
 
+pytestmark = pytest.mark.processes
+
 Run = Callable[..., Any]
 
 

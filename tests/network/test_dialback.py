@@ -55,6 +55,7 @@ def test_what_is_no_answer_is_refused(message: bytes) -> None:
         read_answer(message)
 
 
+@pytest.mark.processes
 def test_a_real_peer_refuses_to_dial_an_address_that_is_not_public(run: Callable[..., Any]) -> None:
     async def main() -> None:
         async with open_pair() as (first, second):

@@ -23,6 +23,8 @@ from p2ptrain.network.host import open_network
 from p2ptrain.settings.config import NetworkConfig
 from tests.network.local import config, daemons_of, is_running, keep_open, open_pair
 
+pytestmark = pytest.mark.processes
+
 Run = Callable[..., Any]
 ANOTHER_STRANGER = "QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

@@ -18,6 +18,8 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.wire.transport import Directory, Stream, Transport
 from tests.network.local import config, open_pair, open_streams, read
 
+pytestmark = pytest.mark.processes
+
 Run = Callable[..., Any]
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 

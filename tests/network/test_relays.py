@@ -133,6 +133,7 @@ def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "scope_of", lambda maddr: Scope.PUBLIC)
 
 
+@pytest.mark.processes
 def test_a_peer_is_reached_through_a_relay(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
         async with open_relayed() as (probe, relay, other, circuit):
@@ -155,6 +156,7 @@ def test_a_peer_is_reached_through_a_relay(run: Run, loopback_is_the_internet: N
     run(main)
 
 
+@pytest.mark.processes
 def test_an_exception_in_a_renewal_costs_that_renewal_only(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,6 +181,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
     assert caplog.text.count("renewing places at relays failed; it is tried again") == 1
 
 
+@pytest.mark.processes
 def test_a_relay_that_is_full_or_unwilling_gives_no_place(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
         async with open_relay(relay_peers=1) as (_, at), open_network(config(initial_peers=(at,))) as first:
@@ -191,6 +194,7 @@ def test_a_relay_that_is_full_or_unwilling_gives_no_place(run: Run, loopback_is_
     run(main)
 
 
+@pytest.mark.processes
 def test_what_is_no_request_is_refused_and_costs_the_relay_nothing(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
         async with open_relayed() as (probe, relay, other, circuit):

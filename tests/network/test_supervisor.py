@@ -19,6 +19,8 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.wire.transport import Stream
 from tests.network.local import config, daemons_of, read
 
+pytestmark = pytest.mark.processes
+
 Run = Callable[..., Any]
 
 

@@ -476,6 +476,7 @@ def test_gossip_shrinks_the_disagreement_of_a_swarm() -> None:
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_in_a_swarm_nearly_all_fragments_are_merged() -> None:
     """Also across rounds: epoch drops above 5 % are a defect (DESIGN.md)."""
 

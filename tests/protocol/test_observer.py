@@ -81,6 +81,7 @@ def test_an_observer_sees_all_that_happens_and_counts_for_nobody() -> None:
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_what_was_before_is_told_and_nothing_twice() -> None:
     async def main() -> None:
         async with swarm(RUN) as s:
@@ -197,6 +198,7 @@ def test_a_mute_peer_and_one_that_cannot_be_reached_hold_up_nobody() -> None:
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_thirty_peers_of_which_one_dies_and_one_joins() -> None:
     async def main() -> None:
         async with swarm(RUN) as s, watching(s) as watch, trio.open_nursery() as nursery:

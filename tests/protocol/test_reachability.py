@@ -97,6 +97,7 @@ async def dials_within(own: str, theirs: str, seconds: float, *, relayed_after_s
     return transport.at_s
 
 
+@pytest.mark.slow
 def test_a_peer_behind_another_nat_is_soon_left_alone() -> None:
     async def main() -> None:
         assert await dials_within(PUBLIC, PRIVATE, 60) == []

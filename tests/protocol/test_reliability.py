@@ -46,6 +46,7 @@ async def all_commit(s: Swarm, *, within_s: float) -> None:
 # --- meeting -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("peers", "slowest_s"), [(100, 0.2), (20, 1.0)])
 def test_all_that_are_started_at_one_instant_are_one_swarm(peers: int, slowest_s: float) -> None:
     """From nothing, every path with a latency of its own, and more peers than a member keeps links to."""
@@ -66,6 +67,7 @@ def test_all_that_are_started_at_one_instant_are_one_swarm(peers: int, slowest_s
     run_virtual(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(first, first + 25) for first in range(0, 100, 25)], ids="{0[0]}-{0[24]}".format
 )
@@ -99,6 +101,7 @@ def _starts(rng: random.Random) -> list[tuple[str, float]]:
     return [(name, at - before) for name, at, before in zip(names, times, [0.0, *times], strict=False)]
 
 
+@pytest.mark.slow
 def test_two_halves_that_meet_again_are_one_lineage_and_keep_what_they_learnt() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -153,6 +156,7 @@ def test_without_the_directory_a_running_swarm_goes_on_and_takes_a_restarted_pee
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -180,6 +184,7 @@ def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
 # --- unequal peers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_at_unequal_speeds_nobody_is_idle_and_nobody_is_alone() -> None:
     async def main() -> None:
         step_s = {"a": 0.1, "b": 0.2, "c": 0.4}
@@ -234,6 +239,7 @@ def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> N
     run_virtual(main)
 
 
+@pytest.mark.slow
 def test_on_a_link_that_is_too_slow_fragments_are_shed_and_rounds_are_not() -> None:
     """2 Mbit/s, of which the fragments alone would take more."""
 

@@ -42,6 +42,7 @@ simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, loss=0.2
 """
 
 
+@pytest.mark.processes
 def test_the_same_seed_gives_the_same_records_byte_for_byte(tmp_path: Path) -> None:
     """Also where Python hashes texts in another way, and in another directory."""
     contents = []
@@ -170,6 +171,7 @@ main()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_of_a_swarm_ends_it_in_one_line(tmp_path: Path, number: signal.Signals) -> None:
     arguments = ["simulate", "--peers", "2", "--schedule", f"{number}:crash:1", "--out", str(tmp_path)]
@@ -207,7 +209,7 @@ owner, name = {
     "the executor is made": (ProcessPoolExecutor, "__init__"),
     "an arm is submitted": (ProcessPoolExecutor, "submit"),
     "a process is spawned": (multiprocessing.popen_spawn_posix.Popen, "_launch"),
-    "progress is awaited": (arms, "_tell_progress"),
+    "progress is awaited": (variants, "_tell_progress"),
 }[moment]
 interrupting(owner, name, when, int(number))
 main()
@@ -218,7 +220,7 @@ main()
 def simulating(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A Python program that simulates long arms, in a session of its own; all of which is killed at the end."""
     arms = tmp_path / "arms.toml"
-    variants.write_text(LONG)
+    arms.write_text(LONG)
     command = [sys.executable, *arguments, "simulate", str(arms), "--out", str(tmp_path / "out")]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
@@ -249,6 +251,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("when", "moment", "number"),
     [
@@ -269,6 +272,7 @@ def test_ctrl_c_while_arms_start_ends_all_of_them(
         wait_for(lambda: not all_of(process.pid))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_the_command_ends_its_arms(tmp_path: Path, number: signal.Signals) -> None:
     with simulating(tmp_path, "-m", "p2ptrain") as process:
@@ -284,6 +288,7 @@ def test_whatever_ends_the_command_ends_its_arms(tmp_path: Path, number: signal.
         wait_for(lambda: not all_of(process.pid))
 
 
+@pytest.mark.processes
 def test_an_interrupt_out_of_the_executor_ends_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Ctrl-C does it in a program of the user's own."""
 
@@ -306,6 +311,7 @@ def test_an_interrupt_out_of_the_executor_ends_what_it_began(monkeypatch: pytest
     wait_for(lambda: multiprocessing.active_children() == before)
 
 
+@pytest.mark.processes
 def test_an_arm_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     before = multiprocessing.active_children()
     monkeypatch.setattr("os.cpu_count", lambda: 2)

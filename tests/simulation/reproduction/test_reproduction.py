@@ -81,6 +81,7 @@ def test_the_headline_rows_are_marked() -> None:
     assert rows >= {"S5", "S7", "D1", "D12", "S12"}
 
 
+@pytest.mark.processes
 def test_claims_are_judged_by_their_figures(small: Path) -> None:
     outcome = run_reproduction(read_reproduction(str(small)), [0])
     words = [verdict.words for verdict in outcome.verdicts]
@@ -88,6 +89,7 @@ def test_claims_are_judged_by_their_figures(small: Path) -> None:
     assert outcome.verdicts[0].left > outcome.verdicts[0].right
 
 
+@pytest.mark.processes
 def test_several_seeds_have_a_spread(small: Path) -> None:
     outcome = run_reproduction(read_reproduction(str(small)), [0, 1])
     assert len(outcome.records) == 2
@@ -114,6 +116,7 @@ def test_more_seeds_make_a_difference_certain(seeds: int, words: str) -> None:
     assert verdict.words == words
 
 
+@pytest.mark.processes
 def test_the_command_prints_the_papers_figure_beside_ours(small: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(reproduce, [str(small), "--out", str(tmp_path / "out")], catch_exceptions=False)
     assert result.exit_code == 0

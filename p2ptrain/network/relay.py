@@ -18,7 +18,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.circuit import Fields, Status
+from p2ptrain.network.circuit_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.control import DaemonSocket, open_stream
 from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.wire.transport import Stream
@@ -70,47 +70,47 @@ class Relay:
     async def _answer(self, stream: DaemonSocket) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
-                request, _ = await circuit.receive(stream)
-            match request.get(circuit.HOP_TYPE):
-                case circuit.HOP_RESERVE:
+                request, _ = await circuit.receive(stream, HopMessage)
+            match request.type if request.HasField("type") else None:
+                case HopMessage.RESERVE:
                     await circuit.send(stream, self._reserve(stream.remote))
-                case circuit.HOP_CONNECT:
+                case HopMessage.CONNECT:
                     await self._connect(stream, _target_of(request))
                 case _:
-                    await circuit.send(stream, _answer(Status.MALFORMED))
+                    await circuit.send(stream, _status(Status.MALFORMED_MESSAGE))
         except (PeerLostError, trio.TooSlowError) as error:
             logger.debug("a request of %s to relay failed: %s", stream.remote, error)
         finally:
             self._streams -= 1
             await stream.aclose()
 
-    def _reserve(self, peer_id: str) -> Fields:
+    def _reserve(self, peer_id: str) -> HopMessage:
         now = trio.current_time()
         self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
         if peer_id not in self._until_s and len(self._until_s) >= self._places:
-            return _answer(Status.REFUSED)
+            return _status(Status.RESERVATION_REFUSED)
         self._until_s[peer_id] = now + PLACE_S
-        expires = circuit.encode({circuit.RESERVATION_EXPIRES: int(time.time() + PLACE_S)})
-        return {**_answer(Status.OK), circuit.HOP_RESERVATION: expires}
+        reservation = Reservation(expire=int(time.time() + PLACE_S))
+        return HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation)
 
     async def _connect(self, source: DaemonSocket, target: str) -> None:
         """Carry a circuit from its request to its end."""
         if self._until_s.get(target, 0.0) < trio.current_time():
-            await circuit.send(source, _answer(Status.NO_PLACE))
+            await circuit.send(source, _status(Status.NO_RESERVATION))
             return
         ends = (source.remote, target)
         if any(self._circuits[end] >= self._places for end in ends):
-            await circuit.send(source, _answer(Status.FULL))
+            await circuit.send(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
             return
         self._circuits.update(ends)
         try:
             try:
                 stop, read_ahead = await self._ask_target(source.remote, target)
             except PeerLostError:
-                await circuit.send(source, _answer(Status.CONNECTION_FAILED))
+                await circuit.send(source, _status(Status.CONNECTION_FAILED))
                 raise
             try:
-                await circuit.send(source, _answer(Status.OK))
+                await circuit.send(source, _status(Status.OK))
                 if read_ahead:
                     await source.send_all(read_ahead)
                 await _carry(source, stop)
@@ -125,12 +125,12 @@ class Relay:
         Returns the stream to it, and what it has already sent into the circuit. Raises PeerLostError.
         """
         stream = await open_stream(self._control_path, target, circuit.STOP, REQUEST_TIMEOUT_S)
-        peer = circuit.encode({circuit.PEER_ID: peer_id_bytes(source)})
+        request = StopMessage(type=StopMessage.CONNECT, peer=Peer(id=peer_id_bytes(source)))
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
-                await circuit.send(stream, {circuit.STOP_TYPE: circuit.STOP_CONNECT, circuit.STOP_PEER: peer})
-                answer, read_ahead = await circuit.receive(stream)
-            if answer.get(circuit.STOP_STATUS) != Status.OK:
+                await circuit.send(stream, request)
+                answer, read_ahead = await circuit.receive(stream, StopMessage)
+            if answer.status != Status.OK:
                 raise PeerLostError(f"{target} takes no circuit")
         except BaseException as error:
             stream.fail("not connected")
@@ -154,14 +154,13 @@ async def _carry(one: Stream, other: Stream) -> None:
         nursery.start_soon(pass_on, other, one)
 
 
-def _answer(status: Status) -> Fields:
-    return {circuit.HOP_TYPE: circuit.HOP_ANSWER, circuit.HOP_STATUS: int(status)}
+def _status(status: Status) -> HopMessage:
+    return HopMessage(type=HopMessage.STATUS, status=status)
 
 
-def _target_of(request: Fields) -> str:
+def _target_of(request: HopMessage) -> str:
     """Whom a request wants to be connected with. Raises PeerLostError."""
-    peer = circuit.decode(circuit.of_kind(request, circuit.HOP_PEER, bytes))
     try:
-        return str(PeerID(circuit.of_kind(peer, circuit.PEER_ID, bytes)).to_base58())
+        return str(PeerID(request.peer.id).to_base58())
     except ValueError:
         raise PeerLostError("malformed peer id") from None

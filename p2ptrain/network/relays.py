@@ -19,7 +19,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
-from p2ptrain.network.circuit import Fields, Status
+from p2ptrain.network.circuit_pb2 import HopMessage, Status
 from p2ptrain.network.control import ask, open_stream
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 
@@ -98,8 +98,8 @@ class Relays:
         stream = await open_stream(self._control_path, relay, circuit.HOP, ASK_TIMEOUT_S)
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
-                await circuit.send(stream, {circuit.HOP_TYPE: circuit.HOP_RESERVE})
-                answer, _ = await circuit.receive(stream)
+                await circuit.send(stream, HopMessage(type=HopMessage.RESERVE))
+                answer, _ = await circuit.receive(stream, HopMessage)
                 check_answer(answer)
                 return
         finally:
@@ -107,13 +107,11 @@ class Relays:
         raise PeerLostError("no answer")
 
 
-def check_answer(answer: Fields) -> None:
+def check_answer(answer: HopMessage) -> None:
     """Raises PeerLostError unless a relay's answer grants a place whose circuits are good enough to train over."""
-    status = circuit.of_kind(answer, circuit.HOP_STATUS, int)
-    if status != Status.OK:
-        raise PeerLostError(f"it refused, with status {status}")
-    # What is not limited is not mentioned.
-    limit = circuit.decode(circuit.of_kind(answer, circuit.HOP_LIMIT, bytes))
-    seconds, size = (circuit.of_kind(limit, number, int) for number in (circuit.LIMIT_S, circuit.LIMIT_BYTES))
+    if answer.status != Status.OK:
+        raise PeerLostError(f"it refused, with status {answer.status}")
+    # What is not limited is not mentioned, and reads as 0.
+    seconds, size = answer.limit.duration, answer.limit.data
     if 0 < seconds < MIN_CIRCUIT_S or 0 < size < MIN_CIRCUIT_BYTES:
         raise PeerLostError(f"it passes on {size} bytes in {seconds} s at most")

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import subprocess
+import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import relays
+from p2ptrain.network import circuit_pb2, relays
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.circuit import HOP, HOP_CONNECT, HOP_STATUS, Fields, Status, decode, encode, receive, send
-from p2ptrain.network.control import open_stream
+from p2ptrain.network.circuit import HOP, receive, send
+from p2ptrain.network.circuit_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
+from p2ptrain.network.control import open_stream, varint
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.p2p import PROTOCOL_NAME
@@ -31,11 +37,37 @@ Run = Callable[..., Any]
 OPEN = "/ip4/5.188.7.1/tcp/4001"
 
 
-def answer(status: int, *, limit_s: int = 0, limit_bytes: int = 0) -> Fields:
+def answer(status: int, *, limit_s: int = 0, limit_bytes: int = 0) -> HopMessage:
     """What a relay says to a request for a place."""
-    limit = {number: value for number, value in ((1, limit_s), (2, limit_bytes)) if value}
-    said = {1: 2, 3: encode({1: 1_700_000_000, 3: b"voucher"}), 5: status}
-    return decode(encode({**said, 4: encode(limit)} if limit else said))
+    said = HopMessage(type=HopMessage.STATUS, status=status, reservation=Reservation(expire=10**9, voucher=b"voucher"))
+    if limit_s:
+        said.limit.duration = limit_s
+    if limit_bytes:
+        said.limit.data = limit_bytes
+    return said
+
+
+class Given:
+    """A stream that brings some bytes, one by one, and then ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self.sent = b""
+        self._data = deque(data)
+
+    async def receive_some(self) -> bytes:
+        return bytes([self._data.popleft()]) if self._data else b""
+
+    async def send_all(self, data: bytes) -> None:
+        self.sent += data
+
+
+def read_message(data: bytes) -> HopMessage:
+    async def main() -> HopMessage:
+        message, behind = await receive(Given(data), HopMessage)  # type: ignore[arg-type]
+        assert behind == b""
+        return message
+
+    return trio.run(main)
 
 
 def test_a_place_is_taken_where_circuits_are_good_enough() -> None:
@@ -50,27 +82,72 @@ def test_a_place_is_taken_where_circuits_are_good_enough() -> None:
         (answer(200), "status 200"),
         (answer(100, limit_s=120, limit_bytes=128 * 1024), "131072 bytes in 120 s"),
         (answer(100, limit_s=120), "120 s"),
-        ({}, "status 0"),
-        ({5: b"100"}, "malformed"),
-        ({5: 100, 4: 7}, "malformed"),
-        ({5: 100, 4: encode({1: b"long"})}, "malformed"),
+        (HopMessage(), "status 0"),
+        (HopMessage.FromString(b"\x2a\x03100"), "status 0"),  # a text for its status
+        (answer(77), "status 77"),
     ],
 )
-def test_no_place_is_taken_elsewhere(answered: Fields, complaint: str) -> None:
+def test_no_place_is_taken_elsewhere(answered: HopMessage, complaint: str) -> None:
     with pytest.raises(PeerLostError, match=complaint):
         check_answer(answered)
 
 
+# As libp2p's specification has them, with their lengths: what other programs send and expect.
+@pytest.mark.parametrize(
+    ("message", "data"),
+    [
+        (HopMessage(type=HopMessage.RESERVE), b"\x02\x08\x00"),
+        (HopMessage(type=HopMessage.CONNECT, peer=Peer(id=b"abc")), b"\x09\x08\x01\x12\x05\x0a\x03abc"),
+        (HopMessage(type=HopMessage.STATUS, status=Status.OK), b"\x04\x08\x02\x28\x64"),
+        (StopMessage(type=StopMessage.CONNECT, peer=Peer(id=b"abc")), b"\x09\x08\x00\x12\x05\x0a\x03abc"),
+        (StopMessage(type=StopMessage.STATUS, status=Status.OK), b"\x04\x08\x01\x20\x64"),
+    ],
+)
+def test_messages_are_those_of_libp2p(message: HopMessage | StopMessage, data: bytes) -> None:
+    async def main() -> None:
+        stream = Given(data + b"behind")
+        received, behind = await receive(stream, type(message))  # type: ignore[arg-type, type-var]
+        assert received == message
+        while some := await stream.receive_some():
+            behind += some
+        assert behind == b"behind"
+        await send(stream, message)  # type: ignore[arg-type]
+        assert stream.sent == data
+
+    trio.run(main)
+
+
+def test_the_generated_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
+    root = Path(circuit_pb2.__file__).parents[2]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(root), f"--descriptor_set_out={tmp_path / 'set'}"]
+    subprocess.run([*command, circuit_pb2.DESCRIPTOR.name], cwd=root, check=True)
+    generated = FileDescriptorProto()
+    circuit_pb2.DESCRIPTOR.CopyToProto(generated)
+    (compiled,) = FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file
+    compiled.ClearField("source_code_info")
+    for message in [*compiled.message_type, *generated.message_type]:
+        for field in message.field:
+            field.ClearField("json_name")
+    assert generated == compiled
+
+
 @pytest.mark.parametrize("body", [b"\x20", b"\x21\x01", b"\x22\x05abc", b"\x80" * 20])
 def test_what_is_no_message_is_refused(body: bytes) -> None:
-    with pytest.raises(PeerLostError, match="malformed"):
-        decode(body)
+    for data in (bytes([len(body)]) + body, body):
+        with pytest.raises(PeerLostError, match=r"malformed|ended"):
+            read_message(data)
+
+
+def test_a_message_without_end_is_refused() -> None:
+    for data in (b"\xff" * 10, varint(4097) + bytes(5000)):
+        with pytest.raises(PeerLostError, match="malformed"):
+            read_message(data)
 
 
 @given(st.binary(max_size=64))
 def test_strangers_bytes_are_a_message_or_none(body: bytes) -> None:
     with contextlib.suppress(PeerLostError):
-        check_answer(decode(body))
+        check_answer(read_message(varint(len(body)) + body))
 
 
 @pytest.mark.parametrize(
@@ -200,16 +277,18 @@ def test_what_is_no_request_is_refused_and_costs_the_relay_nothing(run: Run, loo
         async with open_relayed() as (probe, relay, other, circuit):
             await dial(probe, relay.peer_id, [circuit.partition("/p2p/")[0]], 10)
             for asked, status in (
-                ({1: 7}, Status.MALFORMED),
-                ({1: HOP_CONNECT, 2: encode({1: b"nobody"})}, Status.NO_PLACE),
-                ({1: HOP_CONNECT}, Status.NO_PLACE),
+                (HopMessage(), Status.MALFORMED_MESSAGE),
+                (HopMessage(type=HopMessage.STATUS), Status.MALFORMED_MESSAGE),
+                (HopMessage.FromString(b"\x08\x07"), Status.MALFORMED_MESSAGE),  # of a type that there is not
+                (HopMessage(type=HopMessage.CONNECT, peer=Peer(id=b"nobody")), Status.NO_RESERVATION),
+                (HopMessage(type=HopMessage.CONNECT), Status.NO_RESERVATION),
             ):
                 stream = await open_stream(probe, relay.peer_id, HOP, 10)
                 await send(stream, asked)
-                answered, _ = await receive(stream)
-                assert answered[HOP_STATUS] == status
+                answered, _ = await receive(stream, HopMessage)
+                assert answered.status == status
                 await stream.aclose()
-            for junk in (b"\xff" * 20, b"\x02\x21\x01", encode({1: HOP_CONNECT, 2: 5})):
+            for junk in (b"\xff" * 20, b"\x02\x21\x01", b"\x04\x08\x01\x10\x05"):
                 stream = await open_stream(probe, relay.peer_id, HOP, 10)
                 await stream.send_all(junk)
                 await stream.aclose()

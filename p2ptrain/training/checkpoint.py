@@ -1,12 +1,12 @@
-"""Checkpoints: complete or absent, checked when read, and the last three kept.
+"""Checkpoints: written all or nothing, checked when read; the last three are kept.
 
 A checkpoint is a directory `checkpoint-<step>`:
 
-    model.safetensors    one file per part of the state, such as model, trainer and peer: its tensors
-    manifest.json        size and SHA-256 of each file, everything of the state that is not a tensor, and `info`
+    model.safetensors    the tensors of one part of the state; also trainer.safetensors and peer.safetensors
+    manifest.json        size and SHA-256 of each file, the rest of the state, and `info`
 
-It is written under another name and renamed when complete, so a crash or a full disk never harms the ones before. The
-newest is the one that was saved last, not that of the highest step: a round may put a fast peer back.
+It is written under a temporary name and renamed when complete, so a crash or a full disk never damages earlier ones.
+The newest checkpoint is the one saved last, which need not have the highest step: a round may set a fast peer back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Attributes:
-        step: the run's step at which it was taken.
+        step: the run's step at which it was saved.
         info: plain values about it, such as the run's settings and versions.
         state: the parts, each a nested structure of dicts, lists, tensors and plain values.
     """
@@ -54,13 +54,13 @@ class Checkpoint:
 
 
 def save(out: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint below `out` and remove the ones before the last KEEP.
+    """Write a checkpoint below `out` and remove all but the newest KEEP.
 
     Returns:
-        The directory `checkpoint-<step>`; one of the same step is replaced.
+        The directory `checkpoint-<step>`; an earlier one of the same step is replaced.
 
     Raises:
-        CheckpointError: it could not be written, such as on a full disk. Nothing else was touched.
+        CheckpointError: it could not be written, for example on a full disk.
     """
     target = out / name_of(checkpoint.step)
     building = out / f".checkpoint-{checkpoint.step}.tmp"
@@ -78,7 +78,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         shutil.rmtree(building, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
-    # Those whose manifest is damaged go first.
+    # Checkpoints with a damaged manifest are removed first.
     for old in sorted(_found(out), key=lambda path: _serial(path) or 0, reverse=True)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -90,9 +90,9 @@ def name_of(step: int) -> str:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """The checkpoint directories below `out`, newest first. Empty when `out` does not exist.
+    """List the checkpoint directories below `out`, newest first; empty if `out` does not exist.
 
-    One whose manifest is damaged may be the newest, and comes first.
+    One with a damaged manifest comes first, because it may be the newest.
     """
 
     def place(path: Path) -> float:
@@ -103,12 +103,12 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint | None:
-    """The newest whole checkpoint below `out`, or None when there is none at all. Damaged ones are logged.
+    """Read the newest undamaged checkpoint below `out`; None if there are no checkpoints. Damaged ones are logged.
 
     `parts`: as for `load`.
 
     Raises:
-        CheckpointError: there are checkpoints, and all of them are damaged.
+        CheckpointError: all of the checkpoints are damaged.
     """
     found = checkpoints(out)
     for path in found:
@@ -117,7 +117,7 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
         except CheckpointError as error:
             logger.warning("%s", error)
     if found:
-        raise CheckpointError(f"{out}: none of its checkpoints is whole")
+        raise CheckpointError(f"{out}: all of its checkpoints are damaged")
     return None
 
 
@@ -125,13 +125,13 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     """Read one checkpoint directory; with `parts`, only those parts of its state.
 
     Raises:
-        CheckpointError: it is damaged or incomplete, or another version of p2ptrain wrote it.
+        CheckpointError: it is damaged or incomplete, or has the format of another version of p2ptrain.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         content = manifest["content"]
         if _digest(content) != manifest["sha256"]:
-            raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} does not have the hash it names")
+            raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} does not match its hash")
         if content["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {content['format']}, this version reads {FORMAT}")
         state = {}
@@ -139,7 +139,7 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
             file = path / f"{part}.safetensors"
             with file.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != content["files"][file.name]["sha256"]:
-                    raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not have the hash it had")
+                    raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not match its hash")
             state[part] = _unpack(content["state"][part], load_file(file))
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
@@ -147,22 +147,24 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
 
 
 def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
-    """The checkpoint that a user names: one, or the newest whole one in a directory of `p2ptrain join`.
+    """Read the checkpoint at a path given by the user: a checkpoint, or the --out directory of a `p2ptrain join`.
+
+    Of an --out directory the newest undamaged checkpoint is read. `parts`: as for `load`.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: there is no checkpoint, or all are damaged.
     """
     try:
         saved = load(path, parts) if (path / MANIFEST).exists() else load_newest(path, parts)
     except CheckpointError as error:
         raise ConfigError(f"{error}; give another checkpoint") from error
     if saved is None:
-        raise ConfigError(f"{path}: no checkpoint there; give the --out directory of a p2ptrain join that wrote one")
+        raise ConfigError(f"{path}: no checkpoint there; give the --out directory of a `p2ptrain join` that wrote one")
     return saved
 
 
 def _found(out: Path) -> list[Path]:
-    """The checkpoint directories below `out`, that of the highest step first."""
+    """List the checkpoint directories below `out`, highest step first."""
     if not out.is_dir():
         return []
     steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
@@ -170,7 +172,7 @@ def _found(out: Path) -> list[Path]:
 
 
 def _serial(path: Path) -> int | None:
-    """Higher than that of every checkpoint that was there when it was saved; None when its manifest is damaged."""
+    """The serial number of a checkpoint, which grows with each save; None if its manifest is damaged."""
     try:
         return int(json.loads((path / MANIFEST).read_bytes())["content"].get("serial", 0))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -199,7 +201,7 @@ def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
 
 
 def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor], str]:
-    """Returns a function that puts tensors into `tensors` and gives the name each has there; aliases share one."""
+    """Return a function that stores a tensor in `tensors` and returns its name there; aliases share one name."""
     names: dict[tuple[object, ...], str] = {}
 
     def collect(name: str, tensor: torch.Tensor) -> str:
@@ -207,7 +209,7 @@ def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor]
         if tensor.numel() and identity in names:
             return names[identity]
         names[identity] = name
-        # A copy only where tensors of one storage would make safetensors refuse.
+        # Copy only tensors that safetensors would refuse because they are part of a larger storage.
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         tensors[name] = tensor.detach() if whole else tensor.detach().clone(memory_format=torch.contiguous_format)
         return name
@@ -216,7 +218,7 @@ def _collector(tensors: dict[str, torch.Tensor]) -> Callable[[str, torch.Tensor]
 
 
 def _pack(value: Any, name: str, collect: Callable[[str, torch.Tensor], str]) -> Any:
-    """Turn nested state into JSON, tensors into references. What JSON cannot say is tagged by a key with a dollar."""
+    """Convert nested state to JSON values; tensors become references. Other types are tagged by a key with a dollar."""
     match value:
         case torch.Tensor():
             return {"$tensor": collect(name, value)}
@@ -261,7 +263,7 @@ def _digest(content: Any) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Make a file or directory durable, so that the rename never outlives the bytes."""
+    """Flush a file or directory to disk, so that a renamed checkpoint is never incomplete after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

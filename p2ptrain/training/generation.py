@@ -15,7 +15,7 @@ from p2ptrain.training.models import build, context_length
 
 
 def load_model(path: Path) -> nn.Module:
-    """The model of a checkpoint, or of the newest whole checkpoint in a directory of `p2ptrain join`.
+    """Load the model of a checkpoint, or of the newest undamaged one in the --out directory of a `p2ptrain join`.
 
     Raises:
         ConfigError: there is no checkpoint, or it is damaged.
@@ -33,10 +33,10 @@ def generate_text(model: nn.Module, prompt: str, *, length: int, temperature: fl
 
     Args:
         model: maps int64 tokens (1, T) to logits (1, T, V).
-        prompt: may be empty; only the last characters that fit the model's context count.
+        prompt: may be empty; if longer than the model's context, only its end is used.
         length: number of characters.
-        temperature: 0 always takes the likeliest character; 1 draws from the model's distribution.
-        seed: of the draws.
+        temperature: 0 always takes the likeliest character; 1 samples from the model's distribution.
+        seed: seeds the sampling.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
-"""`p2ptrain join` from beginning to end: find the run or found it, build what it trains, train, leave.
+"""`p2ptrain join` from start to end: find or start the run, build the model and its data, train, leave.
 
-What can be seen to be wrong on this machine is said before the network is touched.
+Errors that can be found on this machine are raised before the network is opened.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 IDENTITY_FILE = "identity.key"
 METRICS_FILE = "metrics.jsonl"
-# Addresses of the peers that were last seen alive: what a restarted peer finds the run by, should the address that
-# it first joined through be gone, or should it be the founder.
+# Addresses of the peers last seen alive. A restarted peer finds the run through them if its initial peers are gone, or
+# if it started the run and has none.
 REMEMBERED_FILE = "peers.txt"
-# A guess between a slow DHT and a person who waits: looking up one key takes well below a second.
+# Guess: a lookup normally takes well below a second, a slow DHT takes longer, and a person is waiting.
 FIND_RUN_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -57,18 +57,18 @@ def join_run(
     sinks: Sequence[Sink] = (),
     on_peer: Callable[[Peer], None] = lambda peer: None,
 ) -> None:
-    """Take part in a run until it ends or Ctrl-C.
+    """Take part in a run; blocks until it ends or the user stops it. Only for the main thread (signal handlers).
 
     Args:
         settings: merged from flags, environment and TOML.
-        say: shows one line to the user.
-        on_progress: shows how training goes on, every few seconds.
-        on_status: shows what the peer does while it enters the run; None: it is said like all else.
-        sinks: who gets the peer's events besides its metrics file.
-        on_peer: called with the peer once it has entered the run.
+        say: prints one line for the user.
+        on_progress: called with the training progress every few seconds.
+        on_status: called with what the peer is doing while it joins; None passes these lines to `say`.
+        sinks: receive the peer's events, as its metrics file does.
+        on_peer: called with the peer once it has joined the run.
 
     Raises:
-        ConfigError: something the user gave cannot work.
+        ConfigError: a setting cannot work, or the network side of this peer failed during training.
     """
     config = settings.peer_config()
     if config.dashboard is not None:
@@ -88,7 +88,7 @@ def join_run(
         if config.prometheus is not None:
             prometheus = stack.enter_context(closing(PrometheusSink(config.prometheus)))
             watching.append(prometheus)
-            say(f"figures for Prometheus at {prometheus.url}")
+            say(f"Prometheus metrics at {prometheus.url}")
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = _saved(out)
@@ -98,7 +98,7 @@ def join_run(
         found = session.find_run(run_id, timeout_s=FIND_RUN_TIMEOUT_S) if session.knows_others else None
         run = settle_run(settings, found, saved, out)
         if session.knows_others and not found and not saved:
-            say(f"nobody of run {run_id!r} is there: starting it, unless somebody else does; --run-id chooses another")
+            say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")
         if saved and found is None and 0 < run.total_steps <= saved.step:
             say(
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
@@ -106,12 +106,12 @@ def join_run(
             return
         known = count_parameters(run.model, vocab_size=VOCAB_SIZE) if run.model in PRESETS else None
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
-            say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (p2ptrain doctor tells more)")
+            say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         model = _build_model(run, saved)
         if config.init_from:
             _start_from(config.init_from, model, found, saved, out, session.knows_others, say)
         model.to(device)
-        # Before the run is entered: it takes a second of imports, in which a member would only hold up rounds.
+        # Before joining: this takes a second or more, and a member would delay rounds in that time.
         shards, shard = _shards(run, corpus, model, config.shard, session.peer_id, say)
         spans = None if shards is None else shards.spans(shard)
         seed = run.data_seed(session.peer_id) if config.seed is None else config.seed
@@ -141,20 +141,20 @@ def join_run(
         stop = stack.enter_context(stop_on_signals())
         verb = "continuing" if saved else "started" if peer.founded else "joined"
         _say_hello(say, peer.peer_id, peer.maddrs, peer.run, verb)
-        saved = None  # a large model's is gigabytes
+        saved = None  # free it: gigabytes for a large model
 
         def progressed(progress: Progress) -> None:
             _remember(out, peer.alive_maddrs)
             on_progress(progress)
 
         reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=progressed)
-        hint = f"try: p2ptrain generate {out}" if reason == "finished" else "the same command again continues"
+        hint = f"try: p2ptrain generate {out}" if reason == "finished" else "run the same command again to continue"
         is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
         say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
 
 
 def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve the page of the run as this peer sees it, until `stack` ends."""
+    """Serve this peer's dashboard until `stack` is closed."""
     from p2ptrain.monitor.dashboard.dashboard import Source, showing
 
     watch = peer.watch()
@@ -164,16 +164,16 @@ def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Call
 
 
 def _saved(out: Path) -> checkpoint.Checkpoint | None:
-    """What to go on from. Raises ConfigError where all that there is is damaged."""
+    """Load the newest undamaged checkpoint; None without checkpoints. Raises ConfigError if all are damaged."""
     try:
         return checkpoint.load_newest(out)
     except CheckpointError as error:
-        raise ConfigError(f"--out {error}; move them away to start afresh") from error
+        raise ConfigError(f"--out {error}; move them away to start anew") from error
 
 
 def _remembered(out: Path) -> tuple[str, ...]:
-    """Addresses of the peers that we trained with before; none where there is no (readable) record of them."""
-    from p2ptrain.network.addresses import is_initial_peer  # imports hivemind, as _open_lobby does next
+    """Addresses of peers seen before the restart; empty if the file is missing or unreadable."""
+    from p2ptrain.network.addresses import is_initial_peer  # imports hivemind, as _open_session does next
 
     path = out / REMEMBERED_FILE
     try:
@@ -190,29 +190,29 @@ def _remembered(out: Path) -> tuple[str, ...]:
 
 
 def _remember(out: Path, maddrs: list[str]) -> None:
-    """Note whom we train with, as far as what they call their addresses are addresses.
-
-    Where that cannot be written, what was noted before has to do.
-    """
+    """Save the addresses of the live peers that parse. If that fails, log a warning and keep the earlier file."""
     from p2ptrain.network.addresses import is_initial_peer
 
     if usable := [maddr for maddr in maddrs if is_initial_peer(maddr)]:
         try:
             write_addresses(out / REMEMBERED_FILE, usable)
         except ConfigError as error:
-            logger.warning("the addresses of the other peers could not be noted: %s", error)
+            logger.warning("the addresses of the other peers could not be saved: %s", error)
 
 
 def _open_session(
     network: NetworkConfig, remembered: tuple[str, ...], saved: checkpoint.Checkpoint | None, say: Callable[[str], None]
 ) -> NetworkSession:
-    """The network, joined through the addresses that the user gave and those that we remember.
+    """Open the network through the user's initial peers and the remembered addresses.
 
-    Where none answers, a run of which we have a checkpoint goes on with us, and the others are looked for meanwhile:
-    they may all have been ended, and one must be the first. Without a checkpoint, remembered peers alone may be gone.
+    If no peer answers, a peer with a checkpoint starts alone and keeps looking for the others: all peers may have been
+    stopped, and one of them must start first. Without a checkpoint, only the user's initial peers are tried again.
+
+    Raises:
+        UnreachableError: none of the user's initial peers answered, and there is no checkpoint.
     """
     from p2ptrain.peer.session import (
-        NetworkSession,  # imports hivemind, which takes a second that no error before need wait for
+        NetworkSession,  # imports hivemind, which takes a second; earlier errors need not wait for it
     )
 
     known = dataclasses.replace(network, remembered_peers=remembered)
@@ -220,48 +220,49 @@ def _open_session(
         return NetworkSession.open(known)
     except UnreachableError as error:
         if saved:
-            say(f"{error}. Going on from the checkpoint of step {saved.step}, alone until one of them is found")
+            say(f"{error}. Continuing from the checkpoint of step {saved.step}, alone until a peer is found")
             return NetworkSession.open(known, alone=True)
         if not remembered:
             raise
-        say("none of the peers from before can be reached")
+        say(f"none of the peers saved in {REMEMBERED_FILE} can be reached")
         return NetworkSession.open(network)
 
 
 def settle_run(
     settings: Settings, found: RunConfig | None, saved: checkpoint.Checkpoint | None, out: Path
 ) -> RunConfig:
-    """The settings to train with: those of the live run, else of our checkpoint, else of a new run.
+    """Choose the run's settings: those of the live run, else of the checkpoint, else of a new run.
 
     Args:
-        settings: what the user gave.
+        settings: given by the user.
         found: the settings of the live run, or None.
-        saved: our newest checkpoint, or None.
+        saved: the newest checkpoint, or None.
         out: its directory, for messages.
 
     Raises:
-        ConfigError: these contradict each other, or the run needs something that only the user can give.
+        ConfigError: the checkpoint contradicts the live run, or the run needs an option that the user did not give.
+        RunMismatchError: the user's settings contradict the run's.
     """
     ours = RunConfig.from_stated(saved.info["run"]) if saved else None
     if found and ours and found != ours:
         raise ConfigError(
-            f"--out {out}: its checkpoint is of a run with other settings than the one found now "
+            f"--out {out}: its checkpoint has other settings than the live run "
             f"({_differences(ours, found)}); give another --out"
         )
     try:
         run = settings.resolve_run(found or ours)
     except RunMismatchError as error:
         if found is None:
-            raise RunMismatchError(f"{error}. The run's settings are those of the checkpoint in {out}") from error
+            raise RunMismatchError(f"{error}. The run's settings come from the checkpoint in {out}") from error
         raise
     if not run.model or not run.data:
         raise ConfigError(
-            f"run {run.run_id!r} was started from a Python program; join it with p2ptrain.join(model, run_id=…) there"
+            f"run {run.run_id!r} was started from Python; join it from Python with p2ptrain.join(model, run_id=…)"
         )
     if ":" in run.model and not settings.explicit("model") and found:
-        # A stranger must not choose which code of this machine is called.
+        # Another peer must not choose which code runs on this machine.
         raise ConfigError(
-            f"run {run.run_id!r} trains the model {run.model}, code that you must have: add --model {run.model}"
+            f"run {run.run_id!r} trains model {run.model}, which is code that you must have: add --model {run.model}"
         )
     if settings.explicit("sharding") and run.num_shards == 0:
         raise ConfigError(f"--sharding {run.sharding}: has no meaning without shards; add --num-shards N")
@@ -289,28 +290,28 @@ def _start_from(
     knows_others: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Give `model` the first weights that the user chose, or say why the run's are taken instead."""
+    """Load the initial weights that the user chose into `model`, or tell the user why they are not used."""
     if found:
-        say(f"--init-from {init_from}: not used, as run {found.run_id!r} is under way; its weights are taken instead")
+        say(f"--init-from {init_from}: not used, because run {found.run_id!r} has started; its weights are used")
         return
     if saved:
-        say(f"--init-from {init_from}: not used, as the checkpoint of step {saved.step} in {out} is continued instead")
+        say(f"--init-from {init_from}: not used, because the checkpoint of step {saved.step} in {out} is continued")
         return
     load_weights(model, read_weights(Path(init_from)), origin=init_from)
-    # Two that start at once both find nobody, and one of them founds the run.
-    unless = ", unless another peer founds the run before us" if knows_others else ""
+    # Of two peers that start at once, neither finds the other, and only one starts the run.
+    unless = ", unless another peer starts the run first" if knows_others else ""
     say(f"starting from the weights of {init_from}{unless}")
 
 
 def _shards(
     run: RunConfig, corpus: Corpus, model: nn.Module, given: int | None, peer_id: str, say: Callable[[str], None]
 ) -> tuple[Shards | None, int]:
-    """The run's shards and the number of ours; None and 0 in a run without any. `model` is not touched."""
+    """Compute the run's shards and this peer's shard number; (None, 0) without shards. `model` is only read."""
     if run.num_shards == 0 and given is None:
         return None, 0
     shard = choose_shard(given, run, peer_id)
     if run.sharding == "clusters":
-        say(f"sorting the text into {run.num_shards} clusters, which takes a while")
+        say(f"sorting the text into {run.num_shards} clusters; this takes a while")
     shards = make_shards(run, corpus, context=context_length(model), device=next(model.parameters()).device)
     assert shards is not None
     say(
@@ -330,4 +331,5 @@ def _say_hello(say: Callable[[str], None], peer_id: str, maddrs: list[str], run:
 
 def _differences(ours: RunConfig, theirs: RunConfig) -> str:
     mine, live = ours.to_dict(), theirs.to_dict()
-    return ", ".join(f"{name}: {mine[name]!r} there, {live[name]!r} here" for name in mine if mine[name] != live[name])
+    changed = [name for name in mine if mine[name] != live[name]]
+    return ", ".join(f"{name}: {mine[name]!r} in the checkpoint, {live[name]!r} in the run" for name in changed)

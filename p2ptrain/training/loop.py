@@ -1,8 +1,7 @@
 """The training loop behind `p2ptrain join`: local steps, one `peer.step()` after each.
 
-`training_steps` is the loop as a generator that yields after each step, so that a thread can drive it, or a
-simulation in virtual time. `run_training` drives it on the calling thread and adds what needs a clock and a disk:
-progress, checkpoints and the orderly end.
+`training_steps` is a generator that yields after each step, so a thread or a simulation in virtual time can drive it.
+`run_training` drives it on the calling thread and adds progress lines, checkpoints and an orderly shutdown.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.trainer import Trainer
 
-# Guesses: how often people want a line, and the longest wait for the run's last round.
+# Guesses: seconds between progress lines, and the longest wait for the run's last round.
 PROGRESS_INTERVAL_S = 5.0
 LAST_ROUND_TIMEOUT_S = 60.0
-# How soon a Ctrl-C is seen during that wait.
+# Ctrl-C is noticed within this time during that wait.
 POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
 
 class StepReport(Protocol):
-    """What one `peer.step()` did."""
+    """The result of one `peer.step()`."""
 
     @property
     def sent(self) -> int: ...
@@ -46,16 +45,16 @@ class StepReport(Protocol):
 
 
 class SteppingPeer(Protocol):
-    """What the loop needs of a peer: `p2ptrain.peer.peer.Peer`, a simulated one, or a stand-in without a network."""
+    """The part of a peer that `training_steps` uses: a `p2ptrain.peer.peer.Peer`, a simulated peer or a test fake."""
 
     @property
     def run_step(self) -> int:
-        """The run's step, which a joiner takes over from it."""
+        """Position in the run, in steps; a joiner starts at the run's position."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether the run's length was reached and its last round is resolved."""
+        """Whether the run has reached its length and its last round is resolved."""
         ...
 
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
@@ -63,7 +62,7 @@ class SteppingPeer(Protocol):
 
 
 class TrainingPeer(SteppingPeer, Protocol):
-    """What training from beginning to end needs of a peer."""
+    """The part of a peer that `run_training` uses."""
 
     @property
     def peer_id(self) -> str: ...
@@ -71,7 +70,7 @@ class TrainingPeer(SteppingPeer, Protocol):
     def run(self) -> RunConfig: ...
     @property
     def failure(self) -> Exception | None:
-        """Why this peer's network side has ended by itself; None while it works."""
+        """Why this peer's network side has ended; None while it works."""
         ...
 
     @property
@@ -84,7 +83,7 @@ class TrainingPeer(SteppingPeer, Protocol):
     def wait_finished(self, timeout_s: float) -> object: ...
     def leave(self, reason: str) -> None: ...
     def state_dict(self) -> dict[str, Any]:
-        """What a restart needs to go on; also after `leave`."""
+        """The state that a restart needs; also works after `leave`."""
         ...
 
 
@@ -93,11 +92,11 @@ class StepDone:
     """One local step and its exchange.
 
     Attributes:
-        run_step: the run's step after it.
+        run_step: step of the run after it.
         loss: training loss of this peer, in nats.
-        tokens: tokens that it trained on.
-        report: what `peer.step()` did.
-        eval_loss: loss on held-out text, where it was measured after this step.
+        tokens: tokens trained on.
+        report: the result of `peer.step()`.
+        eval_loss: loss on held-out text in nats, if it was measured after this step.
     """
 
     run_step: int
@@ -114,7 +113,7 @@ def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> 
         before = peer.run_step
         loss, tokens = trainer.step(before)
         report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
-        # Aligned to the run's steps, not this peer's, so that the curves of all peers share their abscissae.
+        # At multiples of the run's steps, not this peer's, so that the curves of all peers share their x values.
         due = before // eval_every != peer.run_step // eval_every
         yield StepDone(
             peer.run_step, loss, tokens, report, record_evaluation(peer, trainer, eval_every) if due else None
@@ -122,9 +121,9 @@ def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> 
 
 
 def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float:
-    """Measure the loss on held-out text; record it, and a sample of the weights with it.
+    """Measure the loss on held-out text in nats, record it with a sample of the weights, and return it.
 
-    `every`: steps between two measurements, by which those who look on tell samples that belong together.
+    `every`: steps between two measurements; observers use it to group the samples of different peers.
     """
     loss = trainer.evaluate()
     peer.record("eval", step=peer.run_step, loss=loss if math.isfinite(loss) else None)
@@ -134,18 +133,18 @@ def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float
 
 @dataclass(frozen=True)
 class Progress:
-    """What happened since the last line of progress.
+    """Summary of the steps since the last progress line.
 
     Attributes:
         run_step: step of the run.
-        total_steps: its length; 0 when it has no end.
-        round: rounds that were resolved.
-        peers: live peers, this one included.
+        total_steps: length of the run; 0 if it has no end.
+        round: rounds resolved so far.
+        peers: live peers, including this one.
         loss: this peer's mean training loss, in nats.
         eval_loss: its newest loss on held-out text, in nats.
-        tokens_per_s: its speed.
-        sent, merged: fragments out and in.
-        skipped: fragments that were left out, by reason.
+        tokens_per_s: its training speed.
+        sent, merged: fragments sent, and received and merged.
+        skipped: fragments that were not sent or not merged, by reason.
     """
 
     run_step: int
@@ -170,14 +169,14 @@ def run_training(
     on_progress: Callable[[Progress], None],
     now: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Train until the run ends or `stop` says so; then leave the run and write a checkpoint.
+    """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
     Args:
-        peer: has entered the run.
+        peer: has joined the run.
         trainer: holds the model that the peer exchanges.
         config: how often to evaluate and to write checkpoints.
-        out: directory for checkpoints. One that cannot be written is logged, and training goes on.
-        stop: asked after every step; set by a signal handler.
+        out: directory for checkpoints. If one cannot be written, an error is logged and training goes on.
+        stop: called after every step; true after a signal.
         on_progress: called every few seconds.
         now: monotonic clock, in seconds.
 
@@ -185,7 +184,7 @@ def run_training(
         Why it ended: "finished" or "interrupted".
 
     Raises:
-        ConfigError: the network side of this peer has ended; after leaving and writing a checkpoint.
+        ConfigError: the network side of this peer has ended. The checkpoint is written first.
     """
     recent: list[StepDone] = []
     eval_loss = record_evaluation(peer, trainer, config.eval_every)
@@ -206,19 +205,19 @@ def run_training(
     if recent:
         on_progress(_summary(peer, recent, eval_loss, now() - line_s))
     interrupted = stop() and not peer.finished
-    # A Ctrl-C reaches the network's daemon too: its end is then no failure.
+    # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
     reason = "interrupted" if interrupted else "failed" if failure else "finished"
-    # Leave first: the others should not wait for our disk.
+    # Leave first: other peers should not wait for this disk.
     peer.leave(reason)
     save_checkpoint(peer, trainer, out)
     if failure:
-        raise ConfigError(f"cut off from the run: {failure}; the same command again continues from {out}")
+        raise ConfigError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
     return reason
 
 
 def save_checkpoint(peer: TrainingPeer, trainer: Trainer, out: Path) -> Path | None:
-    """Write a checkpoint of model, trainer and peer. Returns its directory, or None when it could not be written."""
+    """Write a checkpoint of model, trainer and peer. Returns its directory, or None (logged) if writing fails."""
     info = {
         "run": peer.run.to_dict(),
         "peer_id": peer.peer_id,
@@ -233,27 +232,27 @@ def save_checkpoint(peer: TrainingPeer, trainer: Trainer, out: Path) -> Path | N
     except CheckpointError as error:
         logger.error("%s; training goes on without this checkpoint", error)
         return None
-    logger.info("checkpoint %s", path)
+    logger.info("wrote checkpoint %s", path)
     return path
 
 
 def _steps_to_the_end(
     peer: TrainingPeer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
 ) -> Generator[StepDone, None, None]:
-    """Every step of this peer, up to the run's last round."""
+    """Train until the run's last round is resolved, yielding after each step."""
     yield from training_steps(peer, trainer, eval_every=config.eval_every)
     while _is_put_back(peer, stop, now):
         yield from training_steps(peer, trainer, eval_every=config.eval_every)
 
 
 def _is_put_back(peer: TrainingPeer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
-    """At the run's length, wait for its last round; whether another came that puts us back to where most peers are."""
+    """Wait for the run's last round. Returns True if a round has set this peer back, so that it must train on."""
     deadline_s = now() + LAST_ROUND_TIMEOUT_S
     while not peer.finished and not peer.failure and not stop():
         if peer.run_step < peer.run.total_steps:
             return True
         if now() >= deadline_s:
-            logger.warning("the run's last round did not end within %.0f s: left without it", LAST_ROUND_TIMEOUT_S)
+            logger.warning("the run's last round did not end within %.0f s; leaving without it", LAST_ROUND_TIMEOUT_S)
             break
         peer.wait_finished(POLL_S)
     return False

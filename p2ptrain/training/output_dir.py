@@ -1,7 +1,7 @@
-"""The directory of one peer, with its identity, metrics and checkpoints, and the lock that keeps a second process out.
+"""The output directory of one peer (identity, metrics, checkpoints) and the lock that keeps a second process out.
 
-Two processes that write one directory would mix their checkpoints. The lock is the operating system's, so a crash
-leaves none behind. (The identity has a lock of its own, in `network/`, as it may be kept elsewhere.)
+Two processes that write to one directory would mix their checkpoints. The operating system holds the lock, so it ends
+with the process, also after a crash. The identity has its own lock, in `network/`, as it may be kept elsewhere.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from filelock import FileLock, Timeout
 
 from p2ptrain.errors import ConfigError
 
-# A guess: nobody runs more peers in one directory without giving them names.
+# Guess: more peers than these are not started in one directory without --out.
 MAX_NUMBERED = 100
 
 
 @contextmanager
 def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
-    """Make and lock the directory of this peer.
+    """Create the output directory of this peer, lock it for the duration of the block, and yield its path.
 
     Args:
-        out: the directory that the user gave; None for `p2ptrain-<run id>` below the current one.
+        out: the directory that the user gave; None for `p2ptrain-<run id>` in the current one.
         run_id: name of the run.
-        joins: whether this peer joins others. If so, and `p2ptrain-<run id>` is in use, the next free one of
-            `p2ptrain-<run id>-2`, `-3` … is taken: the line that a peer prints works in a second terminal too.
+        joins: whether this peer has initial peers. If so, and `p2ptrain-<run id>` is in use, the next free one of
+            `p2ptrain-<run id>-2`, `-3` … is used, so that the printed command also works in a second terminal.
 
     Raises:
         ConfigError: the directory is in use, or cannot be written.
@@ -44,12 +44,12 @@ def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
             return
     raise ConfigError(
         f"--out {first}: another p2ptrain process uses this directory; stop it, give another --out, "
-        f"or join it by the line that it printed (p2ptrain join --initial-peers …)"
+        f"or join it with the command that it printed (p2ptrain join --initial-peers …)"
     )
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory where it is missing. Raises ConfigError when that cannot be done."""
+    """Create a directory if it is missing. Raises ConfigError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,7 +57,7 @@ def make_directory(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Make a directory where it is missing, and see that files can be written there. Raises ConfigError."""
+    """Create a directory if it is missing, and check that files can be written there. Raises ConfigError if not."""
     make_directory(directory)
     try:
         with tempfile.TemporaryFile(dir=directory):
@@ -67,7 +67,7 @@ def check_writable(directory: Path) -> None:
 
 
 def _lock(directory: Path) -> FileLock | None:
-    """An acquired lock, which the caller releases; None when another process holds it."""
+    """Acquire the directory's lock, which the caller releases. Returns None if another process holds it."""
     make_directory(directory)
     lock = FileLock(directory / ".lock", timeout=0)
     try:
@@ -80,4 +80,4 @@ def _lock(directory: Path) -> FileLock | None:
 
 
 def _unusable(directory: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"directory {directory} cannot be used ({error.strerror}); give one that can be written")
+    return ConfigError(f"directory {directory} cannot be used ({error.strerror}); give one that is writable")

@@ -1,7 +1,7 @@
-"""A run's first weights from a file: a checkpoint of ours, or a state dict in the safetensors format.
+"""Initial weights of a run from a file: a p2ptrain checkpoint, or a state dict in the safetensors format.
 
-DiLoCo starts from a model pretrained for 24,000 steps, and finds 0 to 48,000 to end within 0.1 perplexity of each
-other (section 3.1, figure 3). Only the founder of a run needs the file: everybody else downloads the weights.
+DiLoCo starts from a model pretrained for 24,000 steps, and finds that 0 to 48,000 steps end within 0.1 perplexity of
+each other (section 3.1, figure 3). Only the peer that starts the run needs the file; the others download the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2ptrain.training import checkpoint
 
 
 def check_weights(path: Path) -> None:
-    """See cheaply whether there are weights at `path`, without reading them. Raises ConfigError when not."""
+    """Check that there are weights at `path`, without reading them. Raises ConfigError if not."""
     if path.is_dir():
         if not (path / checkpoint.MANIFEST).exists() and not checkpoint.checkpoints(path):
             raise ConfigError(
@@ -35,10 +35,10 @@ def check_weights(path: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict at `path`, on the CPU.
+    """Read the state dict at `path`, to the CPU.
 
     Args:
-        path: a checkpoint directory, a directory with checkpoints (the newest is taken), or a .safetensors file.
+        path: a checkpoint directory, a directory with checkpoints (the newest is used), or a .safetensors file.
 
     Raises:
         ConfigError: there is none, or it is damaged.
@@ -54,16 +54,16 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origin: str) -> None:
-    """Overwrite the model's parameters and persistent buffers, converting types. All or nothing.
+    """Overwrite the model's parameters and persistent buffers, converting types. On an error, nothing is changed.
 
     Args:
         model: the model as every peer of the run builds it.
-        weights: by name, as in `model.state_dict()`. Of tensors that are tied, one name is enough.
-        origin: where they are from, for messages.
+        weights: by name, as in `model.state_dict()`. For tied tensors one name is enough.
+        origin: where the weights come from, for messages.
 
     Raises:
-        ConfigError: a name is missing or unknown, a shape differs, a value is not finite, or a frozen parameter has
-            another value than that which the other peers build.
+        ConfigError: a name is missing or unknown, a shape differs, a value is not finite, or the value of a frozen
+            parameter is not the one that the model is built with.
     """
     ours = model.state_dict()
     given = {_place(ours[name]) for name in weights if name in ours}
@@ -84,8 +84,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
     for name, (old, new) in both.items():
         if name in frozen and not torch.equal(old, new.to(old)):
             raise ConfigError(
-                f"--init-from {origin}: {name} is frozen, and has other values than the model is built with, which "
-                f"would shut every joiner out; let the model's factory load it, or train it"
+                f"--init-from {origin}: {name} is frozen and has other values than the model is built with, so no "
+                f"other peer could join; load it in the model's factory, or make it trainable"
             )
     with torch.no_grad():
         for old, new in both.values():
@@ -93,7 +93,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two names of one tensor. One without storage, on the meta device or empty, is only itself."""
+    """A key that is equal for two names of one tensor. A tensor without storage (meta, empty) equals only itself."""
     return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride())
 
 
@@ -101,7 +101,7 @@ def _refuse(names: Collection[str], total: int, origin: str, first: str, rest: s
     if names:
         raise ConfigError(
             f"--init-from {origin}: {' '.join([next(iter(names)), first]).rstrip()} ({len(names)} of {total} {rest}); "
-            f"give weights of this very model, or the --model that they are of"
+            f"give weights of this model, or the --model that these weights belong to"
         )
 
 
@@ -111,6 +111,6 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
             f"--init-from {path}: cannot be read ({error.strerror}); give a checkpoint directory or .safetensors file"
         )
     return ConfigError(
-        f"--init-from {path}: is no whole file in the safetensors format ({error}); "
+        f"--init-from {path}: is not a complete safetensors file ({error}); "
         f"write one with safetensors.torch.save_file(model.state_dict(), …)"
     )

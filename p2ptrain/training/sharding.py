@@ -1,9 +1,10 @@
-"""The shards of a run, which every peer computes by itself: from its settings, the text and, for clusters, a model.
+"""The shards of a run. Every peer computes them locally from the settings, the text and, for clusters, a model.
 
-Clusters are made of a model's last-layer features (DiLoCo, section 3.1). The paper has a pretrained model. Here it is
-the run's own at its first weights, trained alone for some hundred small steps: enough to tell prose from tables, and
-the one model that each peer can have at any time, before the run and long after its start. It is not the checkpoint
-of `init_from`, which only the founder has; whoever holds a better model gives it to `block_features` himself.
+Clusters are made from a model's last-layer features (DiLoCo, section 3.1). The paper uses a pretrained model. Here it
+is the run's own model, trained locally from its initial weights for a few hundred small steps. That is enough to tell
+prose from tables, and every peer can do it at any time, also long after the run has started. The checkpoint given as
+`init_from` cannot be used, because only the peer that started the run has it. With a better model at hand, call
+`block_features` on it.
 """
 
 from __future__ import annotations
@@ -35,40 +36,43 @@ from p2ptrain.training.data.shards import check_enough_blocks
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.trainer import Trainer
 
-# Measured on the standard library (docs/LOG.md): with the demo model this takes ten seconds of one core, and more of
-# either makes the clusters hardly more different from each other.
+# Measured on the standard library (docs/LOG.md): with the demo model this takes ten seconds on one core, and more
+# steps or tokens make the clusters hardly more different from each other.
 STEPS = 400
 TOKENS_PER_STEP = 512
 WARMUP_STEPS = 20
-# A quarter of a block, spread over it. With 256 tokens a quarter of the difference between clusters was lost.
+# A quarter of a block, spread over it. With 256 tokens the clusters differed a quarter less.
 TOKENS_PER_BLOCK = 1024
-# Tokens in one pass of the model: bounds the memory for the logits of models without features.
+# Tokens in one forward pass: bounds the memory for the logits of models without features.
 PASS_TOKENS = 4096
-# Up to here on one CPU thread, which rounds alike on most machines: a minute at worst. Larger models take the device.
+# Models up to this size run on one CPU thread, which rounds alike on most machines and takes a minute at worst. Larger
+# ones run on the peer's device.
 CPU_PARAMETERS = 1_000_000
 
 logger = logging.getLogger(__name__)
 
 
 def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.device) -> Shards | None:
-    """The partition of the training text that a run asks for, or None where every peer draws from all of it.
+    """Compute the run's partition of the training text; None if the run has no shards.
 
-    "iid" and "unbalanced" depend on the run's seed, the length of the text and the model's context: they are the same
-    wherever those are. "clusters" depends on the text itself and on floating-point arithmetic. On one machine with one
-    version of torch and scikit-learn it is the same each time. Another processor rounds sums differently: with plain
-    SSE instead of AVX the demo model's features moved by 1e-4, and no block of 996 changed its cluster (8, 32 and 64
-    clusters), but another text may have blocks that lie so close between two, and another version of a library may
-    find other clusters. Larger models are trained on the device, where GPUs of two kinds differ by more.
-    `Shards.digest` shows whether two peers have the same. Nothing breaks where they differ: shards then overlap.
+    "iid" and "unbalanced" depend only on the run's seed, the length of the text and the model's context. "clusters"
+    also depends on the text itself and on floating-point arithmetic. On one machine with one version of torch and
+    scikit-learn it is the same each time. Another processor rounds sums differently: with plain SSE instead of AVX the
+    demo model's features moved by 1e-4, and none of 996 blocks changed its cluster (8, 32 and 64 clusters). In another
+    text some blocks may lie that close to two clusters, and another version of a library may find other clusters.
+    Larger models are trained on the device, and two kinds of GPU differ by more. `Shards.digest` shows whether two
+    peers have the same partition. If they differ, their shards overlap; nothing else happens.
+
+    Blocks for up to a minute with "clusters", longer for models of more than CPU_PARAMETERS.
 
     Args:
         run: gives `num_shards`, `sharding`, the model and the seed.
         corpus: the text; its training part is cut.
         context: length of the windows that will be drawn, in tokens.
-        device: where a model of more than CPU_PARAMETERS is trained for features.
+        device: trains models of more than CPU_PARAMETERS.
 
     Raises:
-        ConfigError: the text is too small for so many shards, or the model cannot be trained at the run's rate.
+        ConfigError: the text is too small for so many shards, or the model diverges at the run's learning rate.
     """
     if run.num_shards == 0:
         return None
@@ -78,7 +82,7 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
             return iid_shards(bounds, run.num_shards, seed=run.run_seed)
         case "unbalanced":
             return unbalanced_shards(bounds, run.num_shards, seed=run.run_seed)
-    # Before the minutes that a model takes.
+    # Both before training the model, which takes minutes.
     require_extra("simulate", "sharding = 'clusters'")
     check_enough_blocks(bounds, run.num_shards)
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
@@ -93,9 +97,9 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
 
 
 def choose_shard(given: int | None, run: RunConfig, peer_id: str) -> int:
-    """The shard of a peer: the one the user gave, else by the hash of its id.
+    """Return the shard of a peer: the one the user gave, else one by the hash of its id.
 
-    By hash, few peers may meet on one shard and leave another to nobody; who runs them all numbers them himself.
+    By hash, some of a few peers may share a shard while another shard has no peer. Give the numbers to prevent that.
 
     Raises:
         ConfigError: the run has no such shard.
@@ -112,13 +116,13 @@ def choose_shard(given: int | None, run: RunConfig, peer_id: str) -> int:
 
 
 def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: int = STEPS) -> None:
-    """Train `model` in place, alone, on windows from all of the text; the global random state stays as it was.
+    """Train `model` in place, locally, on windows from all of the text. The CPU's global random state is restored.
 
     Args:
         model: on its device.
         corpus: the text.
-        run: gives the learning rate, its decay over `steps`, and the seed of the windows.
-        steps: of TOKENS_PER_STEP tokens.
+        run: gives the learning rate, which decays over `steps`, and the seed of the windows.
+        steps: number of steps of TOKENS_PER_STEP tokens each.
     """
     brief = dataclasses.replace(run, total_steps=steps, warmup_steps=min(WARMUP_STEPS, steps))
     with torch.random.fork_rng(devices=[]):
@@ -132,12 +136,12 @@ def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: in
 
 @torch.no_grad()
 def block_features(model: nn.Module, tokens: NDArray[np.uint8], bounds: NDArray[np.int64]) -> NDArray[np.float32]:
-    """What a model makes of each block: its last layer's features, averaged over windows spread over the block.
+    """Compute a model's last-layer features of each block, averaged over windows spread over the block.
 
     Args:
-        model: maps int64 tokens (B, T) to logits. Where it has a method `features`, as our GPT, that is asked, for
-            (B, T, F); else the logits are the features.
-        tokens: the text.
+        model: maps int64 tokens (B, T) to logits. If it has a method `features`, as our GPT does, that is called
+            instead, and returns (B, T, F); else the logits are the features.
+        tokens: (length,) uint8, the text.
         bounds: int64 (blocks + 1,), where blocks begin and the last one ends.
 
     Returns:
@@ -145,7 +149,7 @@ def block_features(model: nn.Module, tokens: NDArray[np.uint8], bounds: NDArray[
     """
     model.eval()
     device = next(model.parameters()).device
-    # A method: others call a part of their model so, which need not take tokens.
+    # Only a method: in some models `features` is a submodule, which need not take tokens.
     features_of = getattr(model, "features", None)
     last_layer = features_of if inspect.ismethod(features_of) else model
     lengths = np.diff(bounds)
@@ -163,7 +167,7 @@ def block_features(model: nn.Module, tokens: NDArray[np.uint8], bounds: NDArray[
 
 @contextmanager
 def _one_thread() -> Generator[None, None, None]:
-    """Torch on one CPU thread: more of them would add up in another order."""
+    """Run torch on one CPU thread within the block: several threads would add numbers in another order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

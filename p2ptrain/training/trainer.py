@@ -1,7 +1,7 @@
-"""The local half of training: a model, its inner optimizer and its stream of text. It knows of no network.
+"""Local training: a model, its inner optimizer and its text. It does not use the network.
 
-AdamW with linear warm-up and a cosine, as in DiLoCo's table 5; the rate follows the *run's* step, so that a late
-joiner takes over the run's position.
+AdamW with linear warm-up and cosine decay (DiLoCo, table 5). The learning rate depends on the *run's* step, so a late
+joiner continues the run's schedule.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
 from p2ptrain.training.models import context_length
 
-# DiLoCo, table 5, and ALGORITHMS.md, section 4 (beta 2 as in nanoGPT).
+# DiLoCo, table 5; beta 2 as in nanoGPT.
 BETAS = (0.9, 0.95)
 GRADIENT_CLIP = 1.0
-# Cosine to 10 %: as in nanoGPT and the simulations of ALGORITHMS.md.
+# Cosine to 10 %: as in nanoGPT.
 FINAL_LR_SHARE = 0.1
-# The windows are fixed, so curves compare well with few of them; 4096 characters cost the demo model about six steps.
+# The windows are fixed, so a few suffice to compare curves; 4096 characters cost about six steps of the demo model.
 EVAL_TOKENS = 4096
 EVAL_BATCH = 16
 # Enough coordinates for a correlation to within a percent or two; 5 kB per line of the metrics file.
 SAMPLED_WEIGHTS = 512
-# A guess: what has had no finite gradient for so long does not recover.
+# Guess: after so many steps in a row without a finite gradient, training does not recover.
 MAX_LOST_STEPS = 50
 
 logger = logging.getLogger(__name__)
 
 
 def learning_rate(run: RunConfig, step: int) -> float:
-    """The inner learning rate at a step of the run: linear warm-up, then cosine; constant in a run without end."""
+    """The inner learning rate at a step of the run: linear warm-up, then cosine; constant if the run has no end."""
     if step < run.warmup_steps:
         return run.lr * (step + 1) / run.warmup_steps
     if run.total_steps == 0:
@@ -51,10 +51,10 @@ def learning_rate(run: RunConfig, step: int) -> float:
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is the first GPU that torch sees, else the CPU.
+    """Return the torch device called `name`; "auto" is the first CUDA GPU, else the CPU.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: torch cannot use that device on this machine.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +71,7 @@ def choose_device(name: str) -> torch.device:
 
 
 class Trainer:
-    """A model with its optimizer and its stream of text. Owns the optimizer's state; the model is the caller's."""
+    """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class Trainer:
         """
         Args:
             model: maps int64 tokens (B, T) to logits (B, T, V); already on its device.
-            corpus: text to train and to measure on.
+            corpus: text to train and to evaluate on.
             run: gives learning rate, warm-up, length and weight decay.
             batch_size: windows of text per step.
-            seed: of this peer's windows, and of dropout in models that have it.
-            spans: the stretches of the training text that windows are drawn from (`Shards.spans`); None for all.
+            seed: seeds this peer's windows and torch's global generator (dropout).
+            spans: int64 (spans, 2), ranges of the training text to draw windows from (`Shards.spans`); None for all.
 
         Raises:
-            ConfigError: the corpus, or all that `spans` leave of it, is shorter than one window.
+            ConfigError: the text, or every span of it, is shorter than one window.
         """
         self.model = model
         self.run = run
@@ -107,9 +107,9 @@ class Trainer:
         torch.manual_seed(seed)
 
     def step(self, run_step: int) -> tuple[float, int]:
-        """One optimizer step at the given step of the run. Returns the loss in nats and the number of tokens.
+        """Take one optimizer step at the given step of the run. Returns the loss in nats and the number of tokens.
 
-        A batch whose gradient is not finite changes nothing.
+        If the gradient is not finite, the weights stay as they are.
 
         Raises:
             ConfigError: that happened MAX_LOST_STEPS times in a row.
@@ -139,7 +139,7 @@ class Trainer:
 
     @torch.no_grad()
     def sample_weights(self) -> list[float]:
-        """SAMPLED_WEIGHTS weights to six digits, the same coordinates on every peer: for a live correlation."""
+        """SAMPLED_WEIGHTS weights, to six digits, at the same coordinates on every peer (for the live correlation)."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         starts = np.cumsum([0, *(parameter.numel() for parameter in parameters)])
         chosen = sample_indices(self.run.run_seed, int(starts[-1]), SAMPLED_WEIGHTS)
@@ -150,7 +150,7 @@ class Trainer:
         return [float(f"{value:.6g}") for value in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights that the next step depends on (dropout on a GPU draws anew)."""
+        """All state that the next step depends on except the weights and the random state of a GPU."""
         state = {"optimizer": self.optimizer.state_dict(), "windows": self._windows.state_dict()}
         return {**state, "torch_rng": torch.get_rng_state()}
 
@@ -160,7 +160,7 @@ class Trainer:
         torch.set_rng_state(state["torch_rng"])
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of int64 (B, T) inputs and targets."""
+        """Mean cross-entropy in nats of int64 (B, T) inputs and targets."""
         inputs, targets = inputs.to(self._device), targets.to(self._device)
         with _autocast(self._device):
             logits = self.model(inputs)
@@ -168,7 +168,7 @@ class Trainer:
 
     def _count_lost_step(self, run_step: int) -> None:
         self._lost_steps += 1
-        logger.warning("step %d: the gradient is not finite, so it is left out", run_step)
+        logger.warning("step %d: the gradient is not finite; update skipped", run_step)
         if self._lost_steps == MAX_LOST_STEPS:
             raise ConfigError(
                 f"lr = {self.run.lr}: the gradient was not finite for {MAX_LOST_STEPS} steps in a row; "
@@ -177,19 +177,19 @@ class Trainer:
 
 
 def _adamw(model: nn.Module, run: RunConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; matrices decay, biases and norms do not."""
+    """AdamW over the trainable parameters, with weight decay on matrices only (not on biases and norms)."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": run.weight_decay},
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    # One kernel for all tensors: on a CPU a third of the demo model's step otherwise goes to Python.
+    # One kernel for all tensors: otherwise, on a CPU, a third of the demo model's step is Python overhead.
     fused = device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=run.lr, betas=BETAS, fused=fused)
 
 
 def _autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 on GPUs that compute in it; CPUs mostly emulate it, at a loss."""
+    """bf16 on GPUs that support it. Not on CPUs, most of which emulate it slowly."""
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.autocast("cuda", dtype=torch.bfloat16)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, a crash or a full disk harms nothing, damage is seen."""
+"""Checkpoints: state survives a round trip, a crash or a full disk damages nothing, and damage is detected."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_last_three_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
-    """A round may put a fast peer back, and what it saves then is of a lower step."""
+    """A round may set a fast peer back, whose next checkpoint then has a lower step."""
     for step in (185, 188, 190, 184):
         checkpoint.save(tmp_path, _checkpoint(step))
     assert _names(tmp_path) == ["checkpoint-184", "checkpoint-188", "checkpoint-190"]
@@ -208,9 +208,9 @@ def test_a_damaged_one_is_reported_and_the_one_before_used(
     assert f"checkpoint {tmp_path / 'checkpoint-5'} is damaged" in message
 
     DAMAGE[damage](tmp_path / "checkpoint-4")
-    with pytest.raises(CheckpointError, match="none of its checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="all of its checkpoints are damaged"):
         checkpoint.load_newest(tmp_path)
-    with pytest.raises(ConfigError, match=f"^{tmp_path}: none of its checkpoints is whole; give another checkpoint$"):
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: all of its checkpoints are damaged; give another checkpoint$"):
         checkpoint.load_given(tmp_path)
 
 

@@ -17,14 +17,14 @@ from p2ptrain.training.models import build
 
 
 class Alphabet(nn.Module):
-    """Each letter is followed by the next; `context` is one, so that only the last character counts."""
+    """Predicts the next letter of the alphabet from the last character alone (`context` is 1)."""
 
     context = 1
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         assert tokens.shape[1] <= self.context
         logits = torch.zeros(*tokens.shape, VOCAB_SIZE + 5)
-        logits[..., VOCAB_SIZE:] = 99.0  # rows beyond the vocabulary, which no text has
+        logits[..., VOCAB_SIZE:] = 99.0  # rows beyond the vocabulary
         return logits.scatter(-1, (tokens + 1)[..., None], 9.0)
 
 

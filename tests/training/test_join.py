@@ -58,7 +58,7 @@ def test_addresses_that_cannot_be_noted_do_not_stop_training(
 ) -> None:
     (tmp_path / "p2ptrain-r" / ".peers.txt.tmp").mkdir(parents=True)  # where they are written first
     assert _join(steps="2")[-1].startswith("finished at step 2")
-    assert "the addresses of the other peers could not be noted" in caplog.text
+    assert "the addresses of the other peers could not be saved" in caplog.text
 
 
 def test_a_founder_trains_and_prints_the_line_for_others(session: type[FakeNetworkSession]) -> None:
@@ -75,7 +75,7 @@ def test_a_founder_trains_and_prints_the_line_for_others(session: type[FakeNetwo
 
 def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(session: type[FakeNetworkSession]) -> None:
     (line,) = (line for line in _join(steps="1", prometheus="0") if "Prometheus" in line)
-    url = line.removeprefix("figures for Prometheus at ")
+    url = line.removeprefix("Prometheus metrics at ")
     with pytest.raises(URLError):
         urlopen(url, timeout=10)
 
@@ -100,7 +100,7 @@ def test_a_joiner_takes_over_the_runs_settings(session: type[FakeNetworkSession]
 def test_who_comes_to_nobody_is_told_so_and_starts_the_run(session: type[FakeNetworkSession]) -> None:
     session.live = replace(LIVE, run_id="another")
     lines = _join(initial_peers=MADDR, steps="1")
-    assert lines[0] == ("nobody of run 'r' is there: starting it, unless somebody else does; --run-id chooses another")
+    assert lines[0] == "no peers found for run 'r'; starting it (--run-id chooses another run)"
     assert lines[1] == "started run 'r' (model gpt-demo, 1 steps) as peer QmFake"
 
 
@@ -120,7 +120,7 @@ def test_where_nobody_trains_yet_the_run_is_new(session: type[FakeNetworkSession
 def test_where_every_checkpoint_is_damaged_nothing_is_started_afresh_unasked(session: type[FakeNetworkSession]) -> None:
     Path("p2ptrain-r/checkpoint-1").mkdir(parents=True)
     with pytest.raises(
-        ConfigError, match=r"^--out p2ptrain-r: none of its checkpoints is whole; move them away to start afresh$"
+        ConfigError, match=r"^--out p2ptrain-r: all of its checkpoints are damaged; move them away to start anew$"
     ):
         _join()
     assert session.peer is None
@@ -131,7 +131,7 @@ def test_the_same_command_again_continues(session: type[FakeNetworkSession]) -> 
     _join(initial_peers=MADDR)
     first = session.peer
     assert first is not None
-    # The others train on for longer than we did: give this peer three steps more than it has done.
+    # The run has got further than this peer: move its checkpoint back by a step.
     saved = checkpoint.load_newest(Path("p2ptrain-r"))
     assert saved is not None
     checkpoint.save(Path("p2ptrain-r"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
@@ -140,7 +140,7 @@ def test_the_same_command_again_continues(session: type[FakeNetworkSession]) -> 
     assert session.peer is not None
     assert session.peer.run_step == 2
     assert len(session.peer.losses) == 1
-    # The stream of text goes on as well: this is another batch than any before.
+    # The stream of text continues too, so this batch is a new one.
     assert session.peer.losses[0] not in first.losses
 
 
@@ -155,7 +155,8 @@ def test_a_founder_continues_with_the_settings_of_its_checkpoint(session: type[F
 def test_a_checkpoint_of_another_run_is_not_overwritten(session: type[FakeNetworkSession]) -> None:
     _join(steps="1", lr="0.5")
     session.live = LIVE
-    with pytest.raises(ConfigError, match=r"--out p2ptrain-r: .*lr: 0.5 there, 0.01 here.*; give another --out"):
+    different = r"--out p2ptrain-r: .*lr: 0.5 in the checkpoint, 0.01 in the run.*; give another --out"
+    with pytest.raises(ConfigError, match=different):
         _join(initial_peers=MADDR)
 
 
@@ -179,7 +180,7 @@ def test_a_run_cannot_choose_code_of_this_machine(session: type[FakeNetworkSessi
 
 def test_a_run_of_a_python_program_is_not_for_the_command_line(session: type[FakeNetworkSession]) -> None:
     session.live = replace(LIVE, model="")
-    with pytest.raises(ConfigError, match=r"join it with p2ptrain\.join\(model"):
+    with pytest.raises(ConfigError, match=r"join it from Python with p2ptrain\.join\(model"):
         _join(initial_peers=MADDR)
 
 
@@ -213,13 +214,13 @@ def test_a_restarted_founder_finds_the_others_again(session: type[FakeNetworkSes
     assert (session.opened.initial_peers, session.opened.remembered_peers) == ((), FakePeer.alive_maddrs)
     session.unreachable = FakePeer.alive_maddrs
     lines = _join(steps="2")
-    # It goes on alone, and looks for them meanwhile.
+    # It trains alone, and keeps looking for the other peers.
     assert (session.opened.remembered_peers, session.alone) == (FakePeer.alive_maddrs, True)
-    assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
+    assert lines[0].endswith("Continuing from the checkpoint of step 2, alone until a peer is found")
     shutil.rmtree("p2ptrain-r/checkpoint-2")
     lines = _join(steps="2")
     assert (session.opened.remembered_peers, session.alone) == ((), False)
-    assert lines[0] == "none of the peers from before can be reached"
+    assert lines[0] == "none of the peers saved in peers.txt can be reached"
 
 
 def test_a_restarted_joiner_goes_on_from_its_checkpoint_when_nobody_is_there(session: type[FakeNetworkSession]) -> None:
@@ -233,7 +234,7 @@ def test_a_restarted_joiner_goes_on_from_its_checkpoint_when_nobody_is_there(ses
     assert session.opened is not None
     assert (session.opened.initial_peers, session.opened.remembered_peers) == ((MADDR,), FakePeer.alive_maddrs)
     assert session.alone
-    assert lines[0].endswith("Going on from the checkpoint of step 2, alone until one of them is found")
+    assert lines[0].endswith("Continuing from the checkpoint of step 2, alone until a peer is found")
 
 
 BAD_ADDRESSES = (
@@ -273,7 +274,7 @@ def test_noted_addresses_that_are_none_are_skipped_with_a_warning(
 
 
 class _Seen:
-    """Stands for `join.Trainer`, and keeps the spans that it was given."""
+    """Replaces `join.Trainer` and records the spans that it was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spans: list[np.ndarray | None] = []
@@ -334,7 +335,7 @@ def test_a_shard_that_is_not_there_is_refused(session: type[FakeNetworkSession])
 
 @pytest.fixture
 def weights(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """Weights of the demo model that no seed here gives, in `weights.safetensors`."""
+    """Weights of the demo model with a seed that no test uses, in `weights.safetensors`."""
     state = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=99).state_dict()
     save_file(state, tmp_path / "weights.safetensors")
     return state
@@ -353,7 +354,7 @@ def test_a_founder_starts_from_given_weights(
     lines = _join(steps="1", init_from="weights.safetensors")
     assert lines[0] == "starting from the weights of weights.safetensors"
     assert _entered_with(session, weights)
-    # A run's end is another's beginning: from its directory, or from one checkpoint in it.
+    # Start another run from the end of this one: from its directory, or from one checkpoint in it.
     saved = checkpoint.load_newest(Path("p2ptrain-r"))
     assert saved is not None
     for place in ("p2ptrain-r", "p2ptrain-r/checkpoint-1"):
@@ -366,7 +367,7 @@ def test_a_joiner_and_a_restart_say_that_other_weights_are_taken(
 ) -> None:
     session.live = replace(LIVE, total_steps=9)
     lines = _join(initial_peers=MADDR, init_from="weights.safetensors")
-    assert lines[0].startswith("--init-from weights.safetensors: not used, as run 'r' is under way; its weights are")
+    assert lines[0] == "--init-from weights.safetensors: not used, because run 'r' has started; its weights are used"
     assert not _entered_with(session, weights)
     session.live = None
     session.unreachable = FakePeer.alive_maddrs
@@ -376,7 +377,7 @@ def test_a_joiner_and_a_restart_say_that_other_weights_are_taken(
     shutil.rmtree("own/checkpoint-2")
     checkpoint.save(Path("own"), replace(saved, step=1, state={**saved.state, "peer": {"step": 1}}))
     lines = _join(out="own", init_from="weights.safetensors")
-    assert any("not used, as the checkpoint of step 1 in own is continued instead" in line for line in lines)
+    assert any("not used, because the checkpoint of step 1 in own is continued" in line for line in lines)
     assert _entered_with(session, saved.state["model"])
 
 
@@ -384,7 +385,7 @@ def test_one_of_several_that_found_at_once_says_so(
     session: type[FakeNetworkSession], weights: dict[str, torch.Tensor]
 ) -> None:
     lines = _join(steps="1", initial_peers=MADDR, init_from="weights.safetensors")
-    assert lines[1].endswith("weights.safetensors, unless another peer founds the run before us")
+    assert lines[1].endswith("weights.safetensors, unless another peer starts the run first")
     assert _entered_with(session, weights)
 
 

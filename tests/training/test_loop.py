@@ -1,4 +1,4 @@
-"""The loop around a peer: what it records, when it stops, what it leaves behind."""
+"""The training loop: what it records, when it stops, and the checkpoints that it writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _pair(total_steps: int = 12, **run_settings: int) -> tuple[FakePeer, Trainer
 
 
 def _clock(step_s: float = 1.0) -> Callable[[], float]:
-    """A clock that goes on by `step_s` each time it is read."""
+    """A clock that advances by `step_s` each time it is read."""
     ticks = itertools.count()
     return lambda: next(ticks) * step_s
 
@@ -199,11 +199,11 @@ def test_a_peer_that_is_cut_off_saves_and_says_so(tmp_path: Path) -> None:
             return OSError("the daemon has died") if self.run_step >= 5 else None
 
     peer = CutOff(trainer.run)
-    with pytest.raises(ConfigError, match="the daemon has died; the same command again continues"):
+    with pytest.raises(ConfigError, match="the daemon has died; run the same command again to continue"):
         _run(peer, trainer, tmp_path)
     assert peer.left == "failed"
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-5"]
-    # Not so after Ctrl-C, which a terminal sends to the daemon too.
+    # No failure after Ctrl-C, which a terminal sends to the daemon too.
     assert _run(CutOff(trainer.run), trainer, tmp_path, stop=lambda: True)[0] == "interrupted"
 
 

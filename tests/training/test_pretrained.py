@@ -1,4 +1,4 @@
-"""First weights from a file: what fits is taken whole, and what does not is refused by name, with nothing changed."""
+"""Initial weights from a file: all are loaded if they fit; else the error names a tensor, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2ptrain.training.pretrained import check_weights, load_weights, read_weigh
 
 
 class Model(nn.Module):
-    """Two matrices, of which the second is tied to a third name, and a buffer."""
+    """Two matrices and a buffer; the second matrix has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def test_parameters_and_buffers_are_taken_over() -> None:
     tensors = {id(parameter) for parameter in model.parameters()}
     load_weights(model, _weights(other), origin="here")
     assert _equal(_weights(model), _weights(other))
-    # In place: an optimizer that was set up before keeps working.
+    # In place: an optimizer created before keeps working.
     assert {id(parameter) for parameter in model.parameters()} == tensors
 
 
@@ -104,7 +104,7 @@ def test_frozen_parameters_must_be_those_that_others_build() -> None:
     weights["second.weight"] = weights["tied.weight"] = torch.ones(4, 4)
     load_weights(model, weights, origin="here")
     assert torch.equal(model.second.weight, torch.ones(4, 4))
-    with pytest.raises(ConfigError, match=r"first\.weight is frozen, .* let the model's factory load it"):
+    with pytest.raises(ConfigError, match=r"first\.weight is frozen .* load it in the model's factory"):
         load_weights(model, {**weights, "first.weight": torch.ones(4, 3)}, origin="here")
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_weights_is_refused(tmp_path: Path) -> None:
     for name, message in {
         "empty": r"--init-from .*empty: no checkpoint in this directory; give one, the --out directory",
         "none.safetensors": r"none\.safetensors: cannot be read \(No such file or directory\); give",
-        "text": r"text: is no whole file in the safetensors format \(.*\); write one with",
+        "text": r"text: is not a complete safetensors file \(.*\); write one with",
     }.items():
         for look in (check_weights, read_weights):
             with pytest.raises(ConfigError, match=message):
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_and_a_cut_file_are_refused(tmp_path: Path) -> None
     file = tmp_path / "weights.safetensors"
     save_file(weights, file)
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match=r"is no whole file in the safetensors format"):
+    with pytest.raises(ConfigError, match=r"is not a complete safetensors file"):
         check_weights(file)
     path = checkpoint.save(tmp_path, checkpoint.Checkpoint(4, {}, {"model": weights}))
     (path / "model.safetensors").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""The shards of a run: content is told apart, the same numbers give the same shards, and nothing else is touched."""
+"""The shards of a run: clusters differ in content, the same numbers give the same shards, global state is untouched."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def test_features_are_the_last_layers_mean_over_the_block() -> None:
     bounds = np.array([0, 300, 700])
     features = block_features(model, CORPUS.training, bounds)
     assert features.shape == (2, 8)
-    # 1024 tokens are 64 windows of 16, from the block's first token to its last.
+    # 1024 tokens: 64 windows of 16, from the block's first token to its last.
     starts = np.linspace(300, 700 - 16, 64).astype(int)
     windows = torch.stack([torch.from_numpy(CORPUS.training[start : start + 16].astype(np.int64)) for start in starts])
     with torch.no_grad():
         expected = model.features(windows).mean(dim=(0, 1))
         logits = model(windows).mean(dim=(0, 1))
     np.testing.assert_allclose(features[1], expected.numpy(), rtol=1e-4, atol=1e-5)
-    # Models of others have no such method: their last layer's output is the logits.
+    # Without a method `features` the logits are the features.
     other = nn.Sequential(model)
     other.context = 16
     np.testing.assert_allclose(block_features(other, CORPUS.training, bounds)[1], logits.numpy(), rtol=1e-4, atol=1e-5)

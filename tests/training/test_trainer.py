@@ -1,4 +1,4 @@
-"""The local half of training: schedule, optimizer, held-out loss, and state that goes on bit for bit."""
+"""Local training: schedule, optimizer, held-out loss, and a restored state that continues bit for bit."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_weights_sample_is_the_same_places_everywhere() -> None:
     sample = trainer.sample_weights()
     assert sample == other.sample_weights()
     assert len(sample) == SAMPLED_WEIGHTS
-    # Against the whole vector: adding 1000 to every weight moves every sampled one.
+    # Adding 1000 to every weight moves every sampled one.
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter += 1000

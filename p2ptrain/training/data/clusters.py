@@ -10,31 +10,31 @@ from numpy.typing import NDArray
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data.shards import Shards, check_enough_blocks
 
-# Each start finds its own optimum; the best of ten is rarely another one when the last bits of features differ.
+# Each start finds its own optimum; the best of ten rarely changes when the last bits of the features differ.
 STARTS = 10
 
 
 def clustered_shards(
     bounds: NDArray[np.int64], features: NDArray[np.floating], num_shards: int, *, seed: int
 ) -> Shards:
-    """One shard for each cluster of blocks. Their sizes are what they are, and may differ much.
+    """Make one shard from each cluster of blocks. Their sizes may differ much.
 
-    The same features give the same shards on any machine with the same scikit-learn. Features that differ in their
-    last bits, as those of two kinds of processor do, may give another shard to a few blocks that lie between two
-    clusters; compare `Shards.digest`.
+    The same features give the same shards on any machine with the same version of scikit-learn. If features differ in
+    their last bits, as on two kinds of processor, a few blocks that lie between two clusters may change their shard;
+    compare `Shards.digest`.
 
     Args:
-        bounds: int64 (blocks + 1,), of `block_bounds`.
-        features: (blocks, any number) of finite values.
+        bounds: int64 (blocks + 1,), from `block_bounds`.
+        features: (blocks, any number), finite.
         num_shards: number of clusters.
-        seed: of the first centres.
+        seed: seeds the initial centres.
 
     Raises:
         ConfigError: there are fewer blocks than shards, or fewer different ones.
     """
     check_enough_blocks(bounds, num_shards)
     assert len(features) == len(bounds) - 1
-    # Takes a second to import, which only those pay who cluster.
+    # Imported here because it takes a second.
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -44,10 +44,10 @@ def clustered_shards(
             f"num_shards = {num_shards}: the text has only {distinct} different blocks to make clusters of; "
             f"give more text, or fewer shards"
         )
-    with threadpool_limits(limits=1):  # threads would add up in any order
+    with threadpool_limits(limits=1):  # several threads would add numbers in any order
         kmeans = KMeans(num_shards, n_init=STARTS, random_state=seed % 2**32)
         clusters = kmeans.fit_predict(features.astype(np.float64))
-    # k-means numbers its clusters by chance. Here shard 0 is that of the first block, 1 the next that appears, …
+    # k-means numbers its clusters at random. Renumber: shard 0 is that of the first block, 1 the next to appear, …
     found, first = np.unique(clusters, return_index=True)
     assert len(found) == num_shards
     names = np.empty(num_shards, dtype=np.int64)

@@ -1,8 +1,8 @@
 """Corpora and their split into text to train on and held-out text that no peer ever trains on.
 
-The split asks only for names, never for a random state or for what else there is: a file is held out when the hash
-of its relative path says so, so every machine and every version of Python holds out the same files. A single file
-is split in the same way by the numbers of its 4 KiB blocks.
+The split depends only on names: a file is held out if the hash of its relative path is a multiple of 20. It does not
+depend on a random state or on other files, so every machine and every version of Python holds out the same files. A
+single file is split in the same way by the numbers of its blocks of 4096 characters.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from p2ptrain.training.data.tokenizer import UNKNOWN, encode
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
 BLOCK_TOKENS = 4096
-# A default run (2000 steps of 256 characters) sees an eighth of it: more would only cost time to load.
+# A default run (2000 steps of 256 characters) sees an eighth of it; more would only take longer to load.
 STDLIB_BYTES = 4 * 2**20
-# Not prose of programmers: tests, tables, other people's packages, and what only some installations have.
+# Left out: tests, tables, installed packages, and modules that only some installations have.
 _STDLIB_SKIPPED = frozenset({
     "__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",
     "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo",
@@ -34,11 +34,11 @@ _STDLIB_SKIPPED = frozenset({
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised text; both arrays are uint8 and never written to.
+    """Tokenised text; both arrays are uint8 and read-only.
 
     Attributes:
-        training: what peers train on.
-        held_out: what they are measured on.
+        training: the text that peers train on.
+        held_out: the text that they are evaluated on.
     """
 
     training: NDArray[np.uint8]
@@ -74,7 +74,7 @@ def _split_by_file(files: Sequence[tuple[str, NDArray[np.uint8]]], source: str) 
     held_out = [tokens for name, tokens in files if _is_held_out(name)]
     training = [tokens for name, tokens in files if not _is_held_out(name)]
     if not held_out or not training:
-        # So few files that the draw left one side empty.
+        # With few files, one side can be empty.
         return _split_by_block(np.concatenate([tokens for _, tokens in files]), source)
     return _checked(np.concatenate(training), np.concatenate(held_out), source)
 
@@ -84,7 +84,7 @@ def _split_by_block(tokens: NDArray[np.uint8], source: str) -> Corpus:
     if len(blocks) < 2:
         raise ConfigError(
             f"--data {source}: {len(tokens)} characters are too few; give more than {BLOCK_TOKENS}, "
-            f"so that a part can be held out to measure on"
+            f"so that a part can be held out for evaluation"
         )
     held_out = {number for number in range(len(blocks)) if _is_held_out(str(number))}
     held_out = held_out or {min(range(len(blocks)), key=lambda number: _hash(str(number)))}
@@ -107,7 +107,7 @@ def _checked(training: NDArray[np.uint8], held_out: NDArray[np.uint8], source: s
 
 
 def _stdlib_files() -> Iterator[tuple[str, NDArray[np.uint8]]]:
-    """Python's own modules, in the order of their paths, up to STDLIB_BYTES chosen by the hash of the path."""
+    """Modules of Python's standard library in the order of their paths; up to STDLIB_BYTES, by the hash of the path."""
     root = Path(sysconfig.get_path("stdlib"))
     # These two are written for each installation.
     found = [

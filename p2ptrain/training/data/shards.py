@@ -1,11 +1,11 @@
-"""Shards: the training text cut into blocks, and the blocks dealt to a fixed number of parts (DiLoCo, section 3).
+"""Shards: the training text cut into blocks, and the blocks dealt to a fixed number of shards (DiLoCo, section 3).
 
-A block is some 4,096 neighbouring characters, whichever files they are from. Blocks of one shard that are neighbours
-in the text are one span, and windows are drawn within spans, so a window never holds a character of another shard.
+A block is about 4,096 consecutive characters, regardless of files. Adjacent blocks of one shard form a span, and
+windows are drawn within spans, so a window never holds a character of another shard.
 
-A partition is a function of the text's length and of numbers that all peers of a run share, so every peer computes
-it by itself. It is the same on two machines as far as their text is: "stdlib" differs between versions of Python,
-and with text of one's own, peers that bring different files have shards of different texts, which may overlap.
+A partition depends only on the length of the text and on numbers that all peers of a run share, so every peer computes
+it locally. Two machines get the same shards if they have the same text. "stdlib" differs between versions of Python.
+Peers that bring different files have shards of different texts, which may overlap.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
 
-# Guess: large enough to tell weighting by size from a plain mean (with 8 shards the largest has 23 % of the text
+# Guess: large enough that weighting by size differs from a plain mean (with 8 shards the largest has 23 % of the text
 # and the smallest 6 %), small enough that the smallest still has many windows.
 LARGEST_TO_SMALLEST = 4.0
-# Guess: in blocks of four windows, three quarters of the places are drawn from even where no neighbour is ours.
+# Guess: with four windows per block, a block without neighbours in its shard still has three quarters of the possible
+# windows.
 WINDOWS_IN_BLOCK = 4
 
 
@@ -33,7 +34,7 @@ class Shards:
 
     Attributes:
         bounds: int64 (blocks + 1,), where blocks begin and the last one ends, in tokens.
-        shard_of: int64 (blocks,), the shard of each block.
+        shard_of: int64 (blocks,), the shard number of each block.
         count: number of shards; each has at least one block.
     """
 
@@ -43,24 +44,24 @@ class Shards:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each shard, by which the paper weights outer gradients of unlike shards (DiLoCo, section 6.1)."""
+        """Tokens of each shard. DiLoCo weights the outer gradients of unequal shards by it (section 6.1)."""
         sizes = np.bincount(self.shard_of, weights=np.diff(self.bounds), minlength=self.count)
         return tuple(int(size) for size in sizes)
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of the partition: equal on two peers that have the same one."""
+        """Hex SHA-256 of the partition; equal on two peers that have the same partition."""
         return hashlib.sha256(self.bounds.astype("<i8").tobytes() + self.shard_of.astype("<i8").tobytes()).hexdigest()
 
     def spans(self, shard: int) -> NDArray[np.int64]:
-        """Begin and end in tokens, int64 (spans, 2), of the longest stretches of text that are of this shard alone."""
+        """Begin and end in tokens, int64 (spans, 2), of the contiguous ranges of text of this shard."""
         ours = np.concatenate([[False], self.shard_of == shard, [False]])
-        # Begins and ends take turns where the answer changes.
+        # The places where it changes are begins and ends in turn.
         return self.bounds[np.flatnonzero(ours[1:] != ours[:-1])].reshape(-1, 2)
 
 
 def block_bounds(num_tokens: int, *, context: int) -> NDArray[np.int64]:
-    """Cut a text into blocks of equal length, at least WINDOWS_IN_BLOCK windows each; the last takes what is left.
+    """Cut a text into blocks of equal length, at least WINDOWS_IN_BLOCK windows each; the last one is longer.
 
     Args:
         num_tokens: length of the text.
@@ -75,7 +76,7 @@ def block_bounds(num_tokens: int, *, context: int) -> NDArray[np.int64]:
 
 
 def iid_shards(bounds: NDArray[np.int64], num_shards: int, *, seed: int) -> Shards:
-    """Deal the blocks at random (the paper's i.i.d. setting): sizes differ by a block at most.
+    """Deal the blocks at random (the paper's i.i.d. setting); sizes differ by at most one block.
 
     Raises:
         ConfigError: there are fewer blocks than shards.
@@ -87,10 +88,11 @@ def iid_shards(bounds: NDArray[np.int64], num_shards: int, *, seed: int) -> Shar
 def unbalanced_shards(
     bounds: NDArray[np.int64], num_shards: int, *, seed: int, largest_to_smallest: float = LARGEST_TO_SMALLEST
 ) -> Shards:
-    """As `iid_shards`, with sizes in geometric proportion: shard 0 is the largest.
+    """Deal the blocks at random, with sizes in geometric proportion; shard 0 is the largest.
 
-    It has the sizes of a clustering without its differences in content, so that the two can be told apart: DiLoCo's
-    appendix finds clusters "quite balanced" at k = 4 and "striking" at k = 64, and weights by size for that.
+    The sizes differ as those of clusters do, but the contents do not, so the two effects can be measured separately.
+    DiLoCo's appendix calls the imbalance of clusters "quite balanced" at k = 4 and "striking" at k = 64, and therefore
+    weights by size.
 
     Raises:
         ConfigError: the smallest shard would have no block.
@@ -110,7 +112,7 @@ def unbalanced_shards(
 
 
 def check_enough_blocks(bounds: NDArray[np.int64], num_shards: int) -> None:
-    """Raise ConfigError where a shard would have no block."""
+    """Raise ConfigError if there are fewer blocks than shards."""
     blocks = len(bounds) - 1
     if not 1 <= num_shards <= blocks:
         raise ConfigError(
@@ -120,8 +122,8 @@ def check_enough_blocks(bounds: NDArray[np.int64], num_shards: int) -> None:
 
 
 def _dealt(bounds: NDArray[np.int64], shards: NDArray[np.int64], num_shards: int, seed: int) -> Shards:
-    """Give the n-th block of a random order to the n-th of `shards`."""
-    # By hash, not by numpy's permutation, which may differ between its versions.
+    """Assign the n-th block of a random order to the n-th entry of `shards`."""
+    # Order by hash: numpy's permutation may differ between its versions.
     keys = [hashlib.sha256(f"{seed}/block {number}".encode()).digest() for number in range(len(bounds) - 1)]
     shard_of = np.empty(len(keys), dtype=np.int64)
     shard_of[sorted(range(len(keys)), key=keys.__getitem__)] = shards

@@ -1,7 +1,7 @@
 """Characters as tokens: printable ASCII, newline, tab, and one symbol for everything else.
 
-The vocabulary is a constant of the program, not of the corpus: peers with different text, or different versions of
-Python, still train one embedding table.
+The vocabulary does not depend on the corpus, so peers with different text or different versions of Python can train
+one embedding table.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _TOKEN_OF_ASCII[[ord(character) for character in _CHARACTERS]] = np.arange(UNKNO
 
 
 def encode(text: str) -> NDArray[np.uint8]:
-    """Tokens of `text`, one per character, uint8 in [0, VOCAB_SIZE)."""
-    if text.isascii():  # eight times as fast, and most files are
+    """Encode `text`: (characters,) uint8 tokens in [0, VOCAB_SIZE)."""
+    if text.isascii():  # eight times as fast, and true of most files
         return _TOKEN_OF_ASCII[np.frombuffer(text.encode(), dtype=np.uint8)]
     codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
     return _TOKEN_OF_ASCII[np.where(codes < 128, codes, 0)]  # code 0 is not in the vocabulary
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of `tokens`; the unknown symbol shows as the replacement character."""
+    """Decode `tokens`; the unknown symbol becomes the replacement character."""
     return "".join(_CHARACTERS[token] if token < UNKNOWN else _UNKNOWN_SHOWN for token in tokens)

@@ -1,7 +1,7 @@
-"""Windows of text: each peer's own random stream to train on, and the fixed ones that all peers are measured on.
+"""Windows of text: a random stream for each peer to train on, and fixed windows to evaluate all peers on.
 
-Peers come and go, and of a text cut into parts those of absent peers would never be seen: unless a run asks for
-shards (`shards.py`), every peer draws windows from all of the text, independently, by a seed of its own.
+Unless a run has shards (`shards.py`), every peer draws windows from all of the text with its own seed: peers come and
+go, and the parts of absent peers would otherwise never be trained on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from p2ptrain.errors import ConfigError
 
 
 class RandomWindows:
-    """An endless stream of batches. Batch n is a function of (seed, n): the position is all its state."""
+    """An endless stream of batches. Batch n is a function of (seed, n), so the state is the seed and the position."""
 
     def __init__(
         self,
@@ -29,12 +29,12 @@ class RandomWindows:
     ) -> None:
         """
         Args:
-            tokens: the text; kept, not copied.
-            context: length of a window's inputs.
+            tokens: (length,) uint8, the text; kept, not copied.
+            context: length of a window's inputs, in tokens.
             batch_size: windows per batch.
-            seed: of the stream.
-            spans: begin and end, (spans, 2), of the stretches of text that windows are drawn from, none across a
-                border; None for all of it. Every window within them is drawn equally often.
+            seed: seeds the stream.
+            spans: int64 (spans, 2), begin and end of the ranges of text to draw windows from; no window crosses a
+                border, and all windows are equally likely. None for all of the text.
 
         Raises:
             ConfigError: the text, or every span of it, is shorter than one window.
@@ -48,7 +48,7 @@ class RandomWindows:
                 f"{context + 1}; give more text, or start a run with fewer shards"
             )
         self._tokens = tokens
-        # Window n of all is that many places after the shift of the span that it falls into.
+        # Window n starts at n plus the shift of its span.
         self._ends = np.cumsum(windows)
         self._shifts = spans[:, 0] - (self._ends - windows)
         self._context = context
@@ -57,7 +57,7 @@ class RandomWindows:
         self._position = 0
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, int64 (batch_size, context) each; the targets are one character ahead."""
+        """Draw inputs and targets, int64 (batch_size, context) each; the targets are one character ahead."""
         generator = np.random.default_rng((self._seed, self._position))
         self._position += 1
         numbers = generator.integers(self._ends[-1], size=self._batch_size)
@@ -68,12 +68,12 @@ class RandomWindows:
         return {"seed": self._seed, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another stream stopped, with its seed."""
+        """Continue the stream that `state_dict` saved, with its seed and position."""
         self._seed, self._position = int(state["seed"]), int(state["position"])
 
 
 def fixed_windows(tokens: NDArray[np.uint8], *, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` windows spread evenly over `tokens`: inputs and targets, int64 (count, context) each.
+    """Return `count` windows spread evenly over `tokens`: inputs and targets, int64 (count, context) each.
 
     Raises:
         ConfigError: `tokens` is shorter than one window.

@@ -1,4 +1,4 @@
-"""The models that the command line offers, and those of the user: `package.module:factory`."""
+"""The built-in models, and models of the user given as `package.module:factory`."""
 
 from p2ptrain.training.models.gpt import GPT, GPTConfig
 from p2ptrain.training.models.registry import PRESETS, build, check_name, context_length, count_parameters

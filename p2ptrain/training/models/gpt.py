@@ -1,4 +1,4 @@
-"""A GPT as of "Language Models are Unsupervised Multitask Learners" (GPT-2, 2019), after Karpathy's nanoGPT.
+"""GPT-2 ("Language Models are Unsupervised Multitask Learners", 2019), after Karpathy's nanoGPT.
 
 Pre-norm blocks, learned positions, and one table as token embedding and output head.
 """
@@ -19,12 +19,12 @@ class GPTConfig:
 
     Attributes:
         vocab_size: rows of the embedding table.
-        layers: blocks.
+        layers: number of blocks.
         heads: attention heads in each block.
-        width: of the residual stream.
-        context: the longest sequence, in tokens.
-        head_size: of a head's keys and values; 0 divides `width` among the heads, as GPT-2 does. Chinchilla's
-            family, DiLoCo's 60M and 150M among them, has more: 16 heads of 64 on a width of 896.
+        width: width of the residual stream.
+        context: longest sequence, in tokens.
+        head_size: width of a head's keys and values; 0 divides `width` among the heads, as GPT-2 does. Models of
+            Chinchilla's family, such as DiLoCo's 60M and 150M, have wider ones: 16 heads of 64 on a width of 896.
     """
 
     vocab_size: int
@@ -41,7 +41,7 @@ class GPTConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of a `GPT` of this shape, counted without building one."""
+        """Number of parameters of a `GPT` of this shape, computed without building it."""
         width, attention = self.width, self.attention_width
         block = 4 * width + 3 * attention * (width + 1) + width * (attention + 1) + width * (8 * width + 5)
         return (self.vocab_size + self.context + 2) * width + self.layers * block
@@ -61,11 +61,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 (batch, time) -> logits (batch, time, vocab_size), time at most `context`."""
-        # The head is the embedding table itself, so there is one parameter and no alias of it.
+        # The head uses the embedding table directly, so there is one parameter and no alias of it.
         return functional.linear(self.features(tokens), self.token_embedding.weight)
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the head reads: int64 (batch, time) -> the last layer's output, normalised, (batch, time, width)."""
+        """int64 (batch, time) -> the last layer's normalised output (batch, time, width), the input of the head."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, width)
         for block in self.blocks:
@@ -73,7 +73,7 @@ class GPT(nn.Module):
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def _initialise(self, layers: int) -> None:
-        # GPT-2: 0.02 everywhere, and less on the 2 * layers matrices that add into the residual stream.
+        # GPT-2: 0.02 everywhere, and less for the 2 * layers matrices that add to the residual stream.
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 residual = name.endswith("project.weight")
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two layers with GELU between them, four times as wide inside."""
+    """Two linear layers with GELU between them; the hidden layer is four times as wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From a model's name to a model whose first weights depend on nothing but the seed."""
+"""Build models by name. The initial weights depend only on the seed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import did_you_mean
 from p2ptrain.training.models.gpt import GPT, GPTConfig
 
-# vocab_size=0: that of the text. GPT-2's own table is kept where the published size is the point of the preset.
+# vocab_size=0 means that of the text. Presets with a published size keep the vocabulary size that it was given for.
 PRESETS = {
-    # ALGORITHMS.md, section 4: trains in minutes on one slow core; 0.1M parameters.
+    # Trains in minutes on one slow core; 0.1M parameters.
     "gpt-demo": GPTConfig(vocab_size=0, layers=2, heads=4, width=64, context=64),
     # nanoGPT's character model for one small GPU; 10.8M parameters.
     "gpt-small": GPTConfig(vocab_size=0, layers=6, heads=6, width=384, context=256),
     # GPT-2 small, SPARTA's large-scale setting; 124M parameters.
     "gpt2-124m": GPTConfig(vocab_size=50257, layers=12, heads=12, width=768, context=1024),
-    # DiLoCo, table 1, and its sequence length (table 5). The paper's blocks are Chinchilla's; with GPT-2's and one
-    # table for input and output the sizes are those of the names: 59.9M, 150.8M and 390.7M parameters.
+    # DiLoCo, table 1, with the sequence length of table 5. The paper uses Chinchilla's blocks. With GPT-2's blocks and
+    # one table for input and output the sizes still match the names: 59.9M, 150.8M and 390.7M parameters.
     "diloco-60m": GPTConfig(vocab_size=32_000, layers=3, heads=16, head_size=64, width=896, context=1024),
     "diloco-150m": GPTConfig(vocab_size=32_000, layers=12, heads=16, head_size=64, width=896, context=1024),
     "diloco-400m": GPTConfig(vocab_size=32_000, layers=12, heads=12, head_size=128, width=1536, context=1024),
 }
-# A model of the user that does not say its context is trained on windows as short as the demo's.
+# For models of the user without an attribute `context`: as short as the demo model's.
 DEFAULT_CONTEXT = 64
 
 
@@ -41,10 +41,10 @@ def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
         name: a key of PRESETS, or `package.module:factory`; the factory takes no argument, or `vocab_size=`, and
             returns a module that maps int64 tokens (batch, time) to logits (batch, time, at least vocab_size).
         vocab_size: number of different tokens in the text.
-        seed: of the first weights. The global random state is left as it was.
+        seed: seeds the initial weights. The global random state is restored.
 
     Raises:
-        ConfigError: there is no such model, or the factory does not keep to the above.
+        ConfigError: there is no such model, or the factory or its model does not fit the description above.
     """
     check_name(name)
     with torch.random.fork_rng(devices=[]):
@@ -56,7 +56,7 @@ def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a preset, or names something that can be imported and called."""
+    """Raise ConfigError unless `name` is a preset or a factory that can be imported."""
     if name in PRESETS:
         return
     if ":" not in name:
@@ -66,7 +66,7 @@ def check_name(name: str) -> None:
 
 
 def count_parameters(name: str, *, vocab_size: int) -> int:
-    """Parameters of a model: those of presets without building them. Raises ConfigError as `build` does."""
+    """Number of parameters of a model. Presets are not built for it. Raises ConfigError as `build` does."""
     if name in PRESETS:
         preset = PRESETS[name]
         return replace(preset, vocab_size=preset.vocab_size or vocab_size).num_parameters
@@ -74,7 +74,7 @@ def count_parameters(name: str, *, vocab_size: int) -> int:
 
 
 def context_length(model: nn.Module) -> int:
-    """The length in tokens of the windows that `model` is trained on: its attribute `context`, or 64."""
+    """Length in tokens of the windows that `model` is trained on: its attribute `context`, or 64 without one."""
     context = getattr(model, "context", DEFAULT_CONTEXT)
     if not isinstance(context, int) or context < 1:
         raise ConfigError(f"the model's attribute context = {context!r} must be its longest sequence, a whole number")
@@ -83,7 +83,7 @@ def context_length(model: nn.Module) -> int:
 
 def _find_factory(name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    # As `python -m` does: a module beside which the command was started can be named.
+    # As `python -m` does: modules of the current directory can be imported.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -110,7 +110,7 @@ def _build_users(name: str, vocab_size: int) -> nn.Module:
     except Exception as error:  # the user's own code may raise anything
         raise ConfigError(
             f"--model {name}: the factory failed ({type(error).__name__}: {error}); "
-            f"it is called with vocab_size={vocab_size} if it takes that, else with nothing"
+            f"it is called with vocab_size={vocab_size} if it has that argument, else without arguments"
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {name}: the factory returned {type(model).__name__}; it must be a torch.nn.Module")

@@ -1,4 +1,4 @@
-"""Corpora: the split is the same everywhere, and what cannot be used is refused."""
+"""Corpora: the split is the same everywhere, and unusable text is refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    # Root may read everything, and tests may run as root.
+    # Simulated, because tests may run as root, who can read everything.
     monkeypatch.setattr(Path, "read_bytes", refuse)
     (tmp_path / "text").touch()
     for source in (tmp_path, tmp_path / "text"):

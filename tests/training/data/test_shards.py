@@ -1,4 +1,4 @@
-"""Shards: every block in exactly one, sizes as promised, and the same from the same numbers."""
+"""Shards: every block is in exactly one, sizes are as documented, and the same numbers give the same shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOUNDS = block_bounds(200 * BLOCK_TOKENS + 77, context=64)
 
 
 def _covered(shards: Shards) -> np.ndarray:
-    """How often each token lies in a span of any shard."""
+    """Count in how many spans, of all shards, each token lies."""
     counts = np.zeros(int(shards.bounds[-1]), dtype=np.int64)
     for shard in range(shards.count):
         for begin, end in shards.spans(shard):
@@ -54,7 +54,7 @@ def test_iid_shards_differ_by_a_block_at_most() -> None:
 
 
 def test_iid_shards_are_spread_over_the_text() -> None:
-    """The mean place of a shard's blocks is that of the text, to within a few standard errors."""
+    """The mean position of a shard's blocks is that of the text, to within a few standard errors."""
     shards = iid_shards(block_bounds(1000 * BLOCK_TOKENS, context=64), 4, seed=0)
     for shard in range(4):
         places = np.flatnonzero(shards.shard_of == shard)
@@ -75,7 +75,7 @@ def test_a_partition_depends_on_its_numbers_alone() -> None:
         first = deal(BOUNDS, 5, seed=1)
         assert first.digest == deal(BOUNDS, 5, seed=1).digest
         assert first.digest != deal(BOUNDS, 5, seed=2).digest
-    # Golden: on every machine, with any version of numpy.
+    # Golden: the same on every machine, with any version of numpy.
     assert iid_shards(block_bounds(8 * BLOCK_TOKENS, context=64), 3, seed=1).shard_of.tolist() == [
         2,
         0,
@@ -104,7 +104,7 @@ def test_a_smallest_shard_of_nothing_is_refused() -> None:
 
 
 def _three_kinds() -> tuple[np.ndarray, np.ndarray]:
-    """The kind of each block of BOUNDS, and features that lie around one centre per kind."""
+    """The kind of each block of BOUNDS, and features around one centre per kind."""
     generator = np.random.default_rng(0)
     kinds = generator.choice(3, size=200, p=[0.6, 0.3, 0.1])
     centres = np.array([[0.0, 0.0], [9.0, 0.0], [0.0, 9.0]])

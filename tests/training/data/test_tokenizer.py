@@ -24,7 +24,7 @@ def test_everything_else_is_one_unknown_symbol_per_character() -> None:
 
 
 def test_the_numbers_never_change() -> None:
-    # Weights that people have trained depend on them.
+    # Existing checkpoints depend on these numbers.
     assert VOCAB_SIZE == 98
     assert encode("\n\t aZ~ü").tolist() == [0, 1, 2, 67, 60, 96, 97]
     assert encode("\n\t aZ~").tolist() == [0, 1, 2, 67, 60, 96]

@@ -18,7 +18,7 @@ TINY = GPTConfig(vocab_size=11, layers=2, heads=2, width=8, context=6)
     ("name", "count"), [("gpt-demo", 110_464), ("gpt-small", 10_783_488), ("gpt2-124m", 124_439_808)]
 )
 def test_presets_have_their_size(name: str, count: int) -> None:
-    # 124,439,808 is what GPT-2 small has as published: 12 layers, 12 heads, 768 wide.
+    # 124,439,808 is the published size of GPT-2 small: 12 layers, 12 heads, width 768.
     with torch.device("meta"):
         model = build(name, vocab_size=98, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
@@ -41,7 +41,7 @@ def test_dilocos_models_have_the_size_counted_by_hand(
     embeddings = 32_000 * width + 1024 * width
     expected = embeddings + layers * (attention + mlp + norms) + 2 * width
     assert sum(parameter.numel() for parameter in model.parameters()) == expected
-    # The name's own figure, in millions, to within 3 %.
+    # The millions in the name, to within 3 %.
     assert expected == pytest.approx(1e6 * int(name.removeprefix("diloco-").removesuffix("m")), rel=0.03)
 
 
@@ -62,7 +62,7 @@ def test_dilocos_smallest_model_learns_a_batch() -> None:
 
 
 def test_heads_may_be_wider_than_their_share() -> None:
-    """Where the further columns of a head are zero, it computes what the narrow head does, but for the scale."""
+    """A wide head whose extra columns are zero computes what the narrow head does, except for the scale."""
     torch.manual_seed(0)
     narrow = GPT(TINY).blocks[0].attention
     wide = GPT(replace(TINY, head_size=16)).blocks[0].attention
@@ -73,7 +73,7 @@ def test_heads_may_be_wider_than_their_share() -> None:
             parameter.zero_()
         for parameter in narrow.parameters():
             parameter.normal_()
-        # (query key value, head, head size, ...): attention divides by sqrt(head size), which the query makes up for.
+        # (query key value, head, head size, ...): scale the query, as attention divides by sqrt(head size).
         scale = torch.tensor([2.0, 1.0, 1.0])[:, None, None]
         rows = narrow.query_key_value.weight.view(3, 2, 4, 8)
         wide.query_key_value.weight.view(3, 2, 16, 8)[:, :, :4] = rows * scale[..., None]

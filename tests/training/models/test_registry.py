@@ -1,4 +1,4 @@
-"""Models by name: first weights from the seed alone, and clear refusals."""
+"""Models by name: initial weights depend only on the seed, and bad names get clear errors."""
 
 from __future__ import annotations
 

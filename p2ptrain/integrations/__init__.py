@@ -1,1 +1,1 @@
-"""p2ptrain inside other people's training loops; each needs an extra of the same name."""
+"""p2ptrain in the training loops of other libraries. Each module needs the extra of the same name."""

@@ -3,8 +3,8 @@
     with p2ptrain.join(model, run_id="gpt2", total_steps=arguments.max_steps) as peer:
         Trainer(model, arguments, train_dataset=…, callbacks=[P2PCallback(peer)]).train()
 
-The block leaves the run, whatever the Trainer ends with. In a run with a length the position in the run is what counts:
-the learning rate follows it, so that a late joiner goes on where the others are, and the Trainer stops at its end.
+The `with` block leaves the run, also after an exception. In a run with a length, the learning rate follows the position
+in the run, so that a late joiner continues where the other peers are, and the Trainer stops when the run ends.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from p2ptrain.peer.peer import Peer
 
 # The peer's part of a Trainer's checkpoint.
 STATE_FILE = "p2ptrain.safetensors"
-# As `p2ptrain join` waits (guess).
+# Guess, as in `p2ptrain join`.
 LAST_ROUND_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
 
 class P2PCallback(TrainerCallback):
-    """Calls `peer.step()` for a Trainer, however many batches it accumulates for a step of the optimizer.
+    """Calls `peer.step()` after every optimizer step of a Trainer, also with gradient accumulation.
 
-    Checkpoints of the Trainer get the peer's part, and `train(resume_from_checkpoint=True)` takes it up again, unless
-    the run is further by then: the run's weights are taken then. What the Trainer logs says the round and the peers,
-    and its mean losses go to the metrics stream.
+    The peer's state is saved in the Trainer's checkpoints, and `train(resume_from_checkpoint=True)` restores it. If the
+    run is further than the checkpoint by then, the run's weights are used. The Trainer's logs get the round and the
+    number of peers, and its mean losses are recorded in the metrics stream.
 
-    Rounds weigh a peer by the examples that it has trained on, or by tokens with
-    `TrainingArguments(include_num_input_tokens_seen="all")`; do the same on all peers.
+    Rounds weight a peer by the examples that it has trained on, or by tokens with
+    `TrainingArguments(include_num_input_tokens_seen="all")`. Use the same on all peers.
     """
 
     def __init__(self, peer: Peer | GroupPeer) -> None:
         """
         Args:
-            peer: joined with the model that the Trainer trains, on the device that it trains on
-                (`model.to(arguments.device)`), as the Trainer moves it there otherwise.
+            peer: has joined with the Trainer's model. Move the model to the Trainer's device before joining
+                (`model.to(arguments.device)`), because the Trainer moves it otherwise.
         """
         self._peer = peer
         self._loss: float | None = None
@@ -56,11 +56,11 @@ class P2PCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raises ConfigError when the Trainer's length is not the run's."""
+        """Restore a checkpoint. Raises ConfigError if the Trainer's number of steps differs from the run's."""
         length = self._peer.run.total_steps
         if length and state.max_steps != length:
             raise ConfigError(
-                f"the Trainer's length is {state.max_steps} steps, that of run {self._peer.run.run_id!r} {length}: "
+                f"the Trainer's length is {state.max_steps} steps, but run {self._peer.run.run_id!r} has {length}: "
                 f"give TrainingArguments(max_steps={length})"
             )
         if state.global_step:
@@ -79,7 +79,7 @@ class P2PCallback(TrainerCallback):
         self._follow_the_run(state, control, kwargs["lr_scheduler"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The Trainer means its losses over the steps between two logs; the mean is recorded with the next step."""
+        """Keep the Trainer's mean loss since its last log, to record it with the next step."""
         logs = kwargs["logs"]
         self._loss = logs.get("loss")
         logs |= {"round": self._peer.round, "peers": 1 + len(self._peer.alive)}
@@ -97,23 +97,23 @@ class P2PCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """At the end of the run its last round averages everybody's weights: what is saved now is the common model."""
+        """At the end of the run, wait for the last round, after which all peers have the same weights."""
         if 0 < self._peer.run.total_steps <= self._peer.run_step:
             self._peer.wait_finished(LAST_ROUND_TIMEOUT_S)
 
     def _samples(self, args: TrainingArguments, state: TrainerState) -> int:
-        """What the last step of the optimizer trained on, on this process."""
+        """Examples or tokens that this process trained on in the last optimizer step."""
         if args.include_num_input_tokens_seen == "no":
             return int(args.train_batch_size * args.gradient_accumulation_steps)
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         return int(tokens // args.world_size)
 
     def _follow_the_run(self, state: TrainerState, control: TrainerControl, scheduler: object) -> None:
-        """Where the run has a length: learn as fast as its position asks for, and end where it ends."""
+        """In a run with a length, set the learning rate by the run's position, and stop the Trainer at its end."""
         length, position = self._peer.run.total_steps, self._peer.run_step
         if not length:
             return
-        # One more than are left: of ours, a step of the run may need several.
+        # One more than are left, as the run's position may advance by less than one per step of this peer.
         state.max_steps = state.global_step + length - position + 1
         control.should_training_stop |= position >= length
         if isinstance(scheduler, LambdaLR) and scheduler.last_epoch != position:
@@ -123,10 +123,10 @@ class P2PCallback(TrainerCallback):
             scheduler.step()
 
     def _resume(self, file: Path, model: torch.nn.Module) -> None:
-        """After the Trainer has loaded a checkpoint into the model, which stood on the run's weights."""
+        """Restore the peer's state after the Trainer has overwritten the run's weights with a checkpoint."""
         if file.exists() and self._peer.load_state_dict(_read(file)):
             return
-        logger.info("the run is further than the checkpoint: its weights are taken")
+        logger.info("the run is further than the checkpoint; using the run's weights")
         anchor = self._peer.anchor_state_dict()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -135,12 +135,12 @@ class P2PCallback(TrainerCallback):
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer keeps its checkpoint of this step."""
+    """Directory of the Trainer's checkpoint of this step."""
     return Path(str(args.output_dir), f"checkpoint-{state.global_step}")
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A `Peer.state_dict()`."""
+    """Read a `Peer.state_dict()`."""
     with safe_open(file, framework="pt") as saved:
         place, names = saved.metadata(), sorted(saved.keys())
         moments = [saved.get_tensor(name) for name in names if name != "anchor"]

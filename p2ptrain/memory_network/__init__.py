@@ -1,6 +1,6 @@
-"""An in-process network behind `protocol.transport`, with latency, bandwidth, faults and partitions, on trio's clock.
+"""An in-process implementation of `protocol.wire.transport`, with latency, bandwidth, faults and partitions.
 
-Used by the protocol tests and by the simulator. Nothing here is random unless the caller's fault rule is.
+Used by the protocol tests and by the simulator. It runs on trio's clock and is deterministic if the fault rule is.
 """
 
 from p2ptrain.memory_network.network import Fault, MemoryNetwork

@@ -1,6 +1,6 @@
-"""Peers of one process joined by queues: every `send_all` is one packet that can be delayed, dropped or repeated.
+"""Peers of one process connected by queues: every `send_all` is one packet that can be delayed, dropped or duplicated.
 
-Packets arrive whole and in order, unless their stream breaks half-way; long ones in segments, at the bandwidth's pace.
+Packets arrive complete and in order unless their stream breaks; long ones arrive in segments as bandwidth allows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # Segments that one direction of a stream holds before its sender waits, like a socket buffer.
 SEGMENTS_IN_FLIGHT = 64
-# A long packet arrives bit by bit, as on a real path.
+# Long packets arrive in pieces of this size, as on a real path.
 SEGMENT_BYTES = 64 * 1024
-# What an uplink takes in before senders wait: libp2p's daemon buffers megabytes.
+# Bytes that an uplink buffers before senders wait: libp2p's daemon buffers megabytes.
 BUFFER_BYTES = 4 * 1024 * 1024
 
 
@@ -35,13 +35,13 @@ FaultRule = Callable[[PeerId, PeerId, bytes], Fault]
 
 
 class MemoryNetwork:
-    """Transports, a shared directory, and the weather between them.
+    """The transports of all peers, a shared directory, and the network conditions between them.
 
     Attributes:
-        latency_s: one-way delay of every packet; `latency(a, b)` may be replaced for more.
-        bandwidth_bytes_s: of every peer's uplink, shared by its streams in the order of their packets, and with a
-            buffer of 4 MiB before it; infinite by default.
-        fault: decides the fate of each packet.
+        latency_s: one-way delay of every packet; replace `latency(a, b)` for delays that differ.
+        bandwidth_bytes_s: bandwidth of every peer's uplink, which its streams share in the order of their packets and
+            which has a buffer of 4 MiB; infinite by default.
+        fault: chooses what happens to each packet.
     """
 
     def __init__(self, *, latency_s: float = 0.001, bandwidth_bytes_s: float = math.inf) -> None:
@@ -54,7 +54,7 @@ class MemoryNetwork:
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] | None = {}
 
     def transport(self, peer_id: PeerId) -> MemoryTransport:
-        """Put a peer on the network; a second call for the same id is that peer restarted."""
+        """Add a peer to the network; a second call for the same id is a restart of that peer."""
         transport = self.transports[peer_id] = MemoryTransport(self, peer_id)
         return transport
 
@@ -62,7 +62,7 @@ class MemoryNetwork:
         return MemoryDirectory(self, peer_id)
 
     def partition(self, *groups: list[PeerId]) -> None:
-        """Only peers of one group reach each other (unnamed ones form a group too). No groups: heal."""
+        """Let only peers of the same group reach each other; peers in no group form another one. No groups: heal."""
         self._groups = {peer: number for number, group in enumerate(groups, start=1) for peer in group}
         for transport in self.transports.values():
             for stream in list(transport.streams):
@@ -70,7 +70,7 @@ class MemoryNetwork:
                     stream.stall()
 
     def narrow(self, peer_id: PeerId, bandwidth_bytes_s: float | None) -> None:
-        """Give one peer a link of its own width, in both directions; None: that of all again."""
+        """Set the bandwidth of one peer's link in both directions; None removes the setting."""
         if bandwidth_bytes_s is None:
             self._narrow.pop(peer_id, None)
         else:
@@ -80,18 +80,18 @@ class MemoryNetwork:
         return self._narrow.get(peer_id, self.bandwidth_bytes_s)
 
     def downlink_bytes_s(self, peer_id: PeerId) -> float:
-        """Only a narrow link is narrow towards its peer, as most people's links are."""
+        """The downlink is infinite unless `narrow` has set it."""
         return self._narrow.get(peer_id, math.inf)
 
     def connected(self, a: PeerId, b: PeerId) -> bool:
         return self._groups.get(a, 0) == self._groups.get(b, 0)
 
     def close_directory(self) -> None:
-        """Nothing is announced or found any more, as when a swarm's only bootstrap node has died."""
+        """Make the directory fail from now on, as when a swarm's only bootstrap node has died."""
         self._records = None
 
     def crash(self, peer_id: PeerId) -> None:
-        """Take a peer off the network at once: its streams break, and nobody can dial it."""
+        """Remove a peer at once: its streams break, and it cannot be dialled."""
         self.transports.pop(peer_id).close()
 
     def latency(self, a: PeerId, b: PeerId) -> float:
@@ -99,7 +99,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Implements `protocol.transport.Transport`."""
+    """Implements `protocol.wire.transport.Transport`."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
         self.peer_id = peer_id
@@ -134,7 +134,7 @@ class MemoryTransport:
 
 
 class MemoryStream:
-    """One end of a stream; implements `protocol.transport.Stream`."""
+    """One end of a stream; implements `protocol.wire.transport.Stream`."""
 
     other: MemoryStream
 
@@ -188,11 +188,11 @@ class MemoryStream:
         self.break_both()
 
     def stall(self) -> None:
-        """Swallow everything from now on, as a network does that has lost its route."""
+        """Drop everything from now on, as a network without a route does."""
         self._stalled = True
 
     def break_both(self) -> None:
-        """Close both ends; across a partition the other side learns nothing of it."""
+        """Close both ends; across a partition only this end, as the other side does not notice."""
         for end in (self,) if self._stalled else (self, self.other):
             end._broken.set()
             end._send.close()
@@ -200,7 +200,7 @@ class MemoryStream:
 
 
 class MemoryDirectory:
-    """Implements `protocol.transport.Directory`, one dict for all."""
+    """Implements `protocol.wire.transport.Directory`, with one dict for all peers."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId) -> None:
         self._network = network
@@ -221,6 +221,6 @@ class MemoryDirectory:
 
 
 async def _wait_until(due_s: float) -> None:
-    """As `trio.sleep_until`, but nothing where that is past: most packets are, and each would cost 50 µs."""
+    """`trio.sleep_until`, but free if `due_s` is past: that is so for most packets, and each sleep costs 50 µs."""
     if due_s > trio.current_time():
         await trio.sleep_until(due_s)

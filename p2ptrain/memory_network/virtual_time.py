@@ -1,4 +1,4 @@
-"""Virtual time: a trio program in which waiting costs nothing, and which runs the same way every time."""
+"""Run a trio program in virtual time: waiting takes no real time, and every run with the same seed is the same."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from p2ptrain.signals import interrupts_call
 
 T = TypeVar("T")
 
-# Tasks and tensors come and go by the thousand; looking for cycles as often as Python does takes 5 % (measured).
+# Thousands of tasks and tensors are created; Python's default thresholds would spend 5 % of the time (measured).
 GC_THRESHOLD = (100_000, 50, 50)
 
 
 def run_virtual(main: Callable[[], Awaitable[T]], seed: int) -> T:
     """Run a trio program from time 0 on a clock that jumps to the next deadline whenever every task waits.
 
-    Trio shuffles tasks that are ready at once, so that nobody relies on their order; here its shuffling is seeded, so
-    that the same program with the same seed does the same.
-
-    In a command of ours, Ctrl-C cancels the program, as its end would, and is a KeyboardInterrupt to the caller.
+    Trio shuffles tasks that are ready at the same time. Here that is seeded, so a program is reproducible. In a
+    p2ptrain command, the first Ctrl-C cancels the program, and this function then raises KeyboardInterrupt.
     """
     whole = trio.CancelScope()
 
@@ -38,7 +36,7 @@ def run_virtual(main: Callable[[], Awaitable[T]], seed: int) -> T:
             return await main()
         return None
 
-    # Trio offers this to test libraries by no public name.
+    # Trio has no public API for this.
     scheduler: Any = trio._core._run
     before, thresholds = scheduler._ALLOW_DETERMINISTIC_SCHEDULING, gc.get_threshold()
     gc.set_threshold(*GC_THRESHOLD)
@@ -50,7 +48,7 @@ def run_virtual(main: Callable[[], Awaitable[T]], seed: int) -> T:
     finally:
         scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before
         gc.set_threshold(*thresholds)
-        gc.collect(1)  # what was left lying about: one run after the other must not pile it up
+        gc.collect(1)  # so that consecutive runs do not accumulate garbage
     if whole.cancel_called:
         raise KeyboardInterrupt
     return cast("T", result)

@@ -1,4 +1,4 @@
-"""A real Trainer with a tiny model; the peer is a stand-in that counts."""
+"""A real Trainer with a tiny model and a fake peer that records calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH = 8
 
 
 class Peer(FakePeer):
-    """Its run goes on `pace` steps with every step of ours, from `at` on."""
+    """A fake peer whose run advances by `pace` steps per step of the Trainer, starting at `at`."""
 
     def __init__(self, total_steps: int = 0, *, at: int = 0, pace: float = 1.0) -> None:
         super().__init__(RunConfig(total_steps=total_steps))

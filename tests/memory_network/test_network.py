@@ -1,4 +1,4 @@
-"""The in-memory network keeps what real streams keep (order, bytes), and has the weather that it was given."""
+"""The in-memory network: streams keep order and bytes, and the configured conditions take effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_virtual(test: Callable[[], Awaitable[None]]) -> None:
 
 
 async def pair(network: MemoryNetwork, a: str = "a", b: str = "b") -> tuple[MemoryStream, MemoryStream]:
-    """Both ends of a new stream from a to b."""
+    """Open a stream from a to b and return both ends."""
     for name in (a, b):
         if name not in network.transports:
             network.transport(name)
@@ -37,7 +37,7 @@ async def receive(stream: MemoryStream, size: int) -> bytes:
 
 
 async def check_dead(stream: MemoryStream) -> None:
-    """What was on its way may still come; then the end."""
+    """Check that a stream is broken: data in flight may still arrive, but sending fails."""
     with trio.fail_after(5):
         while await stream.receive_some():
             pass
@@ -99,7 +99,7 @@ def test_the_uplink_is_shared_in_order_and_long_packets_come_bit_by_bit() -> Non
         assert arrivals == pytest.approx([1.5, 2.5, 3.5])
         assert await at_c.receive_some() == b"behind"
         assert trio.current_time() - start == pytest.approx(3.5, abs=0.01)
-        # Another peer's uplink is its own.
+        # Each peer has its own uplink.
         start = trio.current_time()
         await at_c.send_all(b"free")
         await to_c.receive_some()
@@ -201,7 +201,7 @@ def test_a_sender_that_waits_learns_of_the_break() -> None:
     run_virtual(main)
 
 
-# --- weather -----------------------------------------------------------------------------------------------------
+# --- network conditions ------------------------------------------------------------------------------------------
 
 
 def test_faults_strike_the_packets_that_the_rule_names() -> None:

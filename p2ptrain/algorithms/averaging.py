@@ -1,7 +1,7 @@
-"""From encoded outer gradients to their mean: whom a reducer averages, with what weights, and how.
+"""The mean of encoded outer gradients: how a reducer combines them, and with what weights.
 
-The mean decides the anchor's bits, so it is numpy float32 with every operation rounded on its own, in the order of the
-contributors (see `outer`).
+The mean determines the anchor bit for bit, so it is computed in numpy float32 with each operation rounded separately,
+in the order of the contributors (see `outer`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from p2ptrain.errors import WireError
 
 Array = npt.NDArray[np.float32]
 
-# Weights are token counts; above 2^53 floats do not count.
+# Weights are token counts; floats above 2^53 do not represent every integer.
 _MAX_WEIGHT = 2.0**53
-# A fast peer counts at most twice the median, so that no single peer is the mean (DESIGN: "Speeds").
+# A fast peer weighs at most twice the median, so that no single peer dominates the mean.
 _TOKEN_CAP = 2
 
 
 def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
-    """The mean that a reducer computes: sum of (w / W) · decode(bytes), in the order given.
+    """Return the weighted mean: the sum of (w / W) · decode(bytes), added in the order given.
 
     Args:
-        encoded: for each contributor its coded outer gradient of this part and its weight; at least one.
-        codec: how they are coded.
+        encoded: for each contributor, the encoded outer gradient of this part and its weight; at least one.
+        codec: decodes them.
         num_blocks: blocks of the part.
 
     Returns:
-        (num_blocks, 64) float32, fresh. The same bits on every machine for the same order.
+        (num_blocks, 64) float32, a new array. The same bits on every machine for the same order.
 
     Raises:
-        WireError: bytes that do not decode, weights that cannot be token counts, or a mean that is not finite (values
-            at the end of float32, which no training sends); so every mean that is returned can be encoded.
+        WireError: bytes do not decode, weights cannot be token counts, or the mean is not finite (the inputs were near
+            the limits of float32). Every mean that is returned can be encoded.
     """
     mean = np.zeros((num_blocks, BLOCK), np.float32)
     with np.errstate(over="ignore"):
@@ -50,11 +50,11 @@ def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
 
 
 def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
-    """At each place, the mean of the outer gradients whose sign carries more weight there (TIES: Yadav et al., 2023).
+    """Return, at each position, the mean of the values that have the majority sign (TIES: Yadav et al., 2023).
 
-    The sign elected is that of the weighted sum; those of the other sign, and zeros, do not count, in the divisor
-    either. Where neither sign outweighs the other the mean is zero. DiLoCo found it slightly worse than the plain mean
-    (section 6.1, "Weighted Average of Outer Gradients").
+    The majority sign is that of the weighted sum. Values of the other sign, and zeros, are left out of the sum and of
+    the divisor. Where neither sign outweighs the other the mean is zero. DiLoCo found it slightly worse than the plain
+    mean (section 6.1, "Weighted Average of Outer Gradients").
 
     Arguments, result and errors are those of `weighted_mean`.
     """
@@ -69,19 +69,19 @@ def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
             divisor += shares
             shares *= values
             mean += shares
-        # Where nobody counts, zero stays zero.
+        # Without any value, zero stays zero.
         mean /= np.where(divisor > 0, divisor, np.float32(1))
     return _finite(mean)
 
 
 def token_weights(tokens: Sequence[int]) -> list[float]:
-    """Weights of outer gradients: tokens since each peer's last inclusion, at most twice their median.
+    """Return the weights of outer gradients: each peer's tokens, capped at twice their median.
 
-    Measured with unequal speeds: 2.341 → 2.300 for DiLoCo, 2.286 → 2.268 with gossip. Peers that trained nothing do
-    not count in the median; if nobody trained, all weigh the same.
+    Measured loss with unequal speeds: 2.341 → 2.300 for DiLoCo, 2.286 → 2.268 with gossip. Peers without tokens are
+    left out of the median; if no peer has any, all weights are equal.
 
     Args:
-        tokens: for each contributor, not negative.
+        tokens: for each contributor, the tokens trained since the last round that included it; not negative.
 
     Returns:
         Unnormalised weights in the same order; at least one is positive.
@@ -98,7 +98,7 @@ def _shares(encoded: Sequence[tuple[bytes, float]]) -> list[np.float32]:
     weights = [weight for _, weight in encoded]
     if not (all(0 <= weight <= _MAX_WEIGHT for weight in weights) and any(weights)):
         raise WireError(f"round weights {weights}: must be between 0 and 2^53, and not all zero")
-    # fsum, as `sum` adds floats in another way from Python 3.12 on.
+    # fsum: `sum` adds floats in another way from Python 3.12 on.
     total = math.fsum(weights)
     return [np.float32(weight / total) for weight in weights]
 

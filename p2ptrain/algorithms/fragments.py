@@ -1,8 +1,8 @@
-"""Which blocks one step pushes: a seeded, shuffled partition that every peer can compute from two numbers.
+"""Fragment selection: the blocks that a step pushes, from a seeded shuffle that every peer can compute.
 
-SPARTA draws a fresh random set of parameters at each step. Walking a shuffled partition of 1/p slots instead,
+SPARTA draws a fresh random set of parameters at each step. Going through a shuffled partition of 1/p slots instead,
 reshuffled each cycle, covers every parameter in 1/p steps (fresh draws: 63 %) and leaves 0.41 times the disagreement
-at the same bytes (measured in simulation). Fresh draws are kept as the paper's mode.
+for the same bytes (measured in simulation). Fresh draws are kept as the paper's mode.
 
 Where 1/p is not near a whole number, a step pushes several of more slots, and what is left of a cycle is skipped: 2 of
 5 for p = 0.4, so that a cycle is two steps and covers four fifths.
@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 _ROUNDS = 4
-# Small domains are permuted inside 2^8: with halves of one or two bits four rounds are far from a random shuffle.
+# Domains smaller than 2^8 are permuted as part of 2^8: with halves of one or two bits, four rounds shuffle badly.
 _MIN_BITS = 8
-# Up to here (half a million parameters) a whole cycle takes hardly longer than one slot: below a millisecond.
+# Up to this size (half a million parameters) a whole cycle takes hardly longer than one slot: below a millisecond.
 _SMALL_BLOCKS = 8192
 # How far from p the share that a step pushes may be. At p = 3 % and below one slot a step is near enough.
 _TOLERANCE = 0.02
@@ -62,15 +62,15 @@ class Walk:
 def slot_blocks(
     seed: int, cycle: int, slot: int, slot_count: int, num_slots: int, num_blocks: int
 ) -> npt.NDArray[np.int64]:
-    """The blocks of slots [slot, slot + slot_count) of one cycle: SPARTA's fragment, cyclic selection.
+    """Return the blocks of slots [slot, slot + slot_count) of one cycle: SPARTA's fragment, with cyclic selection.
 
-    The slots of a cycle are disjoint and together hold every block once. When there are more slots than blocks, some
-    are empty.
+    The slots of a cycle are disjoint and together hold every block once. If there are more slots than blocks, some
+    slots are empty.
 
     Args:
         seed: the run's seed.
-        cycle: each has its own shuffle.
-        slot, slot_count: must lie within the cycle, which has `num_slots` slots.
+        cycle: number of the cycle; each has its own shuffle.
+        slot, slot_count: a range within the `num_slots` slots of the cycle.
         num_blocks: blocks of the model.
 
     Returns:
@@ -85,16 +85,16 @@ def slot_blocks(
 
 
 def fresh_blocks(seed: int, draw: int, slot_count: int, num_slots: int, num_blocks: int) -> npt.NDArray[np.int64]:
-    """Uniformly random blocks, drawn anew each time: SPARTA's fragment as in the paper.
+    """Return uniformly random blocks: SPARTA's fragment as in the paper.
 
     Args:
         seed: the run's seed.
-        draw: number of this draw; each is independent of the others.
+        draw: number of this draw; draws are independent of each other.
         slot_count, num_slots: the draw takes the fraction slot_count / num_slots of all blocks.
         num_blocks: blocks of the model.
 
     Returns:
-        (n,) int64 distinct blocks. When the fraction is no whole number of blocks, n varies with `draw` around it.
+        (n,) int64 distinct blocks. If the fraction is not a whole number of blocks, n is rounded up or down by draw.
     """
     count = (draw + slot_count) * num_blocks // num_slots - draw * num_blocks // num_slots
     return permute(np.arange(min(count, num_blocks)), num_blocks, f"draw {seed} {draw}")
@@ -102,20 +102,20 @@ def fresh_blocks(seed: int, draw: int, slot_count: int, num_slots: int, num_bloc
 
 @lru_cache(maxsize=4)
 def _permuted(size: int, key: str) -> npt.NDArray[np.int64]:
-    """The whole permutation; of the last few cycles, as each is asked for by senders and receivers in turn."""
+    """The whole permutation. The last few are cached, as senders and receivers ask for the same cycles."""
     return permute(np.arange(size), size, key)
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArray[np.int64]:
-    """Send each position in [0, size) to its place in a pseudo-random permutation of [0, size).
+    """Map positions in [0, size) by a pseudo-random permutation of [0, size).
 
     Args:
         positions: (n,) int64, only read.
         size: length of the permutation.
-        key: names the permutation; distinct keys give unrelated ones.
+        key: selects the permutation; different keys give unrelated ones.
 
     Returns:
-        (n,) int64, distinct where the positions are.
+        (n,) int64; distinct positions have distinct results.
     """
     bits = max(_MIN_BITS, (size - 1).bit_length())
     keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), "<u8").astype(np.uint64)
@@ -129,7 +129,7 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArra
 
 
 def _feistel(values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """One pass of the network over [0, 2^bits). The halves swap places, and widths, in each round."""
+    """One pass of the Feistel network over [0, 2^bits). In each round the halves swap places and widths."""
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(right_bits), values & _mask(right_bits)
     for key in keys:

@@ -1,13 +1,13 @@
 """All trainable parameters as one flat space of 64-value blocks, read and written in place.
 
 The *flat layout*: every trainable tensor in order, each padded with zeros to a multiple of 64, so that a flat vector
-is `(num_blocks, 64)` float32 and every block belongs to exactly one tensor. Blocks are what fragments and rounds are
-made of: drawing 64 contiguous values at a time costs no loss that we could measure, and is 60 times cheaper than
-drawing single ones. Padding is always zero and is never written to a parameter.
+is `(num_blocks, 64)` float32 and every block belongs to exactly one tensor. Fragments and rounds consist of blocks:
+drawing 64 contiguous values at a time has no measurable cost in loss, and is 60 times cheaper than drawing single
+values. Padding is always zero and is never written to a parameter.
 
-The work is split so that the training thread does little: `IndexSpace.plan` sorts block numbers into tensors on any
-thread; `ParameterView.gather` and `ParameterView.mix` then touch only the chosen blocks of the live parameters. The
-parameters keep their storage: optimizers, autocast and compiled graphs made earlier go on working.
+The training thread does little of the work: `IndexSpace.plan` assigns block numbers to tensors on any thread, and the
+methods of `ParameterView` then touch only the chosen blocks of the live parameters. The parameters keep their storage,
+so optimizers, autocast and compiled graphs that exist already keep working.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# 64 values: a cache line or four; larger blocks (1024 and up) cost 0.005 nats in simulation, smaller ones cost time.
+# 64 float32 values are four cache lines. Blocks of 1024 and more cost 0.005 nats in simulation; smaller ones cost time.
 BLOCK = 64
 
 
@@ -34,14 +34,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the blocks of one fragment lie. Made by `IndexSpace.plan`; immutable, may be shared between threads.
+    """Where the blocks of one fragment lie. Made by `IndexSpace.plan`; immutable, so threads may share it.
 
     Attributes:
         blocks: (n,) int64, sorted block numbers of the flat layout, each at most once.
-        numel: how many of the n · 64 values are parameters; the others are padding.
+        numel: how many of the n · 64 values are parameters; the rest is padding.
         pieces: the rows, in order, by tensor.
         sizes: rows of each piece.
-        index: (n,) int64 tensor, the number of each block within its own tensor.
+        index: (n,) int64 tensor, the number of each block within its tensor.
     """
 
     blocks: npt.NDArray[np.int64]
@@ -52,13 +52,13 @@ class Plan:
 
 
 class IndexSpace:
-    """The flat layout of a list of tensors, known from their shapes alone.
+    """The flat layout of a list of tensors, computed from their shapes.
 
     Attributes:
-        names, numels: of each tensor, in order.
+        names, numels: name and number of values of each tensor, in order.
         tensor_starts: (tensors + 1,) int64, the first block of each tensor, then num_blocks.
-        num_blocks: blocks in all.
-        numel: number of parameters, padding not counted.
+        num_blocks: total number of blocks.
+        numel: number of parameters, without padding.
     """
 
     def __init__(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
@@ -70,10 +70,10 @@ class IndexSpace:
         self.numel = sum(self.numels)
 
     def plan(self, blocks: npt.ArrayLike) -> Plan:
-        """Find the tensor of each block, so that the training thread need not. Any thread may call it.
+        """Find the tensor of each block. Any thread may call it.
 
         Args:
-            blocks: (n,) integers in any order, each in [0, num_blocks), none twice.
+            blocks: (n,) distinct integers in any order, each in [0, num_blocks).
 
         Raises:
             ValueError: a block is out of range or given twice.
@@ -101,15 +101,14 @@ class IndexSpace:
 
 
 class ParameterView:
-    """Live parameters, seen through the flat layout.
+    """Reads and writes live parameters in the flat layout. Call it only from the training thread.
 
-    The tensors stay the caller's: they are changed in place by `scatter`, `mix`, `write` and `add`, rounded to their
-    own dtype, and never re-pointed. Contiguous ones (any float dtype, any device) are used where they lie; others go
-    through a copy. All methods belong to the thread that trains.
+    The caller owns the tensors. The methods that write change them in place, round to their dtype, and never replace
+    their storage. Contiguous tensors (any float dtype, any device) are used directly; others go through a copy.
     """
 
     def __init__(self, space: IndexSpace, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError when the tensors are not those that `space` describes."""
+        """Raises ValueError if the sizes of the tensors are not those of `space`."""
         if [tensor.numel() for tensor in tensors] != space.numels:
             raise ValueError("the tensors' sizes differ from those of the index space")
         self.space = space
@@ -118,7 +117,7 @@ class ParameterView:
 
     @torch.no_grad()
     def gather(self, plan: Plan) -> torch.Tensor:
-        """Copy the plan's blocks out. Returns a fresh (n, 64) float32 CPU tensor, zero in the padding."""
+        """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
         gathered = torch.empty(len(plan.blocks), BLOCK, device=self._device)
         for piece, rows, index in self._walk(plan, gathered):
             source = self.tensors[piece.tensor].contiguous()
@@ -147,17 +146,17 @@ class ParameterView:
 
     @torch.no_grad()
     def rms(self, plan: Plan) -> float:
-        """Root mean square of the parameters in the plan's blocks, padding not counted."""
+        """Root mean square of the parameters in the plan's blocks, without padding."""
         return _rms(self.gather(plan), plan)
 
     @torch.no_grad()
     def mix_clipped(
         self, plan: Plan, received: torch.Tensor, weight: float | torch.Tensor, max_rms: float | None
     ) -> float:
-        """Move the plan's blocks towards received ones: θ += weight · (received - θ), with θ as it is now.
+        """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
 
-        Receiver-mix: with weight ½ two peers that exchange a block meet halfway; no snapshot, no reply. Nothing changes
-        when the difference is too large or not finite.
+        With weight ½ two peers that exchange a block meet halfway, without a snapshot or a reply. Nothing changes if
+        the difference is too large or not finite.
 
         Args:
             received: (n, 64) float32 CPU, only read.
@@ -165,7 +164,8 @@ class ParameterView:
             max_rms: largest rms difference that is mixed; None for any finite one.
 
         Returns:
-            rms(received - θ) over the parameters in the plan: above `max_rms`, or not finite, when nothing changed.
+            rms(received - θ) over the parameters in the plan. Nothing was changed if it is above `max_rms` or not
+            finite.
         """
         own = self.gather(plan)
         rms = _rms(self._without_padding(plan, received - own), plan)
@@ -193,12 +193,12 @@ class ParameterView:
             tensor.add_(values.to(tensor.device))
 
     def _walk(self, plan: Plan, rows: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-        """Each piece of the plan with its rows of `rows`, (n, 64), and its block numbers within the tensor."""
+        """Yield each piece of the plan with its part of `rows`, (n, 64), and its block numbers within the tensor."""
         index = plan.index.to(rows.device)
         return zip(plan.pieces, torch.split(rows, plan.sizes), torch.split(index, plan.sizes), strict=True)
 
     def _without_padding(self, plan: Plan, rows: torch.Tensor) -> torch.Tensor:
-        """`rows`, (n, 64), with the padding set to zero in place."""
+        """Set the padding of `rows`, (n, 64), to zero in place, and return it."""
         row = 0
         for piece, size in zip(plan.pieces, plan.sizes, strict=True):
             if piece.is_tail:
@@ -207,7 +207,7 @@ class ParameterView:
         return rows
 
     def _sections(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each tensor with its part of `flat`, shaped like it, and the padding that follows."""
+        """Yield each tensor with its part of `flat`, in the same shape, and the padding that follows."""
         line = flat.view(-1)
         starts = (self.space.tensor_starts * BLOCK).tolist()
         for tensor, start, stop in zip(self.tensors, starts, starts[1:], strict=False):
@@ -216,7 +216,7 @@ class ParameterView:
 
 
 def _full_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """The full blocks of a contiguous tensor as a (k, 64) view: one torch call, since it is made 148 times a step."""
+    """The full blocks of a contiguous tensor as a (k, 64) view, in one torch call: it is made 148 times a step."""
     return tensor.as_strided((tensor.numel() // BLOCK, BLOCK), (BLOCK, 1))
 
 

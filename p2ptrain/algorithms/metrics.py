@@ -1,7 +1,7 @@
-"""How far apart peers are.
+"""Measures of how far apart peers are.
 
-Their weights: the SPARTA paper's correlation (A.3) and a variance, on a sample. Their outer gradients: what DiLoCo
-reports of them, from a (k, k) Gram matrix that reducers of parts can each compute for theirs and add up.
+For weights: the SPARTA paper's correlation (A.3) and the variance across peers, on a sample. For outer gradients: the
+cosine similarity and the norm that DiLoCo reports, from a (k, k) Gram matrix, which is the sum of those of the parts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def pairwise_correlation(vectors: npt.ArrayLike) -> float:
     """Average Pearson correlation over all pairs of peers (SPARTA, appendix A.3), in O(kn).
 
     Args:
-        vectors: (k, n) weights of k ≥ 2 peers at the same n places.
+        vectors: (k, n) weights of k ≥ 2 peers at the same n positions.
 
     Returns:
-        1 when all peers agree; a peer whose weights are all equal correlates with none.
+        1 if all peers agree. A peer whose weights are all equal has correlation 0 with every other.
     """
     values = np.asarray(vectors, np.float64)
     peers = len(values)
@@ -31,38 +31,38 @@ def pairwise_correlation(vectors: npt.ArrayLike) -> float:
     centred = values - values.mean(axis=1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1, keepdims=True)
     units = np.divide(centred, norms, out=np.zeros_like(centred), where=norms > 0)
-    # The sum over all pairs of inner products, from the square of the sum.
+    # The sum of the inner products over all pairs, from the square of the sum.
     return float((np.square(units.sum(axis=0)).sum() - np.square(units).sum()) / (peers * (peers - 1)))
 
 
 def disagreement(vectors: npt.ArrayLike) -> float:
-    """Variance across peers, averaged over places. `vectors`: (k, n) weights of k peers at the same n places."""
+    """Variance across peers, averaged over positions. `vectors`: (k, n) weights of k peers at the same positions."""
     return float(np.asarray(vectors, np.float64).var(axis=0).mean())
 
 
 def sample_indices(seed: int, numel: int, count: int) -> npt.NDArray[np.int64]:
-    """Sorted distinct places in [0, numel), `count` or all of them: the same on every peer of a run."""
+    """Return min(count, numel) distinct positions in [0, numel), sorted: int64, the same on every peer of a run."""
     return np.sort(permute(np.arange(min(count, numel)), numel, f"sample {seed}"))
 
 
 def gram(vectors: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float64]:
-    """Inner products of k vectors of one shape, (k, k). Those of parts add up to those of the whole.
+    """Inner products of k vectors of one shape, (k, k). The sum over parts of the vectors is that of the whole.
 
-    One chunk of a round at a time: the vectors are stacked in double precision.
+    Stacks the vectors in double precision, so call it for one chunk of a round at a time.
     """
     stacked = np.stack([vector.reshape(-1) for vector in vectors]).astype(np.float64)
     return stacked @ stacked.T
 
 
 def encoded_gram(encoded: Sequence[bytes], codec: Codec, num_blocks: int, compared: int) -> npt.NDArray[np.float64]:
-    """`gram` of the first `compared` blocks of coded vectors of `num_blocks`. Raises WireError on undecodable bytes."""
+    """`gram` of the first `compared` blocks of encoded vectors of `num_blocks`. Raises WireError on bad bytes."""
     return gram([codec.decode(data, num_blocks)[:compared] for data in encoded])
 
 
 def mean_cosine(products: npt.NDArray[np.float64]) -> float:
     """Average cosine similarity over all pairs of outer gradients (DiLoCo, figure 10), from their (k, k) `gram`.
 
-    k ≥ 2. A vector of zeros is similar to none.
+    k ≥ 2. A vector of zeros has similarity 0 to every other.
     """
     peers = len(products)
     assert peers >= 2, "a similarity needs two peers"
@@ -75,12 +75,12 @@ def mean_cosine(products: npt.NDArray[np.float64]) -> float:
 def mean_norm(products: npt.NDArray[np.float64], weights: Sequence[float]) -> float:
     """Euclidean norm of the weighted mean outer gradient, from the (k, k) `gram` of the outer gradients.
 
-    DiLoCo finds it to fall as 1/√k when shards differ (section 6.2): they are nearly orthogonal then.
+    DiLoCo finds that it falls as 1/√k if shards differ (section 6.2): the outer gradients are nearly orthogonal then.
 
     Args:
-        products: as `gram` gives them.
+        products: (k, k), from `gram`.
         weights: (k,) in the same order, not negative, not all zero.
     """
     shares = np.asarray(weights, np.float64) / math.fsum(weights)
-    # Rounding may leave a sum that cancels a little below zero.
+    # Rounding may leave a sum a little below zero.
     return math.sqrt(max(0.0, float(shares @ products @ shares)))

@@ -1,6 +1,6 @@
-"""Rounds that average the inner Adam's moments beside the parameters (DiLoCo, appendix, "Inner Optimizer States").
+"""Rounds that average the inner Adam's moments besides the parameters (DiLoCo, appendix, "Inner Optimizer States").
 
-The paper saw no significant gain at three times the bytes, and leaves every worker its own; so do we by default.
+The paper saw no significant gain for three times the bytes, so moments stay local there, and here by default.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from p2ptrain.errors import ConfigError
 
 
 class MomentView:
-    """All parameters, then their first moments, their second, and the step count, as one flat space.
+    """All parameters, first moments, second moments and the step count as one flat space, in this order.
 
-    The parameters' blocks come first and lie as in their own space. Moments are looked up at each use, so that an
-    optimizer may load a checkpoint in between; where it has not taken a step yet they are made, as zeros. All methods
-    belong to the thread that trains.
+    The parameters have the same blocks as in their own space. Moments are looked up at each use, so an optimizer may
+    load a checkpoint in between; before its first step they are created as zeros. Call it only from the training
+    thread.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class MomentView:
     ) -> None:
         """
         Args:
-            space: of the parameters.
-            parameters: the trainable ones, in the order of `space`.
+            space: flat layout of the parameters.
+            parameters: the trainable parameters, in the order of `space`.
             optimizer: a torch Adam or AdamW over them.
 
         Raises:
-            ConfigError: there is no such optimizer, or it does not train all of the parameters.
+            ConfigError: the optimizer is missing, of another kind, uses amsgrad, or does not train all parameters.
         """
         self._parameters = list(parameters)
         self._optimizer = _checked(optimizer, self._parameters, space.names)
@@ -48,7 +48,7 @@ class MomentView:
         self._take(flat, adds=False)
 
     def add(self, flat: torch.Tensor) -> None:
-        """θ += flat, and the moments = flat: what was learnt since a snapshot is kept, a mean of squares is taken."""
+        """Add `flat` to the parameters, which may have moved since, and set the moments and the step to `flat`."""
         self._take(flat, adds=True)
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class MomentView:
             else:
                 tensor.copy_(values)
         for square in moments[own:]:
-            square.clamp_(min=0.0)  # the last bit of a difference of floats
+            square.clamp_(min=0.0)  # rounding can make it negative
         for parameter in self._parameters:
             self._optimizer.state[parameter]["step"].fill_(step.round().item())
 
@@ -74,7 +74,7 @@ class MomentView:
         return [*(parameter.data for parameter in self._parameters), *moments, step]
 
     def _state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Adam's state of one parameter, as its first step would make it."""
+        """Adam's state of one parameter, created as Adam's first step would do."""
         state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
         if not state:
             (group,) = (g for g in self._optimizer.param_groups if any(parameter is p for p in g["params"]))

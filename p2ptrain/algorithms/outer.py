@@ -1,12 +1,11 @@
 """The outer optimizer of DiLoCo: from the mean outer gradient to the next anchor.
 
-Everything that decides the anchor's bits happens here, in `averaging` and in `codec`. Members of a round must get the
-same bits on any CPU, so the arithmetic is numpy float32 with every operation rounded on its own, in a fixed order.
-torch's own `SGD(nesterov)`, `add(alpha=)` and `lerp` fuse operations depending on the vector unit and give different
-bits.
+The anchor's bits depend only on this module, on `averaging` and on `codec`. Members of a round must get the same bits
+on any CPU, so the arithmetic is numpy float32 with each operation rounded separately, in a fixed order. torch's
+`SGD(nesterov)`, `add(alpha=)` and `lerp` fuse operations depending on the vector unit, which gives different bits.
 
 The optimizers are those of DiLoCo, figure 6, with the values that table 5 prints in bold. SGD with lr 1 is the plain
-average: federated averaging (McMahan et al., 2017), and a model soup (Wortsman et al., 2022) when there is one round.
+average: federated averaging (McMahan et al., 2017), or a model soup (Wortsman et al., 2022) if there is one round.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 
-# 256 KiB of float32: the scratch of one chunk stays in a core's second-level cache.
+# 256 KiB of float32: the scratch memory of one chunk fits into a core's second-level cache.
 _CHUNK = 65536
-# Squares are kept within these. No training comes near either end; without them a value at the end of float32 would
-# freeze its place for ever, and a CPU that flushes subnormals would get other bits. Beside Adam's ε they are nothing.
+# Squares are clipped to this range, which no training leaves. Without it, a value near the limit of float32 would
+# freeze its weight for ever, and a CPU that flushes subnormals would get other bits. Adam's ε hides the minimum.
 _SQUARE_MIN, _SQUARE_MAX = np.float32(2.0**-100), np.float32(2.0**100)
 
 
 @dataclass(frozen=True)
 class OuterOptimizer:
-    """One outer optimizer with the values that DiLoCo chose for it (table 5).
+    """Default values of one outer optimizer, as chosen by DiLoCo (table 5).
 
     Attributes:
         lr: outer learning rate.
         momentum: μ, or Adam's β1.
         beta2, eps: Adam's; the paper found it unstable with a smaller ε (section 3.1, "Outer Optimizers").
-        num_moments: vectors of the anchor's size that it keeps from round to round.
+        num_moments: vectors of the anchor's size that it keeps between rounds.
     """
 
     lr: float
@@ -63,23 +62,24 @@ def outer_step(
     momentum: float,
     round_: int,
 ) -> None:
-    """Move the anchor by one outer step, in place (DiLoCo, Algorithm 1, line 14). Elementwise: parts can land alone.
+    """Take one outer step, in place (DiLoCo, Algorithm 1, line 14). Elementwise, so parts can be updated separately.
 
-    With g the mean outer gradient, each operation rounded to float32 in the order written:
+    With g the mean outer gradient, and each operation rounded to float32 in the order written:
 
     - sgd: A -= lr · g.
     - sgdm: m = μ·m + g; A -= lr · m.
-    - nesterov: m = μ·m + g; A -= lr · (g + μ·m), as torch's. The first step from m = 0 is 1.33 g at 0.7 and 0.9.
+    - nesterov: m = μ·m + g; A -= lr · (g + μ·m), as in torch. The first step from m = 0 is 1.33 g at 0.7 and 0.9.
     - adam: m = β1·m + (1-β1)·g; v = β2·v + (1-β2)·g²; A -= lr/(1-β1ᵗ) · m / (√v · 1/√(1-β2ᵗ) + ε), t = round_ + 1.
 
     Args:
         optimizer: a name in `OUTER_OPTIMIZERS`.
         anchor: contiguous float32 of any shape, changed in place.
-        moments: at least as many as the optimizer has, each as `anchor`; those are changed in place, others left alone.
-        mean_gradient: as `anchor`, the mean of anchor - local; only read.
+        moments: at least as many as the optimizer has, each with the anchor's shape and dtype. The first `num_moments`
+            are changed in place, the rest is ignored.
+        mean_gradient: the mean of anchor - local, with the anchor's shape and dtype; only read.
         lr: outer learning rate.
-        momentum: μ or β1, in [0, 1); sgd has none.
-        round_: outer steps taken before this one on these moments; only Adam's bias correction asks.
+        momentum: μ or β1, in [0, 1); ignored by sgd.
+        round_: outer steps taken before this one on these moments; used only by Adam's bias correction.
     """
     used = [moment.reshape(-1) for moment in moments[: OUTER_OPTIMIZERS[optimizer].num_moments]]
     assert len(used) == OUTER_OPTIMIZERS[optimizer].num_moments, (optimizer, len(moments))
@@ -101,7 +101,7 @@ def outer_step(
 
 
 def _sgd_update(optimizer: str, moments: list[Array], g: Array, lr: float, momentum: float, update: Array) -> None:
-    """What sgd, sgdm and nesterov take off the anchor, into `update`."""
+    """Write what sgd, sgdm or nesterov subtracts from the anchor to `update`. Changes `moments`."""
     factor = np.float32(momentum)
     direction = g
     for m in moments:
@@ -116,7 +116,7 @@ def _sgd_update(optimizer: str, moments: list[Array], g: Array, lr: float, momen
 
 @dataclass(frozen=True)
 class _AdamFactors:
-    """Adam's factors of one round: worked out in double precision by + - × ÷ √ alone, then rounded."""
+    """Adam's factors of one round: computed in double precision with + - × ÷ √ only, then rounded to float32."""
 
     beta1: np.float32
     rest1: np.float32
@@ -133,7 +133,7 @@ def _adam_factors(lr: float, beta1: float, t: int) -> _AdamFactors:
 
 
 def _adam_update(m: Array, v: Array, g: Array, by: _AdamFactors, update: Array, other: Array) -> None:
-    """What Adam takes off the anchor, into `update`; `other` is scratch. Always finite for finite m and g."""
+    """Write what Adam subtracts from the anchor to `update`: finite for finite m and g. `other` is scratch memory."""
     np.multiply(m, by.beta1, out=m)
     np.multiply(g, by.rest1, out=other)
     np.add(m, other, out=m)
@@ -151,7 +151,7 @@ def _adam_update(m: Array, v: Array, g: Array, by: _AdamFactors, update: Array, 
 
 
 def _power(base: float, exponent: int) -> float:
-    """base ** exponent by squaring: libraries of mathematics differ in the last bit of `pow`, products do not."""
+    """base ** exponent by squaring: math libraries differ in the last bit of `pow`, but not of products."""
     result = 1.0
     while exponent:
         if exponent & 1:

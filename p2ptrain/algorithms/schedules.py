@@ -1,7 +1,7 @@
-"""How settings change with the position in a run or in an interval. Pure functions: peers that agree on the position
-agree on the value.
+"""Schedules: settings as functions of the position in a run or in an interval between rounds.
 
-Schedules of what is sent have a mean of 1 over what they span, so that runs with and without one send the same bytes.
+Pure functions, so peers that agree on the position agree on the value. Schedules of the fragment size have a mean of 1,
+so that runs with and without a schedule send the same bytes.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ OUTER_LR_SCHEDULES = ("constant", "cosine")
 FRAGMENT_SCHEDULES = ("fixed", "ramp", "decay")
 INTERVAL_SCHEDULES = ("fixed", "grow", "shrink")
 
-# Speeds within 10 % of the median are noise of the measurement: those peers keep H itself.
+# Speeds within 10 % of the median are measurement noise; those peers keep H itself.
 _SNAP = 0.1
 
 
 def outer_lr_scale(schedule: str, progress: float) -> float:
-    """What the outer learning rate is multiplied by.
+    """Factor of the outer learning rate.
 
     Args:
-        schedule: "constant", the paper's choice; or "cosine", from 1 to 0 over the run, which changed nothing there
-            (DiLoCo, section 3.1, "Outer Optimizers").
-        progress: share of the run that is over, in [0, 1]; beyond, the nearer end counts.
+        schedule: "constant", the paper's choice; or "cosine", from 1 to 0 over the run, which made no difference in
+            the paper (DiLoCo, section 3.1, "Outer Optimizers").
+        progress: share of the run that is over; clamped to [0, 1].
     """
     assert schedule in OUTER_LR_SCHEDULES, schedule
     return 1.0 if schedule == "constant" else (1 + math.cos(math.pi * _unit(progress))) / 2
 
 
 def fragment_rate(schedule: str, interval_position: float, progress: float) -> float:
-    """What SPARTA's fragment fraction p is multiplied by at this step; its mean is 1.
+    """Factor of SPARTA's fragment fraction p at this step; its mean is 1.
 
     Args:
-        schedule: "fixed"; "ramp", from 0 to 2 over each interval between rounds (SPARTA, "linear schedule": nearer
-            peers at the merge, the same loss); or "decay", from 2 to 0 over the run (the paper's open question).
-        interval_position: share of the interval since the last round that is over, in [0, 1].
-        progress: share of the run that is over, in [0, 1]. Beyond it, as beyond the interval, the nearer end counts.
+        schedule: "fixed"; "ramp", from 0 to 2 over each interval between rounds (SPARTA, "linear schedule": peers are
+            closer at the merge, the loss is the same); or "decay", from 2 to 0 over the run (an open question of the
+            paper).
+        interval_position: share of the interval since the last round that is over; clamped to [0, 1].
+        progress: share of the run that is over; clamped to [0, 1].
 
     Returns:
         Between 0 and 2.
@@ -47,15 +48,15 @@ def fragment_rate(schedule: str, interval_position: float, progress: float) -> f
 
 
 def scheduled_interval(schedule: str, sync_every: int, progress: float) -> int:
-    """H, the inner steps until the next round: `sync_every` on the mean over the run's steps.
+    """H, the inner steps until the next round; its mean over the run's steps is `sync_every`.
 
-    The number of rounds is that of "fixed" within 10 %: ln 3 = 1.1 times as many, since short intervals are many.
+    "grow" and "shrink" have ln 3 = 1.1 times as many rounds as "fixed", as there are more of the short intervals.
 
     Args:
-        schedule: "fixed"; "grow", linear from half of `sync_every` to one and a half times it, as peers agree ever more
-            on where to go; or "shrink", the reverse. Both are SPARTA's open question of an H schedule.
+        schedule: "fixed"; "grow", linear from half of `sync_every` to one and a half times it, because peers agree
+            more and more on the direction; or "shrink", the reverse. An H schedule is an open question of SPARTA.
         sync_every: H of the run.
-        progress: share of the run that is over, in [0, 1]; beyond, the nearer end counts.
+        progress: share of the run that is over; clamped to [0, 1].
 
     Returns:
         At least 1.
@@ -68,14 +69,14 @@ def scheduled_interval(schedule: str, sync_every: int, progress: float) -> int:
 
 
 def scaled_interval(sync_every: int, speed: float, median_speed: float) -> int:
-    """H_i, the inner steps a peer takes between rounds: H · speed / median, so that all arrive together.
+    """H_i, the inner steps of a peer between rounds: H · speed / median, so that all peers are ready together.
 
     Args:
         sync_every: H of the run, as scheduled.
         speed, median_speed: inner steps per second of this peer and of the roster's median.
 
     Returns:
-        At least 1; H itself when the speed is within 10 % of the median, or when a speed is not known (not a positive
+        At least 1; H itself if the speed is within 10 % of the median, or if a speed is unknown (not a positive
         number).
     """
     ratio = speed / median_speed if median_speed > 0 else math.nan

@@ -1,7 +1,7 @@
-"""The receiver's side of SPARTA gossip: how much of a fragment to take, and which fragments to refuse.
+"""The receiver's side of SPARTA gossip: the weight of a fragment, and which fragments to refuse.
 
-Receiver-mix: θ += ½ (received - θ), with θ as it is now. It needs no snapshot and no reply and cannot over-correct; in
-simulation it was as good as the delta form or better.
+Receiver-mix: θ += ½ (received - θ), with the current θ. It needs no snapshot and no reply, and cannot over-correct. In
+simulation it was at least as good as the delta form.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 # Two steps are always allowed: with a large p (2 % and a slow link) nothing else would be left.
 _MIN_AGE_STEPS = 2.0
-# Clip rule, from DESIGN ("Gossip"). The window follows disagreement as it grows between rounds; the factor is a guess.
+# Clip rule. The window is short enough to follow the disagreement as it grows between rounds; the factor is a guess.
 _WINDOW = 64
 _WARM = 8
 _CLIP_FACTOR = 4.0
@@ -25,17 +25,17 @@ _CLIP_FACTOR = 4.0
 def merge_weights(
     plans_before: Sequence[npt.NDArray[np.int64]], blocks: npt.NDArray[np.int64]
 ) -> float | npt.NDArray[np.float32]:
-    """Weights that make the m fragments merged into one block in one step count 1/(m + 1) each, as θ does.
+    """Return the weights with which to mix the next fragment of a step, so that all count the same.
 
-    They are merged one after the other; the c-th gets 1/(c + 1), which shrinks the share of those before it to the
-    same. Hence nothing need be known of the fragments to come.
+    After m fragments of one block, θ and each fragment have the weight 1/(m + 1). The c-th fragment is mixed with
+    1/(c + 1), which reduces the share of the earlier ones to the same, so later fragments need not be known.
 
     Args:
         plans_before: sorted blocks of each fragment merged earlier in this step.
-        blocks: (n,) sorted blocks of the next one.
+        blocks: (n,) sorted blocks of the next fragment.
 
     Returns:
-        ½ when none of the blocks was merged before in this step, else (n, 1) float32.
+        ½ if none of the blocks was merged before in this step, else (n, 1) float32.
     """
     if not plans_before:
         return 0.5
@@ -48,9 +48,9 @@ def merge_weights(
 
 
 def max_age_steps(fragment_fraction: float, max_staleness: float) -> float:
-    """The age in steps of the receiver above which a fragment is discarded: p · delay ≤ `max_staleness`, at least 2.
+    """The largest age of a fragment that is merged, in steps of the receiver: max_staleness / p, at least 2.
 
-    0 for either means that none is too old.
+    If either argument is 0, no fragment is too old.
     """
     if not fragment_fraction or not max_staleness:
         return math.inf
@@ -58,9 +58,9 @@ def max_age_steps(fragment_fraction: float, max_staleness: float) -> float:
 
 
 class ClipRule:
-    """Decides how far a fragment may be from the receiver's own weights: 4 × what was normal of late.
+    """Limits how far a fragment may be from the receiver's weights: 4 × the recent median distance.
 
-    Bounds the harm that one bad sender does (self-centred clipping: He, Karimireddy and Jaggi, 2022). Usage::
+    This bounds the harm of a bad sender (self-centred clipping: He, Karimireddy and Jaggi, 2022). Usage::
 
         limit = rule.threshold(own_rms)
         rms = view.mix_clipped(plan, received, weight, limit)
@@ -75,25 +75,25 @@ class ClipRule:
 
     @property
     def warm(self) -> bool:
-        """Whether enough was seen to judge by; before that, `threshold` needs the receiver's own rms."""
+        """Whether enough fragments have been seen; before that, `threshold` uses the receiver's own rms."""
         return len(self._normal) >= _WARM
 
     def threshold(self, own_rms: float) -> float:
-        """The largest rms(received - θ) to mix.
+        """The largest rms(received - θ) that is mixed.
 
         Args:
-            own_rms: rms of θ in the same blocks; used only while the rule is not `warm`.
+            own_rms: rms of θ in the same blocks; used only until the rule is `warm`.
         """
         return _CLIP_FACTOR * statistics.median(self._normal) if self.warm else own_rms
 
     def accept(self, rms: float) -> None:
-        """Note a fragment that was mixed. One equal to θ (rms 0) says nothing about what is normal."""
+        """Record a fragment that was mixed. One equal to θ (rms 0) is not recorded."""
         if rms > 0:
             self._normal.append(rms)
 
     def refuse(self, threshold: float) -> None:
-        """Note a fragment beyond `threshold`, as one that was just at it.
+        """Record a refused fragment as if its distance were `threshold`.
 
-        If most fragments are refused, it is the peers that have moved, and the threshold grows until they agree.
+        If most fragments are refused, the peers have moved apart, and the threshold grows until it fits again.
         """
         self.accept(threshold)

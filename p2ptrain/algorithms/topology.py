@@ -1,16 +1,16 @@
-"""Whom a peer pushes to at a step.
+"""Gossip topologies: the peers that a peer pushes to at a step.
 
-What matters is how fast the peers' disagreement shrinks. In a large swarm with small fragments its steady level,
-relative to a full average, is 1 over the share that one exchange takes off (k peers, computed here, and measured in
-training within 10 %):
+They differ in how fast the peers' disagreement shrinks. In a large swarm with small fragments its steady level,
+relative to a full average, is 1 over the share that one exchange removes (for k peers; computed, and confirmed in
+training to within 10 %):
 
     k     pairs   push to 1   push to 2   groups of 4
     8     1.75    2.23        1.46        1.17
     64    1.97    2.66        1.72        1.31
 
-Partners are drawn anew at each step: a fixed ring would stand at 6.4 with 64 peers, as news takes long around it.
-"push" asks nothing of the others; the rest needs all peers to agree on the step and on who is there, and where they do
-not, somebody's partner looks elsewhere, which costs some mixing and nothing else.
+Partners are drawn anew at each step: a fixed ring of 64 peers would have a level of 6.4, because updates take long
+around it. "push" needs no agreement between peers. The other topologies need all peers to agree on the step and on the
+live peers; if they do not, some partners do not choose each other, which only costs some mixing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOPOLOGIES = ("push", "pairs", "groups", "all")
 
 
 class Sampler(Protocol):
-    """What is asked of a source of randomness; `random.Random` has it."""
+    """The part of `random.Random` that is used."""
 
     def sample(self, population: Sequence[str], k: int, /) -> list[str]: ...
 
@@ -31,21 +31,22 @@ class Sampler(Protocol):
 def partners(
     topology: str, own: str, peers: Collection[str], *, fan_out: int, seed: int, step: int, rng: Sampler
 ) -> list[str]:
-    """The peers that `own` pushes to at this step.
+    """Return the peers that `own` pushes to at this step.
 
     Args:
         topology: "push", `fan_out` distinct peers, uniformly random; "pairs", a random perfect matching, in which
             partners choose each other; "groups", random groups of fan_out + 1 in which each pushes to all others;
-            "all", everybody, which is the full average of the SPARTA paper.
+            "all", all peers, which is the full average of the SPARTA paper.
         own: this peer's id.
         peers: ids of the live peers; `own` may be among them.
-        fan_out: pushes a step, at least 1; "pairs" and "all" do not ask.
-        seed, step: of the run and of the shared walk; they name the shuffle behind "pairs" and "groups".
-        rng: for "push".
+        fan_out: pushes per step, at least 1; ignored by "pairs" and "all".
+        seed, step: the run's seed and the step that all peers share; they determine the shuffle of "pairs" and
+            "groups".
+        rng: random numbers for "push".
 
     Returns:
-        Distinct ids without `own`: fewer than `fan_out` when there are fewer; none for the odd one of "pairs", or for a
-        single one left over from the groups.
+        Distinct ids without `own`: fewer than `fan_out` if there are fewer peers; none for the peer left over from the
+        pairs or groups.
     """
     assert topology in TOPOLOGIES, topology
     assert fan_out >= 1, fan_out

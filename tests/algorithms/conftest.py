@@ -1,4 +1,4 @@
 import torch
 
-# The machines that run the tests have few cores, and several tests start processes of their own.
+# Test machines have few cores, and several tests start processes.
 torch.set_num_threads(1)

@@ -37,7 +37,7 @@ def test_the_mean_of_one_is_what_it_sent(mean_of) -> None:
 
 @pytest.mark.parametrize("mean_of", MEANS)
 def test_a_mean_is_the_same_in_parts_and_repeats_itself(mean_of) -> None:
-    """Reducers average parts: their slices must be the bits of the whole."""
+    """Reducers average parts: the mean of a part must be bit for bit that part of the whole mean."""
     chosen = codec("fp16")
     gradients = [randn(20, 64, seed=seed) for seed in range(3)]
     weights = [0.1, 0.7, 12.3]
@@ -85,7 +85,7 @@ def test_bytes_that_do_not_decode_are_a_wire_error(mean_of) -> None:
 
 
 def plain_disjoint_mean(columns: np.ndarray, weights: list[float]) -> np.ndarray:
-    """TIES' disjoint merge of (k, n) values in double precision, written as a loop over the places."""
+    """TIES' disjoint merge of (k, n) values in double precision, as a loop over the positions."""
     mean = np.zeros(columns.shape[1])
     for place, values in enumerate(columns.T.astype(np.float64)):
         elected = np.sign(sum(w * v for w, v in zip(weights, values, strict=True)))

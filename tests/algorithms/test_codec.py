@@ -29,7 +29,7 @@ def any_blocks(limit: float = LARGEST["none"]) -> st.SearchStrategy[np.ndarray]:
 
 
 def plain_steps(block: list[float], most: int) -> tuple[int, list[int]]:
-    """Scale bits and steps of one block, written from the description one value at a time."""
+    """Reference: scale bits and steps of one block, one value at a time."""
     peak = max(abs(value) for value in block)
     if peak == 0:
         return 0, [0] * 64
@@ -126,7 +126,7 @@ def test_fp16_errs_by_at_most_half_a_unit(blocks: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_are_coded_independently(name: str) -> None:
-    """A slice of the blocks codes to the slice of the bytes, across the codec's own chunk boundary too."""
+    """A slice of the blocks encodes to a slice of the bytes, also across the codec's chunk boundary."""
     blocks = normal_blocks(2050)
     whole = codec(name).decode(codec(name).encode(blocks), 2050)
     for start, stop in ((0, 1), (3, 7), (1000, 1100), (1024, 2050)):

@@ -32,7 +32,7 @@ def normal_blocks(num_blocks: int, seed: int = 0) -> np.ndarray:
 
 
 def plain_pruned(block: list[float], pruned: int) -> list[int]:
-    """The places that stay, one after the other as the description says it."""
+    """Reference: the positions that are kept, one at a time."""
     mass = sum(block)
     against = [i for i in range(64) if block[i] * (1 if mass >= 0 else -1) <= 0]
     others = [i for i in range(64) if i not in against]
@@ -42,7 +42,7 @@ def plain_pruned(block: list[float], pruned: int) -> list[int]:
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])
 def test_pruning_agrees_with_the_plain_reference(fraction: float) -> None:
-    """What stays is then coded as int8 does, with the scale of what stays."""
+    """The kept values are encoded as int8 does, with a scale of the kept values."""
     blocks = normal_blocks(100)
     blocks[3, 5:20] = 0
     pruned = round(fraction * 64)
@@ -100,7 +100,7 @@ def test_a_density_is_a_share(density: float) -> None:
 @pytest.mark.parametrize("num_blocks", [1, 3, 1024, 1500])
 @pytest.mark.parametrize("density", [0.001, 0.02, 0.5])
 def test_topk_keeps_the_largest_of_each_chunk(num_blocks: int, density: float) -> None:
-    """Against a full sort; what is kept errs by at most half a step of the largest in its group."""
+    """Against a full sort; the error of a kept value is at most half a step of the largest in its group."""
     blocks = normal_blocks(num_blocks)
     chosen = codec("topk", density=density)
     decoded = chosen.decode(chosen.encode(blocks), num_blocks)
@@ -155,7 +155,7 @@ def test_coding_is_deterministic_and_leaves_its_input_alone(chosen: Codec) -> No
 
 @every_codec
 def test_what_was_decoded_codes_to_itself(chosen: Codec) -> None:
-    """Nothing more is lost when a mean is coded again, but a rounding step."""
+    """Encoding a mean again loses at most a rounding step."""
     once = chosen.decode(chosen.encode(normal_blocks(50)), 50)
     twice = chosen.decode(chosen.encode(once), 50)
     peak = np.abs(once).max()
@@ -201,7 +201,7 @@ def test_hostile_bytes_decode_to_finite_values_or_a_wire_error(key: str, num_blo
 
 @every_codec
 def test_damaged_bytes_decode_to_finite_values_or_a_wire_error(chosen: Codec) -> None:
-    """Bytes that are nearly right get further than random ones."""
+    """Nearly valid bytes get further in the decoder than random ones."""
     generator = np.random.default_rng(1)
     data = bytearray(chosen.encode(normal_blocks(3)))
     refused = 0
@@ -229,7 +229,7 @@ def test_a_bitmap_that_keeps_another_number_is_a_wire_error() -> None:
     for bitmap in (bytes(8), b"\xff" * 8, b"\xff\x00" * 3 + b"\xff\x01"):
         with pytest.raises(WireError, match="keep 32"):
             chosen.decode(scale + bitmap + steps, 1)
-    # As many as two blocks should keep, but not each of them.
+    # The right total for two blocks, but not the right number in each.
     with pytest.raises(WireError, match="keep 32"):
         chosen.decode(2 * scale + b"\xff" * 8 + bytes(8) + 2 * steps, 2)
 
@@ -253,7 +253,7 @@ def test_scales_that_no_encoder_makes_are_refused(bits: int) -> None:
 
 @pytest.mark.parametrize("key", ["pruned 25", "pruned 50", "topk 30"])
 def test_diloco_converges_when_what_was_left_out_stays_in_the_weights(key: str) -> None:
-    """Four workers with different targets. What a worker's bytes left out stays in its own weights, as in a round."""
+    """Four workers with different targets. What a worker's bytes leave out stays in its weights, as in a round."""
     targets = [np.random.default_rng(seed).standard_normal((2, 64)).astype(np.float32) for seed in (1, 2, 3, 4)]
     optimum = np.mean(targets, axis=0)
     anchor = np.zeros((2, 64), np.float32)

@@ -10,7 +10,7 @@ from p2ptrain.algorithms.fragments import Walk, fresh_blocks, permute, slot_bloc
 
 
 def plain_permute(position: int, size: int, key: str) -> int:
-    """The bijection on one Python integer, written from its description."""
+    """Reference: the bijection on one Python integer."""
     bits = max(8, (size - 1).bit_length())
     digest = hashlib.blake2b(key.encode(), digest_size=32).digest()
     keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 32, 8)]
@@ -85,7 +85,7 @@ def test_slots_outside_the_cycle_are_a_defect_of_the_caller(slot: int, slot_coun
 
 @pytest.mark.parametrize("size", [3, 10, 37, 300])
 def test_every_block_comes_first_equally_often(size: int) -> None:
-    """Over the cycles, the block at one position is uniform, also where the domain is smaller than 2^8."""
+    """Over the cycles, the block at one position is uniform, also if the domain is smaller than 2^8."""
     cycles = 20 * size
     counts = np.zeros(size)
     for cycle in range(cycles):

@@ -17,7 +17,7 @@ from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 
-NUM_BLOCKS = 1500  # above the chunks that codec and outer step work in
+NUM_BLOCKS = 1500  # more than one chunk of the codec and of the outer step
 CODECS = {
     "int8": codec("int8"),
     "int4": codec("int4"),
@@ -67,7 +67,7 @@ GOLDEN = {
     "fresh_blocks": "9dcb118c0414185acce96b25bb1d28fba8bc55353e245e03562b6d48c51831d0",
 }
 
-# Names of numpy's vector units; those that a build or machine does not have are ignored.
+# numpy's names of vector units; numpy ignores those that the build or the machine does not have.
 NUMPY_UNITS = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL"
 ENVIRONMENTS = [
     {"ATEN_CPU_CAPABILITY": "default"},

@@ -20,7 +20,7 @@ def make_view(tensors: list[torch.Tensor]) -> ParameterView:
 
 
 def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The flat layout, the plain way."""
+    """Reference: the flat layout."""
     lines = []
     for tensor in tensors:
         line = tensor.detach().float().flatten().tolist()
@@ -195,7 +195,7 @@ def test_mix_clipped_measures_the_difference_and_mixes_below_the_limit() -> None
     ("poison", "max_rms"), [(0.0, 1e-3), (torch.nan, None), (torch.inf, None), (-torch.inf, 1e9), (3e38, None)]
 )
 def test_mix_clipped_changes_nothing_beyond_the_limit(poison: float, max_rms: float | None) -> None:
-    """3e38 is finite, but its square is not: such a difference cannot be measured, so it is not mixed."""
+    """3e38 is finite, but its square is not, so the difference has no finite rms and is not mixed."""
     tensors = make_tensors()
     view = make_view(tensors)
     plan = some_plan(view)

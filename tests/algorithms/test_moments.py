@@ -1,4 +1,4 @@
-"""The inner Adam's moments beside the parameters: one flat vector to read, and to be set by."""
+"""The inner Adam's moments and the parameters as one flat vector: reading and writing it."""
 
 from __future__ import annotations
 

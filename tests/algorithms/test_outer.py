@@ -50,7 +50,7 @@ def torch_optimizer(name: str, parameter: torch.nn.Parameter, lr: float, momentu
     ],
 )
 def test_outer_step_is_torchs(optimizer: str, lr: float, momentum: float) -> None:
-    """2000 blocks: more than one of the chunks that the step works in."""
+    """2000 blocks are more than one chunk of the outer step."""
     anchor = randn(2000, 64, seed=0)
     moments = zeros(optimizer, anchor)
     parameter = torch.nn.Parameter(torch.from_numpy(anchor.copy()))
@@ -103,7 +103,7 @@ def test_adam_rounds_every_operation_on_its_own() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("magnitude", [0.0, 1e-45, 1e-30, 1e30, 3.4e38])
 def test_adams_moments_stay_finite_and_normal_at_the_ends_of_float32(magnitude: float) -> None:
-    """So that no place freezes, and a CPU that flushes subnormals keeps the same second moment."""
+    """So that no weight freezes, and a CPU that flushes subnormals keeps the same second moment."""
     anchor, moments = np.zeros((1, 64), np.float32), zeros("adam", np.zeros((1, 64), np.float32))
     gradient = np.full((1, 64), magnitude, np.float32)
     for round_ in (0, 1, 2, 10**9):
@@ -133,7 +133,7 @@ def test_outer_step_only_reads_the_gradient(optimizer: str) -> None:
 
 
 def test_moments_that_the_optimizer_does_not_have_are_left_alone() -> None:
-    """The last round of a run is a plain average, whatever the optimizer before it kept."""
+    """The last round of a run is a plain average, whatever moments the optimizer has kept."""
     anchor, moments, gradient = start("adam", 2)
     kept, expected = [moment.copy() for moment in moments], anchor - gradient
     outer_step("sgd", anchor, moments, gradient, lr=1.0, momentum=0.9, round_=0)

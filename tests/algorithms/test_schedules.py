@@ -12,7 +12,7 @@ from p2ptrain.algorithms.schedules import (
     scheduled_interval,
 )
 
-# Midpoints of a run cut into a thousand: their mean is the mean over the run.
+# Midpoints of a thousand parts of a run: their mean is the mean over the run.
 POSITIONS = (np.arange(1000) + 0.5) / 1000
 
 

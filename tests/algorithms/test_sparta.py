@@ -22,7 +22,7 @@ def weights_of(peers: list[ParameterView]) -> np.ndarray:
 
 
 def push_one_step(peers: list[ParameterView], blocks: np.ndarray, partners: np.ndarray) -> None:
-    """Each peer pushes its int8 fragment of `blocks` to one other, which merges all it gets, as a step does."""
+    """One step: each peer pushes its int8 fragment of `blocks` to one other, which merges all that it receives."""
     plan = peers[0].space.plan(blocks)
     wire = codec("int8")
     sent = [wire.encode(peer.gather(plan).numpy()) for peer in peers]
@@ -37,7 +37,7 @@ def push_one_step(peers: list[ParameterView], blocks: np.ndarray, partners: np.n
 
 
 def random_partners(count: int, generator: np.random.Generator) -> np.ndarray:
-    """For each peer another one, uniformly."""
+    """Draw for each peer another peer, uniformly."""
     return (np.arange(count) + generator.integers(1, count, count)) % count
 
 
@@ -90,7 +90,7 @@ def test_gossip_is_deterministic() -> None:
 
 
 def test_equal_peers_stay_equal_but_for_the_codec() -> None:
-    """Mixing a weight with itself changes nothing: what is left is half of what int8 lost, once."""
+    """Mixing a weight with itself changes nothing but half of int8's rounding error, once."""
     first, second = make_peers(1, 10) + make_peers(1, 10)
     plan = first.space.plan(np.arange(10))
     before = first.gather(plan)
@@ -150,7 +150,7 @@ def test_identical_weights_do_not_close_the_clip_rule() -> None:
 
 
 def feed(rule: ClipRule, rms: float, own_rms: float = 1.0) -> bool:
-    """One fragment, as the class's docstring shows it. Returns whether it was mixed."""
+    """Apply the rule to one fragment as in the docstring of `ClipRule`. Returns whether it was mixed."""
     limit = rule.threshold(own_rms)
     if rms <= limit:
         rule.accept(rms)

@@ -15,13 +15,13 @@ def names(count: int) -> list[str]:
 
 
 def draw(topology: str, count: int, *, fan_out: int = 1, step: int = 0, rng: random.Random) -> dict[str, list[str]]:
-    """What every peer of a swarm chooses at one step."""
+    """The partners of every peer of a swarm at one step."""
     peers = names(count)
     return {own: partners(topology, own, peers, fan_out=fan_out, seed=7, step=step, rng=rng) for own in peers}
 
 
 def mixing_matrix(chosen: dict[str, list[str]]) -> np.ndarray:
-    """(k, k): every peer takes the mean of its weights and of the fragments that reached it."""
+    """(k, k) mixing matrix: every peer takes the mean of its weights and of the fragments that reached it."""
     place = {peer: i for i, peer in enumerate(chosen)}
     matrix = np.eye(len(chosen))
     for sender, receivers in chosen.items():
@@ -53,7 +53,7 @@ def disagreement_left(matrix: np.ndarray) -> float:
 def test_steady_disagreement_relative_to_a_full_average(
     topology: str, fan_out: int, peers: int, relative: float
 ) -> None:
-    """The table of the module: every step adds as much as an exchange takes off, so the level is 1 over that share."""
+    """The module's table: a step adds as much as an exchange removes, so the level is 1 over the share removed."""
     rng = random.Random(1)
     left = [
         disagreement_left(mixing_matrix(draw(topology, peers, fan_out=fan_out, step=step, rng=rng)))
@@ -63,7 +63,7 @@ def test_steady_disagreement_relative_to_a_full_average(
 
 
 def test_pairs_settle_at_1_75_times_the_disagreement_of_a_full_average() -> None:
-    """A simulated walk: one of 20 fragments is exchanged a step, while every step moves every peer at random."""
+    """Random walks: every step moves every peer at random and exchanges one of 20 fragments."""
 
     def steady(topology: str) -> float:
         rng, noise = random.Random(2), np.random.default_rng(2)
@@ -127,7 +127,7 @@ def test_every_ordered_pair_is_equally_likely(topology: str, fan_out: int, share
             counts.update((own, other) for other in others)
     expected = steps * share
     pairs = list(itertools.permutations(names(6), 2))
-    # Pairs of one step are not independent, so that each is judged alone: 5 standard deviations.
+    # Pairs of one step are not independent, so each is tested separately: 5 standard deviations.
     assert all(abs(counts[pair] - expected) < 5 * (expected * (1 - share)) ** 0.5 for pair in pairs)
 
 
@@ -144,7 +144,7 @@ def test_a_shuffle_is_the_same_for_all_and_another_at_each_step_and_seed(topolog
 
 
 def test_matchings_are_golden() -> None:
-    """Peers of different machines must find each other."""
+    """Peers on different machines must choose each other."""
     rng = random.Random(0)
     pairs = [draw("pairs", 6, step=step, rng=rng)["peer 0"] for step in range(6)]
     assert pairs == [["peer 2"], ["peer 1"], ["peer 5"], ["peer 4"], ["peer 4"], ["peer 5"]]

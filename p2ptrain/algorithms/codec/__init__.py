@@ -1,11 +1,11 @@
-"""How blocks of 64 values become bytes: quantised with a scale per block, half or full precision, pruned or sparse.
+"""Codecs from blocks of 64 values to bytes: quantised with a scale per block, half or full precision, pruned, sparse.
 
-Decoding is the same bits on every machine: integer conversions and single, separately rounded float32 operations, of
-which IEEE 754 leaves no choice. That is what lets peers agree on a hash of the anchor. Sizes follow from the number of
-blocks alone, so bytes of the wrong length are refused before they are looked at.
+Decoding gives the same bits on every machine: it uses integer conversions and separately rounded float32 operations
+only, whose results IEEE 754 defines. So peers can compare a hash of the anchor. The size depends only on the number of
+blocks, so bytes of the wrong length are refused before they are decoded.
 
-Raw weights travel as int8, which cost no loss in simulation, or better: int4 raw weights cost 0.04 nats. What is
-quantised harder, pruned or sparse is for outer gradients only.
+Raw weights are sent as int8 or with more precision: int8 did not change the loss in simulation, int4 cost 0.04 nats.
+Stronger quantisation, pruning and sparsity are for outer gradients only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CODECS = (*_FIXED, "topk")
 
 
 def codec(name: str, *, prune_fraction: float = 0.0, density: float = DENSITY) -> Codec:
-    """The codec called `name`.
+    """Return the codec called `name`.
 
     Args:
         name: "int8", "int4", "fp16", "none" or "topk".
@@ -32,7 +32,7 @@ def codec(name: str, *, prune_fraction: float = 0.0, density: float = DENSITY) -
         density: share of the values that "topk" keeps; the other codecs keep all.
 
     Raises:
-        ConfigError: the name or a fraction is not possible.
+        ConfigError: the name is unknown, or a fraction is out of range.
     """
     if name not in CODECS:
         raise ConfigError(f"codec {name!r}: must be one of {', '.join(CODECS)}")

@@ -1,10 +1,11 @@
 """int8 with part of every block left out, by sign: DiLoCo's pruning of outer gradients.
 
 DiLoCo prunes 25, 50 or 75 % of each outer gradient "using a per-neuron sign pruning" after TIES (section 6.2 and table
-6; Yadav et al., 2023), for -0.06, +0.39 and +1.66 % of perplexity, and leaves the details open. Here a neuron's slice
-is a block: 64 values that never cross tensors, nor neurons where their length is a multiple of 64. The sign with more
-mass in the block is elected; values against it go first, the smallest of them first, then the smallest of the others.
-A fixed number of each block goes, so that sizes are known and every block stays on its own.
+6; Yadav et al., 2023), which changes perplexity by -0.06, +0.39 and +1.66 %. The paper leaves the details open. Here a
+block takes the place of a neuron: 64 values of one tensor (and of one neuron, if its length is a multiple of 64). The
+sign with the larger sum in the block is elected. Values of the other sign are removed first, smallest first, then the
+smallest of the rest. A fixed number of values is removed from each block, so that sizes are known and blocks are
+independent.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 
 _BITMAP_BYTES = BLOCK // 8
-# Place in the block, the first place highest: the lowest bits of a value's rank, so that no two are equal.
+# Position in the block, the first position highest: the lowest bits of a value's rank, so that no two are equal.
 _PLACES = np.arange(BLOCK - 1, -1, -1, dtype=np.uint32)
 
 
 def pruned_int8(prune_fraction: float) -> Codec:
-    """int8 that leaves out round(64 · prune_fraction) values of each block, at 10 bytes a block and one a value kept.
+    """Return int8 without round(64 · prune_fraction) values of each block: 10 bytes a block and 1 per value kept.
 
     Raises:
-        ConfigError: the fraction is not in [0, 1), or leaves nothing.
+        ConfigError: the fraction is not in [0, 1), or would remove every value.
     """
     kept = BLOCK - round(BLOCK * prune_fraction) if 0 <= prune_fraction < 1 else 0
     if not kept:
@@ -40,15 +41,15 @@ def pruned_int8(prune_fraction: float) -> Codec:
 
 
 def keep_mask(blocks: Blocks, kept: int) -> npt.NDArray[np.bool_]:
-    """Which `kept` values of each of the (n, 64) blocks stay: (n, 64) bool. Magnitudes within 2^-17 count as equal."""
+    """Return which `kept` values of each (n, 64) block stay, (n, 64) bool. Magnitudes within 2^-17 are ties."""
     with np.errstate(over="ignore", invalid="ignore"):
         mass = blocks
-        # Halves are added to halves, as `sum` adds in an order that depends on the vector unit.
+        # Add halves to halves, because the order of `sum` depends on the vector unit.
         while mass.shape[1] > 1:
             half = mass.shape[1] // 2
             mass = mass[:, :half] + mass[:, half:]
         agrees = np.where(mass >= 0, blocks > 0, blocks < 0)
-    # The order of non-negative floats is that of their bits; the sign bit is free to put the elected sign above.
+    # Non-negative floats sort as their bits do; the free sign bit puts the elected sign above the other.
     rank = blocks.view(np.uint32) & np.uint32(0x7FFF_FFC0)
     rank |= _PLACES
     rank |= agrees.astype(np.uint32) << np.uint32(31)
@@ -57,7 +58,7 @@ def keep_mask(blocks: Blocks, kept: int) -> npt.NDArray[np.bool_]:
 
 
 def _encode(blocks: Blocks, kept: int) -> bytes:
-    """Layout: n scales, n bitmaps of what was kept (8 bytes, lowest bit first), n · kept int8 steps in order."""
+    """Layout: n scales, n bitmaps of the values kept (8 bytes, lowest bit first), n · kept int8 steps in order."""
     scales = np.empty(len(blocks), "<u2")
     bitmaps = np.empty((len(blocks), _BITMAP_BYTES), np.uint8)
     steps = np.empty((len(blocks), kept), np.int8)
@@ -67,7 +68,7 @@ def _encode(blocks: Blocks, kept: int) -> bytes:
         mask = keep_mask(blocks[chunk], kept)
         bitmaps[chunk] = np.packbits(mask, axis=1, bitorder="little")
         compact = np.zeros((len(mask), BLOCK), np.float32)
-        # By place: eight times as fast as by mask.
+        # Indexing by position is eight times as fast as by mask.
         compact[:, :kept] = blocks[chunk].reshape(-1)[np.flatnonzero(mask)].reshape(-1, kept)
         wide = np.empty((len(mask), BLOCK), np.int8)
         EIGHT_BITS.quantise(compact, scales[chunk], wide)

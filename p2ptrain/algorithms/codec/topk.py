@@ -1,7 +1,7 @@
-"""Only the largest values of each chunk, with their positions.
+"""Top-k: only the largest values of each chunk, with their positions.
 
-Sparse outer gradients are those of SparseLoCo (Sarfi et al., 2025), which keeps 1 to 3 % of each chunk and sends again
-later what it left out; that memory of what was left out is the sender's, not the codec's.
+As in SparseLoCo (Sarfi et al., 2025), which keeps 1 to 3 % of each chunk. There the sender remembers what was left out
+and sends it later (error feedback); that is not part of the codec.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, SCALE_BYTES
 from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 
-# In the middle of what SparseLoCo found to work.
+# The middle of the range that works in SparseLoCo.
 DENSITY = 0.02
 _POSITION_BYTES = 2
 _INF_BITS = np.uint32(0x7F80_0000)
 
 
 def topk(density: float) -> Codec:
-    """A codec that keeps round(density · values), at least one, of each chunk of 1024 blocks or of what is left.
+    """Return a codec that keeps round(density · values), at least one, of each chunk of up to 1024 blocks.
 
-    3 bytes a value kept and 2 for every 64 of them: 4 KB for a chunk of 65,536 values at 2 %.
+    It takes 3 bytes per value kept and 2 for every 64 of them: 4 KB for a chunk of 65,536 values at 2 %.
 
     Raises:
         ConfigError: the density is not above 0 and at most 1.
@@ -58,12 +58,12 @@ def _chunk_bytes(num_blocks: int, density: float) -> int:
 
 
 def _encode_chunk(blocks: Blocks, density: float) -> bytes:
-    """Layout: k positions (uint16, little-endian, rising), a scale for every 64 values kept, k int8 steps.
+    """Layout: k positions (uint16, little-endian, ascending), a scale for every 64 values kept, k int8 steps.
 
     Of equal magnitudes the first are kept.
     """
     values, kept = blocks.reshape(-1), _kept(len(blocks), density)
-    # The order of non-negative floats is that of their bits, with inf and nan above all.
+    # Non-negative floats sort as their bits do, with inf and nan last.
     magnitudes = values.view(np.uint32) & np.uint32(0x7FFF_FFFF)
     if magnitudes.max() >= _INF_BITS:
         raise ValueError("a value is not finite")
@@ -81,12 +81,12 @@ def _encode_chunk(blocks: Blocks, density: float) -> bytes:
 
 
 def _decode_chunk(data: memoryview, density: float, out: Blocks) -> None:
-    """Write the values of one chunk into `out`, (n, 64) zeros."""
+    """Decode one chunk into `out`, (n, 64) zeros."""
     kept = _kept(len(out), density)
     groups = -(-kept // BLOCK)
     positions = np.frombuffer(data, "<u2", kept)
     if np.any(positions[1:] <= positions[:-1]) or positions[-1] >= out.size:
-        raise WireError("positions do not rise within the chunk")
+        raise WireError("positions are not ascending within the chunk")
     steps = np.zeros(groups * BLOCK, np.int8)
     steps[:kept] = np.frombuffer(data, np.int8, kept, kept * _POSITION_BYTES + groups * SCALE_BYTES)
     scales = np.frombuffer(data, "<u2", groups, kept * _POSITION_BYTES)

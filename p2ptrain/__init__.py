@@ -5,7 +5,7 @@
             ...                      # any training step
             peer.step(loss=loss.item(), samples=len(batch))
 
-Names are imported when they are first used: torch and the network cost seconds that `p2ptrain --help` need not pay.
+Names are imported on first use: importing torch and the network takes seconds, which `p2ptrain --help` should not.
 """
 
 import importlib

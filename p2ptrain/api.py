@@ -1,4 +1,4 @@
-"""The Python API: somebody's own model and training loop, one call added."""
+"""The Python API: join a run from a training loop with a model of your own."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from p2ptrain.settings.config import NetworkConfig, resolve_run
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# How long a joiner looks for the run before it concludes that it is the first.
+# A joiner looks for the run for this long before it starts a new one.
 FIND_RUN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sparta:
-    """Sparse gossip at every step (SPARTA, Algorithm 1). What is None is the run's, or the default of a new run.
+    """Sparse gossip at every step (SPARTA, Algorithm 1). None means the run's value, or the default in a new run.
 
     Attributes:
         fragment_fraction: p, share of the parameters pushed at every inner step; 0 turns gossip off.
-        selection: "cyclic" or, as in the paper, "fresh".
+        selection: "cyclic", or "fresh" as in the paper.
         codec: "int8" or "fp16".
-        schedule: of p: "fixed", "ramp" or "decay".
-        topology: whom fragments are pushed to: "push", "pairs", "groups" or "all".
-        fan_out: to how many peers.
+        schedule: how p changes over time: "fixed", "ramp" or "decay".
+        topology: how the receivers of a push are chosen: "push", "pairs", "groups" or "all".
+        fan_out: number of peers that each fragment is pushed to.
     """
 
     fragment_fraction: float | None = None
@@ -51,20 +51,20 @@ class Sparta:
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo:
-    """The outer rounds (DiLoCo, Algorithm 1). What is None is the run's, or the default of a new run.
+    """The outer rounds (DiLoCo, Algorithm 1). None means the run's value, or the default in a new run.
 
     Attributes:
         sync_every: H, inner steps between rounds.
-        codec: of the outer gradients: "int8", "int4", "fp16", "none" or "topk".
+        codec: codec of the outer gradients: "int8", "int4", "fp16", "none" or "topk".
         density: share of the values that "topk" sends.
-        prune_fraction: share that "int8" leaves out, by sign.
-        weights: what an outer gradient counts by: "tokens" or "equal".
+        prune_fraction: share of the values that "int8" leaves out, by sign.
+        weights: how outer gradients are weighted: by "tokens", or "equal".
         mean: "weighted" or "disjoint".
-        inner_moments: "local", or "averaged" with codec "none": rounds average the moments of `join`'s optimizer too.
+        inner_moments: "local"; or "averaged", with codec "none": rounds also average the moments of the optimizer.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
         outer_lr: learning rate of the outer step.
-        outer_momentum: its momentum.
-        round_timeout_s: the longest that an attempt at a round may take; limits below it are learnt.
+        outer_momentum: momentum of the outer step.
+        round_timeout_s: longest time of an attempt at a round; shorter timeouts are derived from measurements.
     """
 
     sync_every: int | None = None
@@ -100,34 +100,39 @@ def join(
     on_status: Callable[[str], None] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Peer | GroupPeer:
-    """Join a run with a model of your own, or start it when there are no initial peers.
+    """Join a run with a model of your own, or start a run if no initial peers are given.
 
-    Trainable parameters are exchanged, tied ones once; frozen ones must be equal on all peers; persistent buffers are
-    taken over when joining and stay local after that. Parameters may be of any float type and on any device; their
-    storage is never re-based, so optimizers, AMP and torch.compile that were set up before keep working.
+    Blocks until the model has the run's state: seconds, plus the time to download all weights. It gives up if no
+    initial peer answers within 25 s, or after two minutes without progress of the download.
+
+    Trainable parameters are exchanged, tied ones once. Frozen parameters must be equal on all peers. Persistent buffers
+    are downloaded when joining and stay local after that. Parameters may be of any float type and on any device. Their
+    storage is never replaced, so optimizers, AMP and torch.compile that were set up before keep working.
 
     Args:
         model: overwritten with the run's weights when joining a live run.
-        optimizer: the inner one; needed only where `DiLoCo(inner_moments="averaged")` is.
+        optimizer: the inner optimizer; needed only with `DiLoCo(inner_moments="averaged")`.
         run_id: name of the run.
         initial_peers: addresses (`peer.maddrs`) of any peers of the run, or of a bootstrap node.
-        sparta: gossip settings; a joiner takes over the run's and may leave them out.
-        diloco: round settings, likewise.
+        sparta: gossip settings; a joiner may leave them out and adopts the run's.
+        diloco: round settings; a joiner may leave them out and adopts the run's.
         total_steps: length of the run in inner steps; it ends with one plain average. None: the run's, or no end.
         run_seed: seeds the fragment partition; all peers of a run share it.
-        identity: key file that keeps this peer's id over restarts; made when missing.
+        identity: key file that keeps this peer's id over restarts; created if missing.
         host_maddrs: addresses to listen on.
-        announce_maddrs: addresses to tell others, behind port forwarding.
-        peer_timeout_s: the longest that a silent peer counts as there; limits below it are learnt.
+        announce_maddrs: addresses that other peers should dial, for example with port forwarding.
+        peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
+            from measurements.
         metrics: file to append the metrics stream to.
-        prometheus: port (on loopback), or "HOST:PORT", to serve figures for Prometheus on; None for nowhere.
-        resume: what `peer.state_dict()` returned before a restart; load your model and optimizer yourself.
-        on_status: called with what the joining peer is doing, whenever that changes.
-        process_group: the processes of torch.distributed that are this one peer; each of them calls this, with the same
-            arguments. Only rank 0 is on the network, and its word counts. The group's timeout must cover the joining.
+        prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
+        resume: the `peer.state_dict()` of before a restart; restore the model and its optimizer yourself.
+        on_status: called with a text when the status of the joining peer changes.
+        process_group: the torch.distributed processes that form this one peer. All of them call this with the same
+            arguments. Only rank 0 is on the network, and its arguments are used. The group's timeout must be longer
+            than joining takes.
 
     Returns:
-        A `Peer`; with a process group an `GroupPeer`, which has the same methods.
+        A `Peer`; with a process group a `GroupPeer`, which has the same methods.
 
     Raises:
         ConfigError: an argument cannot work, or the network or the run cannot be reached; the message says what to do.
@@ -163,11 +168,11 @@ def join(
         "run_seed": run_seed,
     }
     explicit = {name: value for name, value in given.items() if value is not None}
-    resolve_run(explicit, None)  # refuse bad values before anything is started
+    resolve_run(explicit, None)  # refuse bad values before the network is opened
     if isinstance(model, DistributedDataParallel):
         if process_group is None:
             raise ConfigError(
-                "model is in DistributedDataParallel: give process_group=, or the model inside, its .module"
+                "model is a DistributedDataParallel: give process_group=, or the model inside it, model.module"
             )
         model = model.module
     ModelParts(model)
@@ -188,8 +193,8 @@ def join(
             run = resolve_run(explicit, found)
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(
-                    "inner_moments = 'averaged': does not reach the other processes of a process group; leave "
-                    "process_group out, or take part in a run with inner_moments = 'local'"
+                    "inner_moments = 'averaged': is not supported with a process group; leave process_group out, or "
+                    "join a run with inner_moments = 'local'"
                 )
             if found is None and total_steps is None:
                 run = dataclasses.replace(run, total_steps=0)
@@ -197,7 +202,7 @@ def join(
                 model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
                 resume_state=resume, on_status=on_status,
             )  # fmt: skip
-            failing.pop_all()  # from here on they go with the peer
+            failing.pop_all()  # from here on the peer closes them
         peer.on_leave(session.close)
         return peer
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends a command in good order, a second one at once, whatever it waits for."""
+"""Ctrl-C and SIGTERM: the first one ends a command in good order, a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def interrupt_on_signals() -> None:
     """From now on the first signal raises KeyboardInterrupt, and a second one ends the process at once.
 
-    Only for the main thread, as Python demands. What was started to ignore SIGINT, as a shell's background jobs are,
-    goes on ignoring it.
+    Only for the main thread, as Python requires. A process that was started with SIGINT ignored, such as a background
+    job of a shell, keeps ignoring it.
     """
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -26,8 +26,8 @@ def interrupt_on_signals() -> None:
 def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
     """Within the block, the first signal that would raise KeyboardInterrupt calls `act` instead.
 
-    For what an exception in the middle of anything would break, such as trio's own code. Where `interrupt_on_signals`
-    was not called, as in a program that uses p2ptrain, signals stay what they are to that program.
+    For code that an exception at an arbitrary place would break, such as trio's. Without an earlier call of
+    `interrupt_on_signals`, as in a program that uses p2ptrain as a library, it does nothing.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -47,9 +47,9 @@ def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether to stop. A second signal ends the process at once, also after the block.
+    """Yield a function that returns True after a signal. A second one ends the process at once, also after the block.
 
-    Only for the main thread, as Python demands.
+    Only for the main thread, as Python requires.
     """
     received = False
 

@@ -1,12 +1,11 @@
-"""One peer that is several processes in step with each other: a process group, such as the GPUs of one machine.
+"""One peer that consists of several processes: a process group, such as the GPUs of one machine.
 
-Rank 0 alone is on the network; it holds the `Peer`. DistributedDataParallel, or what does its work, keeps the weights
-of all ranks equal between exchanges. After each of them rank 0 tells the others what the swarm has changed: the blocks
-of merged fragments, O(pN), and all of the weights only when a round has landed. The run sees one peer, which has
-trained on the samples of all ranks.
+Only rank 0 is on the network; it holds the `Peer`. DistributedDataParallel or a similar wrapper keeps the weights of
+all ranks equal between exchanges. After each exchange rank 0 sends the other ranks what has changed: the blocks of
+merged fragments, O(pN), or all weights after a round. The run sees one peer, with the samples of all ranks.
 
-Every method that says "all ranks" is collective: it waits for the other processes, at most as long as the timeout of
-the process group.
+Every method documented with "all ranks" is collective: all ranks must call it, and it waits for the other ranks, at
+most as long as the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -27,37 +26,38 @@ from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.protocol.exchange_types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
 
-# How long rank 0 waits for a round before it lets the others know that it still does: well below any group's timeout.
+# While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.
 TELL_EVERY_S = 1.0
 
 
 class GroupPeer:
-    """All processes of one peer, each of which has this object. Made by `p2ptrain.join(…, process_group=…)`.
+    """The peer of a process group; each rank has this object. Created by `p2ptrain.join(…, process_group=…)`.
 
-    A context manager that leaves the run at its end. Where the block ends without an exception, it ends on all ranks.
+    A context manager that leaves the run at the end of its block. If the block ends without an exception, all ranks
+    must reach its end.
 
     Attributes:
-        peer: what is on the network, with everything that a `Peer` can do; None on all ranks but 0.
-        rank, size: of this process in the group, and how many there are.
+        peer: the `Peer` on rank 0; None on the other ranks.
+        rank, size: number of this process in the group, and number of processes.
         run: the run's settings.
         peer_id: network identity of the process group.
-        data_seed: a seed for this process's share of the data: of its own on each rank.
-        maddrs: all addresses that others can dial, loopback last.
+        data_seed: a seed for this process's share of the data; differs between ranks.
+        maddrs: all addresses that other peers can dial, loopback last.
     """
 
     def __init__(
         self, model: torch.nn.Module, group: dist.ProcessGroup, enter: Callable[[], Peer], *, device: torch.device
     ) -> None:
-        """All ranks: join the run, and take over its weights and buffers.
+        """All ranks: join the run, and download its weights and buffers. Blocks as long as `enter` on rank 0.
 
         Args:
             model: the same on each rank.
-            group: its rank 0 is the one on the network.
+            group: its rank 0 is on the network.
             enter: joins the run with `model`; called on rank 0.
-            device: where the group's backend wants tensors.
+            device: device of the tensors that the group's backend transfers.
 
         Raises:
-            ConfigError: `enter` did, on rank 0; then every rank does.
+            ConfigError: `enter` raised it on rank 0 (then all ranks raise it), or this rank's model differs.
             PeerLostError: as `step`.
         """
         self.rank, self.size = group.rank(), group.size()
@@ -76,7 +76,7 @@ class GroupPeer:
             if self.run.model_layout != self._parts.layout_sha256:
                 raise ConfigError(f"the model of rank {self.rank} is not that of rank 0: build the same on all ranks")
             self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()))
-            self._state_sync: dict[str, Any] = {}
+            self._status: dict[str, Any] = {}
             self._follow(StepReport(), Changes(everything=True))
         except BaseException as error:
             self.leave(type(error).__name__)
@@ -96,15 +96,15 @@ class GroupPeer:
 
         Args:
             loss: this rank's training loss; the mean over the ranks is recorded.
-            samples: how much this rank trained on; the process group's share in rounds is the sum over its ranks.
+            samples: how much this rank trained on; the sum over all ranks is the weight of this peer in rounds.
 
         Returns:
             The report of rank 0. `exchange_s` includes the wait for the other ranks.
 
         Raises:
-            PeerLostError: a rank has ended, or did not come here within the timeout of the process group, which
-                leaves the run once its `with` block ends.
-            ConfigError: the model's parameters lie elsewhere than when it joined.
+            PeerLostError: a rank has ended, or did not make this call within the timeout of the process group. The
+                peer leaves the run at the end of the `with` block.
+            ConfigError: the model's parameters have moved since it joined.
         """
         start = time.monotonic()
         self._parts.check_in_place()
@@ -116,7 +116,7 @@ class GroupPeer:
         return dataclasses.replace(report, exchange_s=time.monotonic() - start)
 
     def wait_finished(self, timeout_s: float) -> bool:
-        """All ranks: after the last step, wait until the run's last round has landed. False when it has not."""
+        """All ranks: after the last step, wait for the run's last round. Returns False if it has not landed in time."""
         deadline = time.monotonic() + timeout_s
         waiting = True
         while waiting:
@@ -129,56 +129,56 @@ class GroupPeer:
         return self.finished
 
     def record(self, event: str, /, **fields: Any) -> None:
-        """Append an event of the caller's own to the metrics stream; on rank 0, the others have none."""
+        """Append an event to the metrics stream of rank 0; does nothing on the other ranks."""
         if self.peer is not None:
             self.peer.record(event, **fields)
 
-    # --- where the group stands, as of the last step ------------------------------------------------------------
+    # --- status, as of the last collective call -----------------------------------------------------------------
 
     @property
     def alive(self) -> list[str]:
         """Ids of the other live peers of the run."""
-        return list(self._state_sync["alive"])
+        return list(self._status["alive"])
 
     @property
     def round(self) -> int:
         """Rounds that this peer has resolved: the number of the next one."""
-        return int(self._state_sync["round"])
+        return int(self._status["round"])
 
     @property
     def run_step(self) -> int:
         """Position in the run, in inner steps of the run."""
-        return int(self._state_sync["run_step"])
+        return int(self._status["run_step"])
 
     @property
     def finished(self) -> bool:
-        """Whether the run's length was reached and its last round has landed."""
-        return bool(self._state_sync["finished"])
+        """Whether the run has reached its length and its last round has landed."""
+        return bool(self._status["finished"])
 
     @property
     def anchor_sha256(self) -> str:
-        """Hash of the anchor: equal on all peers that stand on the same round."""
-        return str(self._state_sync["anchor_sha256"])
+        """Hash of the anchor: equal on all peers with the same last round."""
+        return str(self._status["anchor_sha256"])
 
     @property
     def failure(self) -> Exception | None:
-        """Why the network side of rank 0 has ended by itself; None while it works."""
-        return None if self._state_sync["failure"] is None else PeerLostError(self._state_sync["failure"])
+        """Why the network side of rank 0 has ended; None while it works."""
+        return None if self._status["failure"] is None else PeerLostError(self._status["failure"])
 
     # --- state and leaving -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This peer's part of a checkpoint, as `Peer.state_dict`, on rank 0; empty on the others."""
+        """This peer's part of a checkpoint, as `Peer.state_dict`, on rank 0; empty on the other ranks."""
         return {} if self.peer is None else self.peer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """All ranks: `Peer.load_state_dict` with what rank 0 gives."""
+        """All ranks: `Peer.load_state_dict` with the state given on rank 0. Waits until it is in force."""
         taken = self._ranks.tell({"taken": self.peer is not None and self.peer.load_state_dict(state)})["taken"]
         self._follow(StepReport())
         return bool(taken)
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
-        """All ranks: the weights of the last round, fp32 on the CPU, by parameter name."""
+        """All ranks: the weights of the last round by parameter name, as float32 CPU tensors."""
         flat = torch.zeros(self._parts.space.num_blocks, BLOCK)
         if self.peer is not None:
             anchor = self.peer.anchor_state_dict()
@@ -188,7 +188,7 @@ class GroupPeer:
         return self._parts.unflatten(flat)
 
     def leave(self, reason: str = "done") -> None:
-        """Rank 0 tells the other peers and ends the network side; nothing is to be done on the others."""
+        """On rank 0, tell the other peers and end the network side; does nothing on the other ranks."""
         if self.peer is not None:
             self.peer.leave(reason)
 
@@ -202,11 +202,11 @@ class GroupPeer:
         return {"run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs}
 
     def _follow(self, report: StepReport, changes: Changes | None = None) -> StepReport:
-        """Bring all ranks to where rank 0 is: what it reports, where it stands, and the weights that have changed.
+        """Give all ranks the report and the status of rank 0, and copy the weights that have changed there.
 
         Args:
-            report: of rank 0; ignored on the others.
-            changes: in the weights of rank 0; None for those since they were last asked for.
+            report: the report of rank 0; ignored on the other ranks.
+            changes: changes in the weights of rank 0; None for those since the last call.
         """
         message: dict[str, Any] = {}
         blocks = torch.empty(0, dtype=torch.int64)
@@ -214,11 +214,11 @@ class GroupPeer:
             changes = changes or self.peer.take_changes()
             blocks = torch.from_numpy(changes.blocks)
             message = {
-                "standing": _state_sync(self.peer), "report": dataclasses.asdict(report),
+                "status": _status(self.peer), "report": dataclasses.asdict(report),
                 "everything": changes.everything, "blocks": len(blocks),
             }  # fmt: skip
         message = self._ranks.tell(message)
-        self._state_sync = message["standing"]
+        self._status = message["status"]
         if message["everything"]:
             for tensor in self._parts.tensors:
                 self._ranks.copy(tensor)
@@ -230,7 +230,7 @@ class GroupPeer:
         return StepReport(**message["report"], round=landed)
 
     def _copy_blocks(self, blocks: torch.Tensor) -> None:
-        """Set these blocks, (n,) int64 numbers that rank 0 fills in, to what they are on rank 0."""
+        """Copy blocks of weights from rank 0. `blocks`: (n,) int64 block numbers; rank 0's are used."""
         self._ranks.copy(blocks)
         plan = self._parts.space.plan(blocks.numpy())
         values = self._view.gather(plan)
@@ -239,7 +239,7 @@ class GroupPeer:
             self._view.scatter(plan, values)
 
 
-def _state_sync(peer: Peer) -> dict[str, Any]:
+def _status(peer: Peer) -> dict[str, Any]:
     return {
         "alive": peer.alive, "round": peer.round, "run_step": peer.run_step, "finished": peer.finished,
         "anchor_sha256": peer.anchor_sha256, "failure": None if peer.failure is None else str(peer.failure),

@@ -1,4 +1,4 @@
-"""Giving memory back to the system after a round."""
+"""Return freed memory to the operating system after a round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def _malloc_trim() -> Any:
 
 
 def release_unused() -> None:
-    """Hand freed heap pages back. A round frees some hundred thousand chunks that glibc would keep for itself.
+    """Return freed heap pages to the operating system; glibc keeps those of the many small objects of a round.
 
-    Measured at 124M parameters: a quarter of the parameters' bytes and more. Takes milliseconds: call it off the loop.
+    Measured at 124M parameters: at least a quarter of the parameters' bytes. Takes milliseconds, so call it in a worker
+    thread. Does nothing without glibc.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,6 +1,6 @@
-"""The metrics stream: one JSON object a line, appended and flushed, written off the training thread.
+"""The metrics stream: one JSON object per line, appended by a thread of its own.
 
-The event names and fields are a public contract (docs/metrics.md): add, never rename.
+The event names and fields are public (docs/metrics.md): add, never rename.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from p2ptrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Lines waiting for the disk. A disk that is this far behind loses the newest lines, and that is logged.
+# Lines that wait for the disk. When there are more, the newest are lost, and that is logged.
 MAX_WAITING = 10_000
 # The longest line, a `sample` of 512 weights, takes 12 kB.
 MAX_LINE_BYTES = 1024 * 1024
 
 
 class MetricsFile:
-    """Appends events to a file from a thread of its own. `write` may be called from any thread and never blocks.
+    """Appends events to a file in a background thread. `write` may be called from any thread and never blocks.
 
-    Raises ConfigError when the file cannot be opened.
+    Raises ConfigError if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished_line(path)
-            # Unbuffered: what a full disk did not take must not come out later, without its first half.
+            # Unbuffered: the rest of a line that a full disk refused must not be written later, without its beginning.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ConfigError(f"--metrics {path}: cannot be written ({error.strerror}); choose another file") from None
@@ -53,7 +53,7 @@ class MetricsFile:
             self._lose("the disk does not keep up")
 
     def close(self) -> None:
-        """Write what is queued and close the file. May be called twice."""
+        """Write the queued events and close the file. Blocks for up to 5 s. May be called twice."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(5.0)
@@ -69,9 +69,9 @@ class MetricsFile:
                     self._note_written()
 
     def _append(self, line: bytes) -> None:
-        """Write a line, all of it or nothing. Raises OSError."""
+        """Write a line, all or nothing. Raises OSError."""
         written = self._file.write(line)
-        if written < len(line):  # the last bytes of the disk
+        if written < len(line):  # the disk is full
             self._file.truncate(self._file.tell() - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -87,7 +87,7 @@ class MetricsFile:
 
 
 def _cut_unfinished_line(path: Path) -> None:
-    """Remove what a peer that was killed had begun to write; else our first line would be lost with it."""
+    """Remove an incomplete last line, left by a killed process, so that the next line does not continue it."""
     if path.is_file():
         with path.open("r+b") as file:
             size_bytes = file.seek(0, os.SEEK_END)

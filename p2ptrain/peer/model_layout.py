@@ -1,4 +1,4 @@
-"""A user's model as the protocol sees it: parameters in one index space, buffers, and what must not differ."""
+"""The layout of a user's model: trainable parameters in one index space, buffers, and the hash that peers compare."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from p2ptrain.settings.config import RunConfig
 
 
 class ModelParts:
-    """The tensors of a model, by what happens to them in a run.
+    """The tensors of a model, by their role in a run.
 
-    Trainable floating-point parameters are exchanged and averaged (tied ones once). Frozen parameters stay as they
-    are and must be equal on all peers: their values are part of the layout hash. Persistent buffers (running means
-    and such) stay local; a joiner takes over a member's when it joins. Storage is never re-based.
+    Trainable floating-point parameters are exchanged and averaged (tied ones once). Frozen parameters do not change and
+    must be equal on all peers: their values are part of the layout hash. Persistent buffers (such as running means)
+    stay local; a joiner downloads them from a member. The storage of tensors is never replaced.
 
-    Raises ConfigError when there is nothing to train, when a trainable parameter is not of a floating-point type, and
-    when a tensor has no values yet.
+    Raises ConfigError if there is nothing to train, if a trainable parameter is not of a floating-point type, or if a
+    tensor has no values yet.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -49,7 +49,7 @@ class ModelParts:
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
     def check_in_place(self) -> None:
-        """Raises ConfigError when the parameters have moved since: what is exchanged would no longer be the model."""
+        """Raise ConfigError if the parameters have moved since, as the exchange would no longer change the model."""
         try:
             now = self._model.get_parameter(self.names[0]).data_ptr()
         except AttributeError:
@@ -61,14 +61,14 @@ class ModelParts:
             )
 
     def averaged(self, run: RunConfig, optimizer: torch.optim.Optimizer | None) -> MomentView | None:
-        """What the run's rounds average where that is more than the parameters; None where it is just these.
+        """Return the view of parameters and moments that rounds average; None if they average only parameters.
 
-        Raises ConfigError when the optimizer's moments are to be averaged and it has none.
+        Raises ConfigError if the optimizer's moments cannot be averaged.
         """
         return MomentView(self.space, self.parameters, optimizer) if run.inner_moments == "averaged" else None
 
     def buffers(self) -> bytes:
-        """All persistent buffers in the safetensors format; empty when there are none."""
+        """Serialize all persistent buffers in the safetensors format; empty if there are none."""
         if not self._buffers:
             return b""
         return safetensors.torch.save(
@@ -76,7 +76,7 @@ class ModelParts:
         )
 
     def load_buffers(self, data: bytes) -> None:
-        """Take over a member's buffers. Raises WireError, with nothing changed, when they do not fit ours."""
+        """Load another peer's buffers. Raises WireError, with nothing changed, if they do not fit this model."""
         if not self._buffers and not data:
             return
         try:
@@ -91,7 +91,7 @@ class ModelParts:
                 buffer.copy_(received[name])
 
     def unflatten(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Cut a (num_blocks, 64) vector into fp32 tensors by parameter name, without copying."""
+        """Return views of a (num_blocks, 64) float32 vector by parameter name, in the shapes of the parameters."""
         values = flat.reshape(-1)
         result = {}
         for i, (name, tensor) in enumerate(zip(self.names, self.tensors, strict=True)):

@@ -1,4 +1,4 @@
-"""What the processes of a process group say to each other: collectives of torch.distributed, each with its deadline."""
+"""The collectives of torch.distributed that a process group uses. Each has the timeout of the group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from p2ptrain.errors import PeerLostError
 
-# The group's threads let go of a tensor within a millisecond, or when a busy machine lets them run.
+# The group's threads release a tensor within a millisecond, on a busy machine later.
 SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
 
 
 class ProcessGroup:
-    """The collectives that a process group needs. All raise PeerLostError when a rank is lost."""
+    """Collectives over the ranks of a group: all ranks must call them. They raise PeerLostError if a rank is lost."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -28,7 +28,7 @@ class ProcessGroup:
         self._held: list[weakref.ref[torch.Tensor]] = []
 
     def total(self, *numbers: float) -> list[float]:
-        """The sums over all ranks."""
+        """Return the sum of each number over all ranks."""
         summed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         with self._lost_ranks_told():
             self._group.allreduce([self._carried(summed)]).wait()
@@ -44,12 +44,12 @@ class ProcessGroup:
                 tensor.copy_(carried)
 
     def tell(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message of rank 0, as JSON keeps it."""
+        """Return the message of rank 0 on all ranks. It must consist of JSON values; tuples become lists."""
         told: dict[str, Any] = json.loads(self.tell_bytes(json.dumps(message).encode()))
         return told
 
     def tell_bytes(self, data: bytes) -> bytes:
-        """The bytes of rank 0."""
+        """Return the bytes of rank 0 on all ranks."""
         size = torch.tensor([len(data)])
         self.copy(size)
         told = torch.zeros(int(size), dtype=torch.uint8)
@@ -60,17 +60,17 @@ class ProcessGroup:
         return told.numpy().tobytes()
 
     def settle(self) -> None:
-        """Wait until the group's threads have let go of every tensor that they carried.
+        """Wait until the group's threads have released every tensor, for up to SETTLE_TIMEOUT_S.
 
-        Gloo's threads do so shortly after a collective is done. One that is late for it, and finds that the interpreter
-        has ended, aborts the process ("terminate called without an active exception").
+        Gloo's threads release a tensor shortly after its collective has ended. If the interpreter has ended by then,
+        the thread aborts the process ("terminate called without an active exception").
         """
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while any(held() is not None for held in self._held) and time.monotonic() < deadline:
             time.sleep(SETTLE_POLL_S)
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of our own that a collective is about to carry; nobody else may keep it."""
+        """Note a tensor that a collective is about to transfer. No other reference may outlive the collective."""
         self._held = [held for held in self._held if held() is not None] + [weakref.ref(tensor)]
         return tensor
 
@@ -87,7 +87,7 @@ class ProcessGroup:
 
 
 def device_of(group: dist.ProcessGroup, model: torch.nn.Module) -> torch.device:
-    """Where a process group wants the tensors that it carries: the CPU where it can, else the model's device."""
+    """Device of the tensors that a process group transfers: the CPU if its backend can, else the model's device."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
     return next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""A peer's place on the network before its model exists: who we are, which runs there are, and entering one."""
+"""A network session: the network thread with this peer's identity, before and while it takes part in a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from p2ptrain.settings.config import NetworkConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 
-# Opening refuses by itself within 25 s; this only guards against the unexpected.
+# Opening fails within 25 s by its own timeouts; this one is only a safeguard.
 OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 
@@ -37,7 +37,13 @@ class NetworkSession:
     """Owns the network thread and everything on it. A context manager; `close` may be called twice."""
 
     def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
-        """Open the network; `alone` as `open_network`. Raises ConfigError with what to do about it."""
+        """Open the network; blocks for up to OPEN_TIMEOUT_S.
+
+        `alone`: as for `open_network`.
+
+        Raises:
+            ConfigError: the network cannot be opened, or no initial peer answers.
+        """
         self._config = config
         self._alone = alone
         self._thread = NetworkThread()
@@ -57,7 +63,7 @@ class NetworkSession:
 
     @classmethod
     def open(cls, config: NetworkConfig, *, alone: bool = False) -> NetworkSession:
-        """The same as the constructor, for reading: `with NetworkSession.open(config) as session:`."""
+        """The same as the constructor, but reads better: `with NetworkSession.open(config) as session:`."""
         return cls(config, alone=alone)
 
     def __enter__(self) -> NetworkSession:
@@ -73,17 +79,17 @@ class NetworkSession:
 
     @property
     def knows_others(self) -> bool:
-        """Whether there was anybody to join through."""
+        """Whether the network was joined through other peers."""
         return bool(ways_in(self._config)) and not self._alone
 
     @property
     def _chosen(self) -> frozenset[str]:
-        """Ids of the peers that the user chose to join through: what these say may end the attempt to join."""
+        """Ids of the peers that the user chose to join through: only these can end the attempt to join."""
         return frozenset(by_peer_id(self._config.initial_peers))
 
     @property
     def failure(self) -> ConfigError | None:
-        """Why we are cut off for good; None while we are not."""
+        """Why the network has ended for good; None while it works."""
         return self.network.failure
 
     @property
@@ -92,13 +98,13 @@ class NetworkSession:
 
     @property
     def maddrs(self) -> list[str]:
-        """Addresses that others can dial, loopback last."""
+        """Addresses that other peers can dial, loopback last."""
         return self.network.maddrs
 
     def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
-        """The settings of the live run of this name, or None when nobody of it can be found.
+        """Return the settings of a live run, or None if no peer of it is found within `timeout_s`.
 
-        Raises ConfigError when those of an initial peer do not fit this version of p2ptrain.
+        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain.
         """
 
         async def find() -> RunConfig | None:
@@ -109,7 +115,7 @@ class NetworkSession:
         return self._thread.run(find, timeout_s=timeout_s + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
-        """Everybody who takes part in a run."""
+        """List the members of a run. Blocks for up to 30 s."""
 
         async def look() -> list[MemberInfo]:
             return await list_members(self.network.transport, self.network.directory, run_id)
@@ -117,7 +123,7 @@ class NetworkSession:
         return self._thread.run(look, timeout_s=30)
 
     def watch(self, run_id: str) -> Watch:
-        """Look at a run from outside, as an observer that nobody counts."""
+        """Watch a run as an observer, without being a member."""
         observer = Observer(run_id, off_loop, time.time)
         network = self.network
         return Watch(self._thread, observer, lambda: observer.watch_as_observer(network.transport, network.directory))
@@ -133,20 +139,20 @@ class NetworkSession:
         resume_state: dict[str, Any] | None = None,
         on_status: Callable[[str], None] | None = None,
     ) -> Peer:
-        """Take part in a run with a model; returns once the model stands on the run's state.
+        """Join or start a run with a model. Blocks until the model has the run's state (as long as the download).
 
         Args:
-            model: its trainable parameters are overwritten by the run's anchor unless this peer founds the run.
-            run: the run's settings; `model_layout` is filled in from the model when empty.
-            optimizer: the inner one; only a run that averages Adam's moments asks for it.
+            model: its trainable parameters are overwritten by the run's anchor unless this peer starts the run.
+            run: the run's settings; if `model_layout` is empty, it is filled in from the model.
+            optimizer: the inner optimizer; needed only if the run averages Adam's moments.
             metrics: file for the metrics stream, or None.
-            sinks: who else gets the events of this peer; closed when it leaves.
-            resume_state: what `Peer.state_dict()` returned before a restart.
-            on_status: called with what the joining peer is doing, whenever that changes.
+            sinks: receive the events of this peer too; closed when it leaves.
+            resume_state: the `Peer.state_dict()` of before a restart, or None.
+            on_status: called with a text when the status of the joining peer changes.
 
         Raises:
-            ConfigError: the model cannot be trained this way, or the run's state cannot be had.
-            RunMismatchError: the model is not the one that the run trains.
+            ConfigError: the model cannot be trained in a run, or the run's state cannot be downloaded.
+            RunMismatchError: the run trains another model.
         """
         files = [MetricsFile(metrics)] if metrics is not None else []
         records = Sinks([*files, *sinks])
@@ -162,7 +168,7 @@ class NetworkSession:
             raise
 
     def close(self) -> None:
-        """Leave the network: no thread, process or socket is left."""
+        """Close the network: ends its thread, processes and sockets. Blocks for up to twice CLOSE_TIMEOUT_S."""
         self._close_now()
         if self._opened.is_set() and self._error is None:
             self._closed.wait(CLOSE_TIMEOUT_S)

@@ -1,6 +1,6 @@
-"""An observer on the network thread, for any other thread.
+"""Access from other threads to an observer on the network thread.
 
-`NetworkSession.watch` looks at a run from outside, `Peer.watch` from within.
+`NetworkSession.watch` observes a run without being a member, `Peer.watch` as a member.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import trio
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.event_log.observer import Observer, View
 
-# The thread is at its work for milliseconds; this only guards against the unexpected.
+# A call takes milliseconds; this is only a safeguard.
 TAKE_TIMEOUT_S = 10.0
 
 
 async def off_loop(work: Callable[..., Any], /, *args: Any) -> Any:
-    """The checking of what peers say takes a few milliseconds a page."""
+    """Run `work` in a worker thread: checking a page of events from a peer takes milliseconds."""
     return await trio.to_thread.run_sync(work, *args)
 
 
 class Watch:
-    """Follows a run until `stop`.
+    """Observes a run until `stop`. Its methods may be called from any thread but the network thread.
 
     Args:
-        thread: where the observer works.
-        observer: what this looks through.
-        work: lets it work, until cancelled.
+        thread: the network thread.
+        observer: collects the state of the run.
+        work: runs the observer until cancelled.
     """
 
     def __init__(self, thread: NetworkThread, observer: Observer, work: Callable[[], Awaitable[object]]) -> None:
@@ -38,14 +38,16 @@ class Watch:
         thread.start_soon(self._run, work)
 
     def take(self) -> View:
-        """Everybody as it stands now, and the events that came since the last call.
+        """Return the current state of all peers, and the events since the last call. Blocks for milliseconds.
 
-        Raises RuntimeError once the network thread has stopped, TimeoutError when it hangs.
+        Raises:
+            RuntimeError: the network thread has stopped.
+            TimeoutError: it did not answer within TAKE_TIMEOUT_S.
         """
         return self._thread.run(self._take, timeout_s=TAKE_TIMEOUT_S)
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop observing. Does not block."""
         self._thread.post(self._scope.cancel)
 
     async def _run(self, work: Callable[[], Awaitable[object]]) -> None:

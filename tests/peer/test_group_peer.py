@@ -1,4 +1,4 @@
-"""A process group: its ranks are threads here, on a real gloo group; rank 0 holds a stand-in for the peer."""
+"""A group peer on a real gloo group, whose ranks are threads here; rank 0 holds a fake peer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 CPU = torch.device("cpu")
 SIZE = 3
-# Ranks are threads here, and they share the generator.
+# The ranks are threads, which share torch's global generator.
 SEEDING = threading.Lock()
 ROUND = RoundReport(round=4, status="committed", lineage="0-aa", contributors=("QmFake", "QmOther"), cosine=0.25)
 
@@ -41,7 +41,7 @@ def new_model(seed: int) -> nn.Module:
 
 
 class Swarm(FakePeer):
-    """A peer into whose model the swarm writes: `plan` says what, a step at a time."""
+    """A fake peer whose `step` changes the model as the swarm would: `plan` has one change per step."""
 
     def __init__(self, model: nn.Module, *plan: str) -> None:
         super().__init__(RunConfig(model_layout=ModelParts(model).layout_sha256, sync_every=2))
@@ -73,7 +73,7 @@ class Swarm(FakePeer):
 
 
 def on_all_ranks(work: Callable[[int, dist.ProcessGroup], T], timeout_s: float = 60) -> list[T]:
-    """What `work` returns for each rank, run in a thread each."""
+    """Run `work` for each rank in a thread of its own, and return the results."""
     store = dist.HashStore()
 
     def run(rank: int) -> T:
@@ -124,7 +124,7 @@ def test_what_the_swarm_changes_reaches_every_rank_and_nothing_else_is_touched(p
         model = new_model(0)
         with GroupPeer(model, group, lambda: Swarm(model, *plan), device=CPU) as group_peer:
             if "round" not in plan:
-                model[0].weight.data[2] = rank  # block 2: what is not in a fragment stays as each rank has it
+                model[0].weight.data[2] = rank  # block 2: it is not in a fragment, so it is not copied
             reports = [group_peer.step(samples=1) for _ in plan]
             return values_of(model), reports, group_peer.run_step
 
@@ -174,7 +174,7 @@ def test_a_rank_with_another_model_is_refused_and_the_others_do_not_hang() -> No
         model = nn.Linear(2, 2) if rank == 1 else new_model(0)
         try:
             GroupPeer(model, group, lambda: Swarm(model), device=CPU)
-        except (ConfigError, PeerLostError) as error:  # kept in no variable: with its traceback the group would live on
+        except (ConfigError, PeerLostError) as error:  # kept nowhere: its traceback would keep the group alive
             return str(error), isinstance(error, PeerLostError)
         pytest.fail("it was not refused")
 

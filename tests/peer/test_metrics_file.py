@@ -1,4 +1,4 @@
-"""The metrics stream on a disk that is full, and after a peer that was killed while it wrote: lines are whole."""
+"""The metrics stream holds only complete lines: on a full disk, and after a peer was killed while writing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from p2ptrain.peer.metrics_file import MetricsFile
 
 
 class FullDisk:
-    """A file that takes only so many bytes until there is room again."""
+    """A file on a disk with `room` bytes left."""
 
     def __init__(self, file: Any, room: int) -> None:
         self.room = room
@@ -98,7 +98,7 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path: Path, whole: 
 
 
 def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
-    """Such as /dev/stdout: nothing can be read back there."""
+    """Such as /dev/stdout, which cannot be read back."""
     metrics = MetricsFile(Path("/dev/null"))
     metrics.write("start")
     metrics.close()

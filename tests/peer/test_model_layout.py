@@ -1,4 +1,4 @@
-"""A user's model as the protocol sees it: what is exchanged, what is adopted, and what must be equal everywhere."""
+"""The layout of a user's model: what is exchanged, what a joiner downloads, and what must be equal on all peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from p2ptrain.peer.model_layout import ModelParts
 
 
 class Tied(nn.Module):
-    """An embedding whose matrix is the output layer's too, as in GPT-2."""
+    """A model whose embedding and output layer share a matrix, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_parameters_that_are_no_numbers_of_ours_may_be_frozen() -> None:
     assert ModelParts(model).names == ["weight", "bias"]
 
 
-# --- what must be equal everywhere -------------------------------------------------------------------------------
+# --- what must be equal on all peers -----------------------------------------------------------------------------
 
 
 def layout(model: nn.Module) -> str:
@@ -186,7 +186,7 @@ def test_frozen_values_are_part_of_the_layout() -> None:
     assert layout(frozen_part(weight=changed)) != base
 
 
-# --- what a joiner adopts ----------------------------------------------------------------------------------------
+# --- what a joiner downloads -------------------------------------------------------------------------------------
 
 
 def test_a_joiner_adopts_buffers_in_place() -> None:

@@ -1,4 +1,4 @@
-"""What the processes of a process group leave behind: nothing that a thread of the process group still holds."""
+"""Settling a process group: it waits until the group's threads have released every tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2ptrain.peer.process_group import ProcessGroup
 
 
 class Group:
-    """A process group of one, whose thread is late: it holds what it carried until `let_go`."""
+    """A process group of one, whose thread is late: it holds its tensors until `let_go`."""
 
     def __init__(self) -> None:
         self.held: list[torch.Tensor] = []
@@ -29,7 +29,7 @@ class Group:
         return self
 
     def wait(self) -> None:
-        """It is done; the thread still holds it."""
+        """The collective is done at once, but the thread still holds its tensor."""
 
     def run(self) -> None:
         self.let_go.wait()

@@ -69,7 +69,7 @@ def test_two_peers_of_a_gpt2_under_the_trainer_of_transformers(swarm: Swarm) -> 
 
 @pytest.mark.long
 def test_the_processes_of_a_group_peer_end_with_the_same_weights(swarm: Swarm) -> None:
-    group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} --steps 1200 {LOOPBACK}")
+    group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'process_group_ddp.py'} --steps 1200 {LOOPBACK}")
     assert group_peer.wait() == 0, swarm.report()
     assert line_after("others join by:", group_peer)
     ranks = re.findall(r"rank (.): (step 1200, norm of the weights [\d.]+)\n", group_peer.output)
@@ -79,7 +79,7 @@ def test_the_processes_of_a_group_peer_end_with_the_same_weights(swarm: Swarm) -
 
 @pytest.mark.long
 def test_a_group_peer_that_loses_a_process_ends(swarm: Swarm) -> None:
-    group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'island_ddp.py'} {LOOPBACK}")
+    group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'process_group_ddp.py'} {LOOPBACK}")
     swarm.until(lambda: "round 0" in group_peer.output)
     group_peer.killed = True
     (rank_1,) = (p for p in psutil.Process(group_peer.pid).children() if p.environ().get("RANK") == "1")

@@ -1,7 +1,7 @@
-"""One process of a process group, as torchrun starts it: trains until it has merged fragments and rounds of others.
+"""One process of a process group, started by torchrun: it trains until it has merged fragments and committed a round.
 
-After every step it compares its weights with those of the other ranks, bit by bit, and prints what it has seen at the
-end. The arguments are the addresses of a peer of the run.
+After every step it compares its weights with those of the other ranks, bit by bit. At the end it prints what it has
+seen. The arguments are the addresses of a peer of the run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
 
 def main() -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
-    torch.manual_seed(dist.get_rank())  # other weights on each rank, until they are taken over
+    torch.manual_seed(dist.get_rank())  # different weights on each rank until it has joined
     ours = model()
     parallel = DistributedDataParallel(ours)
     merged, committed, contributors = 0, 0, set[str]()
     with p2ptrain.join(
-        parallel, run_id="island", initial_peers=sys.argv[1:], process_group=dist.group.WORLD,
+        parallel, run_id="process-group", initial_peers=sys.argv[1:], process_group=dist.group.WORLD,
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
     ) as peer:  # fmt: skip
         optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)

@@ -19,7 +19,7 @@ def test_a_group_peer_is_one_peer_whose_ranks_hold_the_same_weights(swarm: Swarm
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     alive: set[str] = set()
     with p2ptrain.join(
-        model, run_id="island", host_maddrs=["/ip4/127.0.0.1/tcp/0"], diloco=p2ptrain.DiLoCo(sync_every=100),
+        model, run_id="process-group", host_maddrs=["/ip4/127.0.0.1/tcp/0"], diloco=p2ptrain.DiLoCo(sync_every=100),
         sparta=p2ptrain.Sparta(fragment_fraction=0.1),
     ) as peer:  # fmt: skip
         generator = torch.Generator().manual_seed(peer.data_seed)
@@ -35,5 +35,5 @@ def test_a_group_peer_is_one_peer_whose_ranks_hold_the_same_weights(swarm: Swarm
         assert {rank["rank"] for rank in ranks} == {0, 1}
         assert len({rank["seed"] for rank in ranks} | {peer.data_seed}) == 3
         assert ranks[0]["round"] == ranks[1]["round"]
-        assert len(alive) == 1  # to the others it is one peer
+        assert len(alive) == 1  # other peers see one peer
         assert ranks[0]["contributors"] == ranks[1]["contributors"] == sorted([peer.peer_id, *alive])

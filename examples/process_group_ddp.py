@@ -1,13 +1,13 @@
-"""One peer that consists of several processes: here two, on the CPU; on a machine with GPUs, one per GPU.
+"""One peer that consists of several processes: two on the CPU here, or one per GPU on a machine with GPUs.
 
-The processes train as usual under DistributedDataParallel. Only rank 0 exchanges with the rest of the run, and passes
-the result on to the other ranks. Two processes, for a minute:
+The processes train as usual under DistributedDataParallel. Only rank 0 exchanges with the other peers of the run, and
+sends the result to the other ranks. Start two processes, for a minute:
 
-    torchrun --nproc-per-node 2 examples/island_ddp.py
+    torchrun --nproc-per-node 2 examples/process_group_ddp.py
 
-Paste the command that it prints into a second terminal: `python examples/island_ddp.py` is a peer of one process, and
-trains with this one as its equal. If a process dies, the others stop; torchrun --max-restarts 3 starts all again.
-Ctrl-C stops all of them; the traceback is from torchrun.
+Paste the command that it prints into a second terminal: it starts a peer of one process, which trains in the same run.
+If a process dies, the others stop; torchrun --max-restarts 3 starts all of them again. Ctrl-C stops all of them; the
+traceback is from torchrun.
 """
 
 import argparse
@@ -42,7 +42,7 @@ dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=date
 def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1)).to(device)
     with contextlib.suppress(KeyboardInterrupt), p2ptrain.join(
-        model, run_id="island", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
+        model, run_id="process-group", initial_peers=arguments.initial_peers, host_maddrs=[arguments.host],
         diloco=p2ptrain.DiLoCo(sync_every=1000), total_steps=arguments.steps,
         process_group=dist.group.WORLD,
     ) as peer:  # fmt: skip

@@ -1,6 +1,6 @@
-"""Measurements side by side with rivals: `python -m benchmarks --list`.
+"""Benchmarks of p2ptrain beside other programs: `python -m benchmarks --list`.
 
-One `bench_*.py` per benchmark, one `rival_*.py` per rival. Everything runs on this machine over 127.0.0.1, each peer
-in a process of its own with one torch thread, and each table says what must be reached beside what was measured.
-Timings are never asserted; `docs/BENCHMARKS.md` records them with date and machine.
+One `bench_*.py` per benchmark, one `rival_*.py` per other program. Everything runs on this machine over 127.0.0.1. Each
+peer is a process with one torch thread. The tables show the target beside the measurement. Timings are never asserted
+in tests; `docs/BENCHMARKS.md` records them with date and machine.
 """

@@ -20,33 +20,33 @@ from benchmarks.results import Row, machine
 
 BENCHMARKS = {
     "step": "peer.step() on the training thread, 124M parameters, two peers (rival: exo gym's exchange)",
-    "push": "CPU of one push over all processes, and what gossip costs training",
+    "push": "CPU of one push over all processes, and how much gossip slows training",
     "round": "a round at 25M parameters, four peers (rival: hivemind's averager)",
     "bytes": "bytes of fragments and rounds, counted outside the processes",
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
-    "reference": "a training beside SPARTA's authors' simulator: loss, bytes, time held (rival: exo gym's algorithm)",
-    "simulate": "the simulator beside the bare steps of its peers; 64 peers",
-    "download": "the state of a joiner on a link of 100 Mbit/s, whole and resumed (network namespaces, root)",
+    "reference": "training beside SPARTA's authors' simulator: loss, bytes, time blocked (rival: exo gym's algorithm)",
+    "simulate": "CPU of the simulator beside that of the bare training steps; 64 peers",
+    "download": "a joiner's download on a link of 100 Mbit/s, whole and resumed (network namespaces, root)",
     "start": "start to first step, join to first step, with the demo model",
-    "churn": "one of three peers is killed: the others' next round, and its way back",
+    "churn": "one of three peers is killed: time to the others' next round, and to its own after a restart",
 }
 
 
 @click.command("python -m benchmarks", epilog="Example: python -m benchmarks step round --json results.json")
 @click.argument("names", nargs=-1, metavar="[NAME]...", type=click.Choice(list(BENCHMARKS)))
-@click.option("--list", "only_list", is_flag=True, help="Say what there is, and run nothing.")
+@click.option("--list", "only_list", is_flag=True, help="List the benchmarks and exit.")
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the numbers here."
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the numbers to this file."
 )
 def main(names: Sequence[str], only_list: bool, json_file: Path | None) -> None:
-    """Measure p2ptrain beside its rivals on this machine: all benchmarks, or those named."""
-    # A file or pipe has no width: rows must not be cut there.
+    """Measure p2ptrain beside other programs on this machine: all benchmarks, or those named."""
+    # Files and pipes have no width; do not cut rows there.
     console = Console(width=None if sys.stdout.isatty() else 180)
     if only_list:
         for name, title in BENCHMARKS.items():
             console.print(f"{name:10} {title}", highlight=False)
         return
-    # End as Ctrl-C does, so that no peer is left behind.
+    # SIGTERM ends the program as Ctrl-C does, so that no peer keeps running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     about = machine()
     console.print(", ".join(f"{name}: {value}" for name, value in about.items()), highlight=False)

@@ -1,4 +1,4 @@
-"""Bytes on the peers' TCP connections, counted by the kernel, beside what fragments and rounds should take."""
+"""Bytes on the peers' TCP connections, counted by the kernel, beside the computed sizes of fragments and rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.swarm import Phase, Setup, Swarm
 from benchmarks.workloads import Pause
 
 FRACTION = 0.005
-# One int8 a value, and two bytes of scale for 64 of them.
+# One byte per value, and two bytes of scale per 64 values.
 INT8_BYTES = 1 + 2 / 64
 FP32_BYTES = 4
 TOLERANCE = 0.08
@@ -28,7 +28,7 @@ def _fragments() -> Row:
         swarm.warm_up()
         meter = TrafficMeter(swarm.pids)
         peers = swarm.run(Phase(steps=200))
-        time.sleep(1.0)  # the last ones are on their way
+        time.sleep(1.0)  # for the fragments still in flight
         sent = meter.since_start().sent
     pushes = sum(step.report.sent for steps in peers for step in steps if step.report)
     computed = FRACTION * numel * INT8_BYTES
@@ -52,7 +52,7 @@ def _round(peers: int) -> list[Row]:
             raise WorkerError("no round was committed by all peers")
         time.sleep(1.0)
         sent = meter.since_start().sent / peers
-    # Each peer averages one part: it sends its values of the other parts, and its own part's mean to the others.
+    # Each peer averages one part: it sends its values of the other parts, and the mean of its part to the other peers.
     values = 2 * numel * (peers - 1) / peers
     row = _row(f"a round, 25M, int8, {peers} peers: sent by one", "2N·(k-1)/k·(1 + 2/64)", sent, values * INT8_BYTES)
     share = sent / (values * FP32_BYTES)

@@ -1,4 +1,4 @@
-"""One of three peers is killed (kill -9): how long the others' next round takes, and the way back of the killed one."""
+"""Kill one of three peers (kill -9): time until the others commit a round, and until the restarted peer contributes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ T = TypeVar("T")
 Event = dict[str, Any]
 
 PEERS = 3
-# Each peer is killed twice, the founder among them.
+# Each peer is killed twice, including the one that started the run.
 KILLS = 6
-# Inner steps between rounds: some three seconds of the paced demo model on two cores.
+# Inner steps between rounds: about three seconds of the paced demo model on two cores.
 SYNC_EVERY = 200
-# Rounds from whose distance it is told when the next one is due.
+# Rounds that are observed to predict when the next one is due.
 SETTLED_ROUNDS = 4
 TIMEOUT_S = 120.0
 
 
 class Peer:
-    """`p2ptrain join` in a directory of its own, to which it comes back after each kill."""
+    """A `p2ptrain join` process with its own output directory, which it uses again after a kill."""
 
     def __init__(self, out: Path, *flags: str) -> None:
         self.addresses = out / "addresses"
@@ -41,7 +41,7 @@ class Peer:
         self.launch(*flags)
 
     def launch(self, *flags: str) -> None:
-        """Start it, or start it again."""
+        """Start or restart the process."""
         arguments = ["join", "--out", str(self._out), "--model", "benchmarks.paced:half_a_core", "--threads", "1"]
         arguments += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--write-addresses", str(self.addresses), *flags]
         command = [sys.executable, "-c", "from p2ptrain.cli.main import main; main()", *arguments]
@@ -52,7 +52,7 @@ class Peer:
         )
 
     def kill(self) -> float:
-        """kill -9, and when, in seconds since the epoch."""
+        """Send SIGKILL. Returns the time of it, in seconds since the epoch."""
         self._process.kill()
         killed_s = time.time()
         self._process.wait()
@@ -71,7 +71,7 @@ class Peer:
             raise WorkerError(f"p2ptrain join ended with status {self._process.returncode}")
 
     def events(self, kind: str, since_s: float = 0.0) -> list[Event]:
-        """Its metrics since a time: the events of a kind."""
+        """Events of one kind in its metrics file, from `since_s` (seconds since the epoch) on."""
         file = self._out / "metrics.jsonl"
         if not file.exists():
             return []
@@ -96,21 +96,22 @@ def run() -> list[Row]:
             peers.append(Peer(Path(name) / str(index), *flags))
             stack.callback(peers[-1].close)
             _until(peers, peers[-1].addresses.exists)
-        # At all moments of an interval: at rest, in a round, while it lands.
+        # At different times of an interval: between rounds, during a round, while it lands.
         measured = [_kill(peers, peers[kill % PEERS], kill / KILLS) for kill in range(KILLS)]
         _check_hashes(peers)
     late_s, back_s = zip(*measured, strict=True)
     return [
         _row("kill -9 of one of three: the others' next commit, after it was due", late_s, 5.0),
-        _row("the killed peer, relaunched: from its start into a committed round", back_s, 20.0),
+        _row("the killed peer, restarted: from its start into a committed round", back_s, 20.0),
     ]
 
 
 def _kill(peers: list[Peer], victim: Peer, share: float) -> tuple[float, float]:
-    """Kill a peer at a share of the interval, and start it again once the others have committed without it.
+    """Kill a peer at a share of the interval, and restart it once the others have committed a round without it.
 
     Returns:
-        Seconds by which the later of the others' commits was late, and until the victim had a part in a round.
+        Seconds by which the later commit of the two others was late, and seconds from the restart until the killed
+        peer contributed to a committed round.
     """
     others = [peer for peer in peers if peer is not victim]
     interval_s = _settle(peers)
@@ -129,7 +130,7 @@ def _through(peer: Peer) -> tuple[str, str]:
 
 
 def _settle(peers: list[Peer]) -> float:
-    """Wait for some rounds of everybody in a row. Returns their usual distance in seconds, just after one."""
+    """Wait for several rounds of all peers. Returns, just after one, their median distance in seconds."""
     began_s = time.time()
 
     def rounds() -> list[Event]:
@@ -142,13 +143,13 @@ def _settle(peers: list[Peer]) -> float:
 
 
 def _first_own_s(peer: Peer) -> float | None:
-    """When the first round landed that a peer had a part in since its last start, in seconds since the epoch."""
+    """When the first round with this peer's contribution since its last start landed, in seconds since the epoch."""
     commits = peer.commits(peer.started_s)
     return next((float(commit["t"]) for commit in commits if peer.peer_id in commit["contributors"]), None)
 
 
 def _check_hashes(peers: list[Peer]) -> None:
-    """Raises WorkerError when two peers landed different states after one round."""
+    """Raise WorkerError if two peers have different states after the same round."""
     states: dict[tuple[str, int], set[str]] = {}
     for peer in peers:
         for commit in peer.commits():
@@ -163,7 +164,7 @@ def _until(peers: list[Peer], condition: Callable[[], T | None]) -> T:
         for peer in peers:
             peer.check()
         if time.monotonic() > deadline:
-            raise WorkerError("what was waited for did not happen in time")
+            raise WorkerError(f"a condition was not met within {TIMEOUT_S:.0f} s")
         time.sleep(0.1)
     return value
 

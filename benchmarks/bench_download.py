@@ -1,4 +1,4 @@
-"""A joiner's download of the run's state on a link of 100 Mbit/s, and again where that link is cut on the way."""
+"""A joiner's download of the run's state on a link of 100 Mbit/s, and the same with an interruption of the link."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.shapes import gpt2_124m, gpt_25m
 
 LINK_MBIT = 100.0
 MUST_REACH = 0.85
-# Longer than the 10 s after which a silent peer is lost.
+# Longer than the 10 s after which a link without messages is closed.
 CUT_S = 15.0
 # Anchor and momentum, float32.
 STATE_BYTES_PER_PARAMETER = 8
@@ -32,7 +32,7 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class _Download:
-    """Seconds from the first word of a download to its end, without a cut, and bytes that the joiner's link carried."""
+    """Seconds from the start of a download to its end, bytes received by the joiner's link, and bytes of the state."""
 
     seconds: float
     received_bytes: int
@@ -40,7 +40,7 @@ class _Download:
 
     @property
     def share(self) -> float:
-        """Of the link's rate that was state."""
+        """Share of the link's capacity that was used for state."""
         return self.state_bytes * 8 / self.seconds / (LINK_MBIT * 1e6)
 
 
@@ -97,7 +97,7 @@ def _cut_half_way(net: Wires, joiner: Machine, at_bytes: int) -> None:
 
 
 def _peer(pipe: Connection, build: Callable[[], nn.Module], namespace_pid: int, address: str) -> None:
-    """The donor, or with addresses to join through the joiner, which says when its download began and ended."""
+    """Run the donor (no initial peers) or the joiner, which reports when its download began and ended."""
     _enter(namespace_pid)
     model = build()
     initial_peers = pipe.recv()
@@ -125,13 +125,13 @@ def _peer(pipe: Connection, build: Callable[[], nn.Module], namespace_pid: int, 
         ) as peer,
     ):
         pipe.send(time.monotonic() if initial_peers else _take_a_round(model, peer))
-        # Until the benchmark closes its end.
+        # Wait until the benchmark closes its end.
         pipe.poll(None)
 
 
 @torch.no_grad()
 def _take_a_round(model: nn.Module, peer: p2ptrain.Peer) -> tuple[str, ...]:
-    """So that the momentum is no longer all zeros, which would travel as nothing. Nobody steps after it."""
+    """Complete one round, so that the momentum is not all zeros, which would be sent as nothing. Returns addresses."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.001)

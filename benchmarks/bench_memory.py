@@ -1,4 +1,4 @@
-"""Memory of a peer beyond model, gradients and inner optimizer, its p2pd and imported libraries included."""
+"""Memory of a peer beyond model, gradients and inner optimizer, including its p2pd and imported libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.swarm import Setup, Swarm
 from benchmarks.workloads import AdamStates
 from p2ptrain.protocol.parts import KEEP_ALL_S
 
-# So long that no round is under way when "at rest" is read: 20 s.
+# 20 s between rounds: no round is under way when the memory at rest is read.
 SETUP = Setup(gpt2_124m, AdamStates(0.1), fragment_fraction=0.005, sync_every=200)
 
 
@@ -22,7 +22,7 @@ def run() -> list[Row]:
         for _ in range(2):
             swarm.drift()
             swarm.round()
-        time.sleep(KEEP_ALL_S + 3.0)  # work in the background ends, and of the means only a peer's own part is left
+        time.sleep(KEEP_ALL_S + 3.0)  # background work has ended; a peer keeps only its part of the mean
         before, after = swarm.memory_before_join, [memory(pid) for pid in swarm.pids]
     size = 4 * gpt2_124m().numel
     rest = max(now.anonymous - start.anonymous for now, start in zip(after, before, strict=True)) / size

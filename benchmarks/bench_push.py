@@ -1,7 +1,7 @@
-"""What one push costs in CPU time over all processes, and how much gossip slows training down.
+"""CPU time of one push over all processes, and how much gossip slows training down.
 
-Phases with and without `peer.step()` take turns on the same live peers, so heartbeats and the DHT are on both sides of
-the difference. Where slowing down is measured every core is busy: whatever gossip takes, it takes from training.
+Phases with and without `peer.step()` alternate on the same live peers, so that heartbeats and the DHT cancel out of the
+difference. For the slowdown every core is busy, so all CPU time of gossip is taken from training.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from benchmarks.shapes import gpt2_124m, gpt_25m
 from benchmarks.swarm import Phase, Setup, Swarm
 from benchmarks.workloads import Busy, Pause, demo_model, train_demo_model
 
-# The demo's own (ALGORITHMS.md, section 4), and SPARTA's for larger models.
+# p of the demo, and SPARTA's for larger models.
 DEMO_FRACTION = 0.02
 FRACTION = 0.005
-# Share of a core that each computing peer must get, or a slowdown is not judged (guess).
+# Below this share of a core per computing peer, a slowdown is not judged (guess).
 MIN_CORE_SHARE = 0.9
 # More than the limit of 20 pushes a second, so every step pushes.
 PAUSE = Pause(0.06)
@@ -69,13 +69,13 @@ def _slowdown(name: str, setup: Setup, *, steps: int, limit: float | None = None
     with Swarm(setup, peers=2) as swarm:
         swarm.warm_up()
         for _ in range(rounds):
-            # Without, with, with, without: a machine that gets busier or idler favours neither.
+            # Without, with, with, without: a machine that becomes busier or idler affects both alike.
             phases = [_wall_and_cpu(swarm, Phase(steps, exchange=exchange)) for exchange in (False, True, True, False)]
             (wall_0, cpu_0), (wall_1, cpu_1), (wall_2, cpu_2), (wall_3, cpu_3) = phases
             wall.append((wall_1 + wall_2) / (wall_0 + wall_3) - 1)
             cpu.append((cpu_1 + cpu_2) / (cpu_0 + cpu_3) - 1)
     slowdown, more_cpu = statistics.median(wall), statistics.median(cpu)
-    # Where others compute on this machine, the scheduler decides more than gossip does: then there is no verdict.
+    # If other programs use this machine, the scheduler has more influence than gossip: no verdict then.
     share = (cpu_0 + cpu_3) / (wall_0 + wall_3)
     steady = share >= MIN_CORE_SHARE
     return Row(
@@ -89,7 +89,7 @@ def _slowdown(name: str, setup: Setup, *, steps: int, limit: float | None = None
 
 
 def _wall_and_cpu(swarm: Swarm, phase: Phase) -> tuple[float, float]:
-    """Seconds that all steps of a phase took, summed over the peers, and CPU seconds of all processes."""
+    """Run a phase. Returns seconds of all steps, summed over the peers, and CPU seconds of all processes."""
     before_s = cpu_s(swarm.pids)
     peers = swarm.run(phase)
     return sum(step.whole_s for steps in peers for step in steps), cpu_s(swarm.pids) - before_s

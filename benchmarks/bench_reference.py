@@ -1,9 +1,10 @@
-"""SPARTA with DiLoCo beside the authors' simulator: the same training, judged by loss, bytes and time held.
+"""SPARTA with DiLoCo beside the authors' simulator: the same training, compared by loss, bytes and time blocked.
 
-Model, text, first weights, each peer's windows of text, inner optimizer, k, H, p and length are the same. There
-everybody averages one mask at every step, in lockstep and in fp32; here each peer, a process with its own p2pd, pushes
-int8 blocks and waits for nobody. Ours trains in three ways: every fragment to everybody, which is their algorithm; to
-one other, our default, at their p and so at a (k-1)-th of the bytes; and to one other at the bytes of the first.
+Model, text, initial weights, each peer's windows of text, inner optimizer, k, H, p and length are the same. In the
+simulator all peers average one mask at every step, in lockstep and in fp32. Here each peer is a process with its own
+p2pd, pushes int8 blocks, and does not wait for other peers. p2ptrain runs in three ways: every fragment to all peers,
+which is the simulator's algorithm; to one other peer, the default, with the same p and so a (k-1)-th of the bytes; and
+to one other peer with as many bytes as the first.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from benchmarks.workloads import Busy
 
 SEEDS = (0, 1, 2)
 STEPS = 600
-# Each peer keeps to the run's steps, not to its own number. Unpaced, peers that share cores differ so much in speed
-# that they took 490 to 630 steps in a run of 600, and their loss follows that (measured). The rival's take 150 ms.
+# Each peer follows the run's steps, not its own number of steps. Without this pace, peers that share cores took 490 to
+# 630 steps in a run of 600, and their loss depends on that (measured). The rival's steps take 150 ms.
 LEAST_STEP_S = 0.05
-# At 25M parameters: SPARTA's fraction for larger models, and two rounds in as many steps as a minute of the rival's.
+# At 25M parameters: SPARTA's p for larger models, and two rounds in the steps that the rival does in a minute.
 LARGE = Setup(gpt_25m, Busy(0.1), fragment_fraction=0.005, sync_every=20)
 LARGE_PEERS = 4
 LARGE_STEPS = 40
 MAX_SHARE_HELD = 1 / 20
-# What a step of the demo model may take on a busy machine (guess).
+# Longest time of a step of the demo model on a busy machine (guess).
 STEP_TIMEOUT_S = 1.0
 LAST_ROUND_TIMEOUT_S = 60.0
 
@@ -48,9 +49,9 @@ class Way:
     """How our peers gossip.
 
     Attributes:
-        name: in the table.
-        topology: whom a fragment goes to.
-        fraction_scale: our p is the training's times this.
+        name: its name in the table.
+        topology: how the receivers of a fragment are chosen.
+        fraction_scale: p of our peers is the training's p times this.
     """
 
     name: str
@@ -58,9 +59,9 @@ class Way:
     fraction_scale: float = 1.0
 
 
-# The first is judged: it is the rival's own algorithm, at its p.
+# The first is the rival's algorithm with the rival's p.
 WAYS = (
-    Way("fragments to everybody", "all"),
+    Way("fragments to all peers", "all"),
     Way("fragments to one (our default)", "push"),
     Way("fragments to one, three times as many", "push", 3.0),
 )
@@ -80,12 +81,12 @@ def run(seeds: Sequence[int] = SEEDS, steps: int = STEPS) -> list[Row]:
 
 @dataclass(frozen=True)
 class OurTrained(Trained):
-    """What came of a training, with what our peers count themselves.
+    """The result of a training with p2ptrain, including the peers' own metrics.
 
     Attributes:
-        counted_bytes: of fragments and rounds, by the peers' own metrics, per peer and step.
-        rounds: rounds that were committed by all peers.
-        inner_steps: of all peers together: each keeps to the run's steps, not to its own number.
+        counted_bytes: bytes of fragments and rounds in the peers' metrics, per peer and step.
+        rounds: rounds that all peers committed.
+        inner_steps: inner steps of all peers together. Each follows the run's steps, so their numbers differ.
     """
 
     counted_bytes: float
@@ -94,10 +95,10 @@ class OurTrained(Trained):
 
 
 def train(training: Training, way: Way) -> OurTrained:
-    """Train the demo model in real peers, no step in less than LEAST_STEP_S seconds.
+    """Train the demo model in real peers; each step takes at least LEAST_STEP_S seconds.
 
     Raises:
-        WorkerError: a peer failed, was too slow or missed the end.
+        WorkerError: a peer failed, was too slow or missed the last round.
     """
     per_step = 1 / training.peers / training.steps
     with Workers(_peer, [(rank, training, way) for rank in range(training.peers)]) as peers:
@@ -128,7 +129,7 @@ def train(training: Training, way: Way) -> OurTrained:
 
 
 def hold(steps: int) -> list[Step]:
-    """All peers' steps of `LARGE`, those of its rounds among them."""
+    """The steps of all peers with the setup `LARGE`, including those of its rounds."""
     with Swarm(LARGE, LARGE_PEERS) as swarm:
         swarm.warm_up()
         swarm.drift()
@@ -136,7 +137,7 @@ def hold(steps: int) -> list[Step]:
 
 
 def training_rows(training: Training, way: Way, pairs: Sequence[tuple[OurTrained, Trained]]) -> list[Row]:
-    """The rows of trainings that differ in nothing but the seed."""
+    """The table rows of trainings that differ only in the seed."""
     ours, theirs = [own for own, _ in pairs], [rival for _, rival in pairs]
     loss, loss_error = _mean_and_error([own.loss for own in ours])
     rival_loss, rival_error = _mean_and_error([rival.loss for rival in theirs])
@@ -148,7 +149,7 @@ def training_rows(training: Training, way: Way, pairs: Sequence[tuple[OurTrained
     )
     wall, rival_wall = (statistics.fmean(side.wall_s for side in sides) for sides in (ours, theirs))
     numel = sum(parameter.numel() for parameter in training.model().parameters())
-    # Of rank 0's mask, a byte for each weight, every other process needs a copy; so it does of the outer step's result.
+    # Every other process needs a copy of rank 0's mask (one byte per weight), and one of the outer step's result.
     copies = (training.peers - 1) / training.peers
     masks = numel * copies
     # An all-reduce sends twice as much, and in fp32.
@@ -165,7 +166,7 @@ def training_rows(training: Training, way: Way, pairs: Sequence[tuple[OurTrained
             work=f"{name}: loss of the merged model on held-out text, mean of {len(pairs)} seeds ± standard error",
             must_reach="theirs + 2 of its standard errors, or less",
             measured=f"{loss:.4f} ± {loss_error:.4f}; ours - theirs, seed by seed: {paired:+.4f} ± {paired_error:.4f}; "
-            f"rounds with everybody: {rounds}; steps of a peer: {own_steps:.0f}, "
+            f"rounds with all peers: {rounds}; steps of a peer: {own_steps:.0f}, "
             f"each {1e3 * LEAST_STEP_S:g} ms or more",
             reached=loss <= rival_loss + 2 * rival_error,
             rival=f"{rival_loss:.4f} ± {rival_error:.4f}",
@@ -199,7 +200,7 @@ def training_rows(training: Training, way: Way, pairs: Sequence[tuple[OurTrained
 
 
 def large_row(steps: Sequence[Step], rival_held_s: Sequence[float]) -> Row:
-    """The row of the exchange at 25M parameters, from all steps of our peers and the seconds of the rival's."""
+    """The table row of the exchange at 25M parameters, from the steps of our peers and the rival's seconds."""
     held_s = [step.exchange_s for step in steps]
     reports = [step.report for step in steps if step.report]
     landed = sum(report.round is not None for report in reports)
@@ -258,7 +259,7 @@ def _peer(pipe: Connection, rank: int, training: Training, way: Way) -> None:
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and its standard error; of a single value that is unknown."""
+    """The mean and its standard error, which is NaN for a single value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.fmean(values), error
 
@@ -272,7 +273,7 @@ def _wait_for_others(peer: p2ptrain.Peer, others: int) -> None:
 
 
 def _counted(metrics: Path, peers: int) -> tuple[int, int]:
-    """From a peer's metrics: bytes that it sent in fragments and rounds, and rounds that all peers committed."""
+    """Read a peer's metrics. Returns bytes sent in fragments and rounds, and the number of rounds with all peers."""
     events = [json.loads(line) for line in metrics.read_text().splitlines()]
     sent = sum(event["bytes_sent"] for event in events if event["event"] in ("fragments", "round"))
     rounds = [event for event in events if event["event"] == "round" and event["status"] == "committed"]

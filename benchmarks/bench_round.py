@@ -1,4 +1,4 @@
-"""A round at 25M parameters among four peers, matchmaking included, from due to landed on the last of them."""
+"""A round at 25M parameters with four peers, from the time it is due until it has landed on the last of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.workloads import Pause
 
 PEERS = 4
 ROUNDS = 6
-# Nobody trains beside hivemind's rounds, so nobody computes beside ours: 100 steps of 20 ms from round to round.
+# Nothing trains beside hivemind's rounds, so our peers do not compute either: 100 steps of 20 ms between rounds.
 SETUP = Setup(gpt_25m, Pause(0.02), sync_every=100)
 
 
@@ -65,7 +65,7 @@ def run() -> list[Row]:
 
 @dataclass(frozen=True)
 class _Rounds:
-    """Of each round that all peers committed, and how many others there were."""
+    """Times of each round that all peers committed, and the number of other rounds."""
 
     wall_s: list[float]
     stall_s: list[float]
@@ -77,7 +77,7 @@ def _measure() -> _Rounds:
     wall_s, stall_s, used_s, failed = [], [], [], 0
     with Swarm(SETUP, PEERS) as swarm:
         swarm.drift()
-        swarm.round()  # the founder may be alone in the first
+        swarm.round()  # the first round may have a single member
         for _ in range(ROUNDS):
             swarm.drift()
             before_s = cpu_s(swarm.pids)
@@ -96,11 +96,11 @@ def _told(seconds: Mapping[str, float]) -> str:
 
 
 def _wall_s(steps: Sequence[Step]) -> float:
-    """Seconds from the step that made the round due to the end of the last, in which it landed."""
+    """Seconds from the step that made the round due to the end of the step in which it landed."""
     return sum(step.whole_s for before, step in itertools.pairwise(steps) if before.due)
 
 
 def _stall_s(steps: Sequence[Step]) -> float:
-    """Seconds that `peer.step()` took beyond its usual time."""
+    """Seconds that `peer.step()` took beyond its median, summed over the steps."""
     usual_s = Summary.of(step.exchange_s for step in steps).median
     return sum(max(0.0, step.exchange_s - usual_s) for step in steps)

@@ -1,4 +1,4 @@
-"""What simulating a swarm costs beyond the peers' own training steps, at the demo model."""
+"""CPU time of a simulated swarm beyond the training steps of its peers, with the demo model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2ptrain.training.data import VOCAB_SIZE, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
 
-# Interleaved, as the machine is not equally fast all the time.
+# Interleaved, because the speed of the machine varies.
 REPEATS = 5
 STEPS = 300
 TARGET = 0.25
@@ -22,9 +22,9 @@ MANY_PEERS, MANY_STEPS = 64, 60
 
 def run() -> list[Row]:
     torch.set_num_threads(1)
-    # The demo's own p; measured at the beginning and at the end, as a bare loop does not do.
+    # p of the demo; evaluated at the beginning and at the end, which the bare loop does not do.
     experiment = Experiment.of(peers=8, steps=STEPS, sync_every=100, fragment_fraction=0.02, eval_every=STEPS)
-    simulate(Experiment.of(peers=2, steps=5, eval_every=5))  # imports and caches
+    simulate(Experiment.of(peers=2, steps=5, eval_every=5))  # warm up imports and caches
     pairs = [(_bare_s(experiment), _simulated_s(experiment)) for _ in range(REPEATS)]
     extra = statistics.median(simulated / bare - 1 for bare, simulated in pairs)
     bare_s, simulated_s = (statistics.median(times) for times in zip(*pairs, strict=True))
@@ -55,7 +55,7 @@ def _simulated_s(experiment: Experiment) -> float:
 
 
 def _bare_s(experiment: Experiment) -> float:
-    """Forward, backward, clip and optimizer of every peer, with nothing around."""
+    """CPU seconds of the training steps alone: forward, backward, clipping and optimizer of every peer."""
     run, corpus = experiment.run, load_corpus(experiment.data)
     trainers = [
         Trainer(

@@ -1,4 +1,4 @@
-"""From the command to the first step: a run that is started, and a live run that is joined, with the demo model."""
+"""Time from the command to the first step, when starting a run and when joining one, with the demo model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run() -> list[Row]:
 
 @contextlib.contextmanager
 def _peer(out: Path, *flags: str) -> Iterator[float]:
-    """Seconds that `p2ptrain join` took from its start to its first step; it trains on until the context ends."""
+    """Start `p2ptrain join` and yield the seconds until its first step; it trains on until the block ends."""
     arguments = ["join", "--out", str(out), "--steps", "0", "--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--threads", "1"]
     command = [sys.executable, "-c", "from p2ptrain.cli.main import main; main()", *arguments, *flags]
     started = time.perf_counter()

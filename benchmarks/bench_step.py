@@ -1,4 +1,4 @@
-"""How long `peer.step()` holds up training at 124M parameters, with fragments really merged."""
+"""How long `peer.step()` blocks training at 124M parameters, in steps that merge a fragment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy, Pause
 
 STEPS = 120
-# A step of the model takes seconds on a CPU; 100 ms is what a GPU needs, with the CPU free meanwhile. With every core
-# computing, the step also waits for a core and for Python's lock, as it would where a CPU does the training.
+# A step of the model takes seconds on a CPU, but 100 ms on a GPU, with the CPU free in that time. With every core busy,
+# `peer.step()` also waits for a core and for the GIL, as in training on a CPU.
 WORK: dict[str, Pause | Busy] = {"CPU free between steps": Pause(0.1), "every core computing": Busy(0.1)}
 
 

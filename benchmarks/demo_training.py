@@ -1,6 +1,6 @@
-"""One training that ours and a rival both do: the demo model, its text, its inner optimizer, and what is asked of it.
+"""The training that p2ptrain and a rival both do: the demo model, its text, its inner optimizer and its evaluation.
 
-Both sides take their first weights, each peer's windows of text and the learning rates from here, by the same seeds.
+Both sides take initial weights, each peer's windows of text and the learning rates from here, with the same seeds.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from p2ptrain.training.data import VOCAB_SIZE, fixed_windows, load_corpus
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.trainer import Trainer
 
-# The demo's own (ALGORITHMS.md, section 4).
+# As in the demo.
 BATCH_SIZE = 4
-# Eight times what a peer measures itself on: the text then adds little to what the seeds differ by.
+# Eight times as many as a peer evaluates itself on, so that the text adds little to the noise between seeds.
 EVAL_WINDOWS = 512
 EVAL_BATCH = 64
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, by SPARTA with DiLoCo.
+    """A training by SPARTA with DiLoCo.
 
     Attributes:
-        seed: of the first weights, the choice of fragments and, with a peer's number, its windows of text.
+        seed: seeds the initial weights, the choice of fragments and, with a peer's number, its windows of text.
         peers: k.
         steps: inner steps of each peer.
         sync_every: H, inner steps between two rounds.
@@ -42,24 +42,24 @@ class Training:
     fragment_fraction: float = 0.02
 
     def model(self) -> nn.Module:
-        """The first weights, equal on all peers."""
+        """The model with its initial weights, equal on all peers."""
         return build("gpt-demo", vocab_size=VOCAB_SIZE, seed=self.seed)
 
     def trainer(self, model: nn.Module, rank: int) -> Trainer:
-        """The inner optimizer, its schedule and the text of one peer."""
+        """The trainer of one peer: inner optimizer, schedule and text."""
         run = RunConfig(total_steps=self.steps)
         return Trainer(model, load_corpus("stdlib"), run, batch_size=BATCH_SIZE, seed=1000 * self.seed + rank)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of a training.
+    """The result of a training.
 
     Attributes:
-        loss: of the merged model on held-out text, in nats.
-        held_s: seconds that each exchange held training, of all peers' steps.
-        sent_bytes: payload of all TCP connections together, per peer and step.
-        wall_s: from the common start to the last peer's end.
+        loss: loss of the merged model on held-out text, in nats.
+        held_s: seconds that each exchange blocked training, for all steps of all peers.
+        sent_bytes: payload sent on all TCP connections, per peer and step.
+        wall_s: seconds from the common start to the last peer's end.
     """
 
     loss: float
@@ -70,7 +70,7 @@ class Trained:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module) -> float:
-    """Mean loss in nats on fixed windows of the text that nobody trains on."""
+    """Mean loss in nats on fixed windows of the held-out text."""
     model.eval()
     windows = fixed_windows(load_corpus("stdlib").held_out, context=context_length(model), count=EVAL_WINDOWS)
     batches = zip(*(torch.split(part, EVAL_BATCH) for part in windows), strict=True)

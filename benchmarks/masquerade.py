@@ -1,7 +1,7 @@
-"""Source NAT in a network namespace, asked of the kernel over netlink: nftables' program is not on every machine.
+"""Source NAT in a network namespace, set up over netlink, because not every machine has the program nft.
 
-Run as `nsenter --net … python -S masquerade.py` in the namespace of the router; needs no package. It makes what
-`nft add rule ip nat postrouting oifname OUTSIDE masquerade` would, and drops what comes from outside unasked.
+Run as `nsenter --net … python -S masquerade.py` in the namespace of the router; needs no package. It has the effect of
+`nft add rule ip nat postrouting oifname OUTSIDE masquerade`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def message(kind: int, flags: int, family: int, resource: int, *attributes: byte
 
 
 def masquerade(outside: str) -> None:
-    """Give whatever leaves by the interface `outside` that interface's address. Raises OSError."""
+    """Replace the source address of packets that leave by the interface `outside` by its address. Raises OSError."""
     nftables = NFNL_SUBSYS_NFTABLES << 8
     create = NLM_F_CREATE | NLM_F_ACK
     hook = nested(4, number(1, NF_INET_POST_ROUTING), number(2, NF_IP_PRI_NAT_SRC))

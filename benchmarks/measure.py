@@ -1,4 +1,4 @@
-"""What is read from outside a process: CPU time, memory, and bytes on its TCP connections (Linux)."""
+"""Measure a process from outside: CPU time, memory, and bytes on its TCP connections (Linux)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.processes import descendants
 
 @dataclass(frozen=True)
 class Summary:
-    """A handful of durations, or of anything else. The 99th percentile of few values is their maximum."""
+    """Statistics of some values, such as durations. The 99th percentile of few values is their maximum."""
 
     count: int
     median: float
@@ -27,7 +27,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Summary:
-        """Raises ValueError without values."""
+        """Summarise the values. Raises ValueError if there are none."""
         ordered = sorted(values)
         if not ordered:
             raise ValueError("nothing was measured")
@@ -39,7 +39,7 @@ class Summary:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits, and no exponent."""
+    """Format seconds as milliseconds, with three digits and no exponent."""
     value = 1e3 * seconds
     return f"{value:,.0f} ms" if abs(value) >= 100 else f"{value:.3g} ms"
 
@@ -49,7 +49,7 @@ def _quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def cpu_s(pids: Collection[int]) -> float:
-    """CPU seconds used so far by these processes and all that now run below them (a peer's p2pd, for one)."""
+    """CPU seconds used so far by these processes and their live descendants, such as a peer's p2pd."""
     total = 0.0
     for pid in pids:
         for process in descendants(pid):
@@ -61,7 +61,7 @@ def cpu_s(pids: Collection[int]) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes: resident now, its peak, and the part of it now that is no file's page."""
+    """Memory in bytes: resident now, its peak, and the anonymous part (not file pages) of what is resident now."""
 
     resident: int
     peak: int
@@ -69,12 +69,12 @@ class Memory:
 
 
 def memory(pid: int) -> Memory:
-    """Read the kernel's counters, summed over a process and all that run below it (peaks too)."""
+    """Read the kernel's counters, summed over a process and its descendants (peaks are summed too)."""
     return Memory(*(sum(values) for values in zip(*(_memory(p.pid) for p in descendants(pid)), strict=True)))
 
 
 def reset_peak_memory(pid: int) -> None:
-    """Let the peaks of a process and all that run below it start again from what is resident now."""
+    """Reset the peaks of a process and its descendants to what is resident now."""
     for process in descendants(pid):
         Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
@@ -94,10 +94,10 @@ class Traffic:
 
 
 class TrafficMeter:
-    """Counts the bytes on all TCP connections of some processes and their descendants; loopback is counted as well.
+    """Counts the bytes on all TCP connections of some processes and their descendants, including loopback.
 
-    TCP headers and retransmissions are not in the count; encryption, multiplexing, heartbeats and the DHT are. A
-    connection between two of the processes is counted at both ends. A connection that closes takes its count with it:
+    The count includes encryption, multiplexing, heartbeats and the DHT, but not TCP headers and retransmissions. A
+    connection between two of the processes is counted at both ends. The count of a closed connection is lost, so
     `since_start` raises then.
 
     Args:
@@ -109,7 +109,7 @@ class TrafficMeter:
         self._before = self._connections()
 
     def since_start(self) -> Traffic:
-        """Bytes since the meter was made. Raises RuntimeError when a connection was closed meanwhile."""
+        """Bytes since the meter was created. Raises RuntimeError if a connection was closed in that time."""
         now = self._connections()
         if lost := self._before.keys() - now.keys():
             raise RuntimeError(f"{len(lost)} connections were closed while their bytes were counted")

@@ -1,7 +1,7 @@
-"""Machines of tests and benchmarks: network namespaces joined by veth pairs to a switch, each on a link of its own.
+"""Simulated machines for tests and benchmarks: network namespaces, each connected to a switch by its own veth link.
 
-A namespace lives exactly as long as the process that holds it, which ends when we do, however we end: nothing has a
-name outside, and nothing can be left behind. Needs root and Linux.
+A namespace exists as long as the process that holds it, and that process ends with this one, however it ends. No
+namespace has a name, so nothing is left behind. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from benchmarks import masquerade
 
-# What a home router buffers before it drops (bufferbloat: tenths of a second are usual).
+# A home router buffers this long before it drops packets (bufferbloat: tenths of a second are usual).
 BUFFER_S = 0.3
 # A bucket must hold one tick of the kernel's clock at the link's rate, and one packet.
 BURST_S, MIN_BURST_BYTES = 0.004, 16 * 1024
-# Addresses that are routable as far as libp2p can tell: it ignores those reserved for documentation and benchmarks.
+# Addresses that libp2p considers routable: it ignores those reserved for documentation and benchmarks.
 SUBNET = "5.188.7"
 
 
@@ -30,9 +30,10 @@ class Machine:
     """One namespace with one interface.
 
     Attributes:
-        enter: what to put before a command so that it runs there.
-        address: its own IPv4 address.
-        port: the name of its interface's other end, at the switch; "" behind a router.
+        enter: prefix of a command to run it there.
+        address: its IPv4 address.
+        port: name of the other end of its link, at the switch; "inside" behind a router.
+        pid: process that holds the namespace.
     """
 
     enter: tuple[str, ...]
@@ -41,7 +42,7 @@ class Machine:
     pid: int
 
     def received_bytes(self) -> int:
-        """What has come in by its interface so far."""
+        """Bytes that its interface has received so far."""
         return self._count("rx_bytes")
 
     def sent_bytes(self) -> int:
@@ -56,7 +57,7 @@ class Machine:
 
 
 class Wires:
-    """The switch and all machines. Made by `wires`."""
+    """The switch and all machines. Created by `wires`."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -67,18 +68,18 @@ class Wires:
             self._run(self._switch, "ip", "link", "set", bridge, "up")
 
     def machine(self, *, mbit: float | None = None) -> Machine:
-        """A new machine on the switch; `mbit` bounds its link each way, in Mbit/s."""
+        """Add a machine to the switch; `mbit` limits its link in each direction, in Mbit/s."""
         number = next(self._numbers)
         address = f"{SUBNET}.{number}"
         machine = Machine(self._enter(pid := self._namespace()), address, f"port{number}", pid)
         self._join(machine, self._switch, f"{address}/24", mbit)
         self._run(self._switch, "ip", "link", "set", machine.port, "master", "whole")
-        # A dial to an address that is nowhere takes its time, as on the internet.
+        # Dialling an address that does not exist takes time, as on the internet.
         self._run(pid, "ip", "route", "add", "default", "dev", "eth0")
         return machine
 
     def behind_nat(self, *, mbit: float | None = None) -> Machine:
-        """A new machine behind a router of its own, which has an address on the switch and masquerades."""
+        """Add a machine behind its own router, which has an address on the switch and does source NAT."""
         router = self.machine(mbit=mbit)
         inside = f"192.168.{next(self._numbers)}"
         machine = Machine(self._enter(pid := self._namespace()), f"{inside}.2", "inside", pid)
@@ -90,7 +91,7 @@ class Wires:
         return machine
 
     def cut(self, *machines: Machine) -> None:
-        """Part these from all others, without a word to anybody; they still reach each other."""
+        """Disconnect these machines from all others without notice; they still reach each other."""
         self._plug(machines, "apart")
 
     def heal(self, *machines: Machine) -> None:
@@ -101,7 +102,7 @@ class Wires:
             self._run(self._switch, "ip", "link", "set", machine.port, "master", bridge)
 
     def _join(self, machine: Machine, other: int, address: str, mbit: float | None) -> None:
-        """A wire from a machine to another namespace."""
+        """Connect a machine to another namespace."""
         self._run(
             machine.pid, "ip", "link", "add", "eth0", "type", "veth",
             "peer", "name", machine.port, "netns", str(other),
@@ -117,7 +118,7 @@ class Wires:
                 )  # fmt: skip
 
     def _namespace(self) -> int:
-        """The pid of a process that holds a new namespace until we close its input, or end."""
+        """Create a namespace. Returns the pid of the process that holds it until its input is closed."""
         holder = subprocess.Popen(
             ["unshare", "--net", sys.executable, "-S", "-c", "print(flush=True); input()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -142,15 +143,15 @@ class Wires:
 
 @contextlib.contextmanager
 def wires() -> Iterator[Wires]:
-    """A switch without machines; all is gone at the end. Raises OSError where the machine forbids namespaces."""
+    """Create a switch without machines; remove all at the end. Raises OSError if namespaces are not permitted."""
     with contextlib.ExitStack() as stack:
         yield Wires(stack)
 
 
 def why_not() -> str:
-    """Why there can be no namespaces with shaped links and NAT on this machine; empty when there can."""
+    """Why namespaces with shaped links and NAT do not work on this machine; empty if they do."""
     if not sys.platform.startswith("linux"):
-        return "network namespaces are Linux's"
+        return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
     try:

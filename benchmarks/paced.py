@@ -1,6 +1,6 @@
-"""The demo model at a pace: its peers leave each other room on a machine that has fewer cores than peers.
+"""The demo model with pauses, so that more peers than cores can train on one machine.
 
-`p2ptrain join --model benchmarks.paced:half_a_core` trains one.
+Use it with `p2ptrain join --model benchmarks.paced:half_a_core`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import nn
 
 from p2ptrain.training.models import build
 
-# A step takes 5 ms alone on a core; with gossip, rounds, measurements and the daemon a peer takes 0.2 cores at 50 ms
-# (measured), and so about 0.3 at this: four fit on two cores, with room for what else there runs.
+# A step takes 5 ms of a core. With gossip, rounds, evaluations and the daemon, a peer takes 0.2 cores at 50 ms per step
+# (measured), so about 0.3 at 30 ms: four peers fit on two cores, with some room for other programs.
 STEP_VARIABLE = "PACED_STEP_S"
 STEP_S = float(os.environ.get(STEP_VARIABLE, "0.03"))
 
 
 class Paced(nn.Module):
-    """A model whose training steps begin at least `STEP_S` apart; measuring it takes no longer than it does."""
+    """A model whose training steps begin at least `STEP_S` apart; evaluations are not delayed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Paced(nn.Module):
 
 
 def evenly(vocab_size: int) -> Paced:
-    """A step every `STEP_S`, whatever else the machine does: what was missed can be counted."""
+    """The demo model with a step every `STEP_S`, so that lost steps can be counted."""
     return Paced(_demo_model(vocab_size))
 
 
 def half_a_core(vocab_size: int) -> nn.Module:
-    """Waits before each step for as long as the step before it took of a core."""
+    """The demo model, which waits before each step for as long as it has computed since the last pause."""
     model = _demo_model(vocab_size)
     last_s = time.thread_time()
 

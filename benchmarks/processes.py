@@ -1,4 +1,4 @@
-"""Peers as processes: started together, told what to do over a pipe, always ended with all their descendants."""
+"""Worker processes: started together, controlled over pipes, and always ended with all their descendants."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """Processes that run `work(pipe, *arguments)` and talk with the benchmark over their pipe; a context manager.
+    """Processes that run `work(pipe, *arguments)` and exchange messages over their pipe; a context manager.
 
-    Workers are spawned, not forked, with one torch thread each. On exit those that still run get a few seconds to end
-    by themselves; then they and everything they started are killed.
+    Workers are spawned, not forked, with one torch thread each. On exit, those that still run get 20 s (2 s after an
+    exception) to end; then they and all their descendants are killed.
 
     Args:
-        work: importable function; it may `pipe.send` results and `pipe.recv` messages. What it returns is ignored.
+        work: importable function; it may `pipe.send` results and `pipe.recv` messages. Its return value is ignored.
         arguments: one tuple per worker.
     """
 
@@ -78,28 +78,28 @@ class Workers:
         self._pipes[index].send(message)
 
     def hear(self, timeout_s: float) -> list[Any]:
-        """Wait for the next message of every worker. Raises WorkerError when one is missing."""
+        """Wait for the next message of every worker. Raises WorkerError if one fails or sends nothing in time."""
         deadline = time.monotonic() + timeout_s
         return [self._hear_one(index, deadline) for index in range(len(self._pipes))]
 
     def hear_from(self, index: int, timeout_s: float) -> Any:
-        """Wait for the next message of one worker. Raises WorkerError when there is none."""
+        """Wait for the next message of one worker. Raises WorkerError if it fails or sends nothing in time."""
         return self._hear_one(index, time.monotonic() + timeout_s)
 
     def _hear_one(self, index: int, deadline: float) -> Any:
         if not self._pipes[index].poll(max(0.0, deadline - time.monotonic())):
-            raise WorkerError(f"worker {index} said nothing in time")
+            raise WorkerError(f"worker {index} sent no message in time")
         try:
             message = self._pipes[index].recv()
         except EOFError:
-            raise WorkerError(f"worker {index} ended without a word") from None
+            raise WorkerError(f"worker {index} ended without a message") from None
         if isinstance(message, _Failure):
             raise WorkerError(f"worker {index} failed:\n{message.traceback}")
         return message
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
+    """A TCP port of 127.0.0.1 that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -107,7 +107,7 @@ def free_port() -> int:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The process and everything below it, as far as it still runs."""
+    """The process and its descendants that still run."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -125,7 +125,7 @@ def _worker_main(work: Callable[..., None], pipe: Connection, arguments: tuple[A
     try:
         work(pipe, *arguments)
     except Exception:
-        with contextlib.suppress(OSError):  # the benchmark has given up on us
+        with contextlib.suppress(OSError):  # the benchmark no longer waits for this worker
             pipe.send(_Failure(traceback.format_exc()))
     finally:
         pipe.close()

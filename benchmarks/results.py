@@ -1,4 +1,4 @@
-"""What a benchmark hands back, and on which machine it was measured."""
+"""The result of a benchmark, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Row:
     """One line of a benchmark's table.
 
     Attributes:
-        work: what was done.
-        must_reach: the target, or "" where there is none.
-        measured: what we took, as text.
+        work: what was measured.
+        must_reach: the target, or "".
+        measured: the result of p2ptrain, as text.
         reached: whether the target was met; None without a target.
-        rival: what the rival took for the same in the same run, as text.
-        values: the numbers behind the text, by a name with its unit.
+        rival: the result of the rival in the same run, as text.
+        values: the numbers behind the text, by a name that ends in the unit.
     """
 
     work: str
@@ -37,7 +37,7 @@ class Row:
 
 
 def limited_row(work: str, seconds: Sequence[float], limit_s: float) -> Row:
-    """What took so long each time, of which none may take longer than the limit."""
+    """A row for durations of which none may exceed the limit."""
     took = Summary.of(seconds)
     return Row(
         work=work,
@@ -49,7 +49,7 @@ def limited_row(work: str, seconds: Sequence[float], limit_s: float) -> Row:
 
 
 def machine() -> dict[str, str]:
-    """The date, what was measured on, and how much of it others used (load average of a minute)."""
+    """The date, the machine, and its load average over the last minute."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": _cpu_model(),

@@ -1,8 +1,8 @@
-"""Rival: one SPARTA exchange as exo gym does it, written here in plain torch over gloo.
+"""Rival: one SPARTA exchange as in exo gym, reimplemented in plain torch over gloo.
 
-At every step and for every parameter a Bernoulli mask of the parameter's full size is drawn and broadcast, the values
-under it are summed over all nodes, divided and written back. All of that holds up training. In exo gym every node
-draws and rank 0's mask wins; here only rank 0 draws, which is kinder to it.
+At every step and for every parameter, a Bernoulli mask of the parameter's full size is drawn and broadcast; the values
+that it selects are summed over all nodes, divided and written back. Training waits for all of it. In exo gym every node
+draws a mask and that of rank 0 is used; here only rank 0 draws, which is faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rival: hivemind's own `DecentralizedAverager`, in fp16 (its 8-bit codecs do not work on current numpy).
+"""Rival: hivemind's `DecentralizedAverager`, in fp16 (its 8-bit codecs do not work on current numpy).
 
-Every peer is a process with its own DHT and libp2p daemon; all ask for a round at the same moment. A round counts from
-there to the last peer's return, so matchmaking is in it, and counts only when every value on every peer is the mean.
+Every peer is a process with its own DHT and libp2p daemon. All of them start a round at the same time. Its duration is
+the time until the last peer returns, including matchmaking. It is valid only if every value on every peer is the mean.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
     from hivemind.averaging import DecentralizedAverager
 
 ROUND_TIMEOUT_S = 60.0
-# Peers start this far apart, so that a group of three of four is off by at least 0.017; fp16 errs below 0.001.
+# The values of two peers differ by this, so the mean of three of four peers is off by at least 0.017; the error of fp16
+# is below 0.001.
 _OFFSET = 0.1
 _TOLERANCE = 0.002
 
 
 @dataclass(frozen=True)
 class HivemindRounds:
-    """What several rounds took.
+    """Measurements of several rounds.
 
     Attributes:
-        seconds: per round in which all peers got the mean: from the common start to the last peer's return.
-        cpu_s: per such round: CPU seconds of all processes together.
-        failed: number of rounds in which some peer did not.
+        seconds: duration of each round in which all peers got the mean, from the common start to the last return.
+        cpu_s: CPU seconds of all processes together, for each such round.
+        failed: number of rounds in which a peer did not get the mean.
     """
 
     seconds: list[float]
@@ -49,10 +50,10 @@ def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> Hivemind
     """Average 25M fp32 parameters over `peers` processes, after one warm-up round.
 
     Args:
-        state_sharing: hivemind's default is True, so that others can download a peer's state. Announcing that in the
-            DHT delays its matchmaking: without it rounds take half as long.
-        peers: number of processes, and the group size asked for.
-        rounds: how many are measured.
+        state_sharing: hivemind's default is True, so that other peers can download a peer's state. Its announcements in
+            the DHT delay matchmaking: without it rounds take half as long.
+        peers: number of processes, and the target group size.
+        rounds: number of measured rounds.
 
     Raises:
         WorkerError: a process failed or was too slow.
@@ -89,14 +90,14 @@ def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> Hivemind
 
 
 def _peer(pipe: Connection, index: int, peers: int, state_sharing: bool, directory: str) -> None:
-    os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # it reports its own shutdown as errors
+    os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # hivemind logs its own shutdown as errors
     import hivemind
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import Float16Compression
     from hivemind.p2p import P2P
 
-    P2P._UNIX_SOCKET_PREFIX = f"/unix{directory}/"  # it leaves them behind
-    multiprocessing.set_start_method("fork", force=True)  # its processes cannot be spawned
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{directory}/"  # hivemind does not remove its sockets
+    multiprocessing.set_start_method("fork", force=True)  # hivemind's processes cannot be spawned
     initial_peers = pipe.recv()
     dht = hivemind.DHT(initial_peers, start=True, startup_timeout=60.0, shutdown_timeout=15.0)
     if not initial_peers:
@@ -127,14 +128,14 @@ def _peer(pipe: Connection, index: int, peers: int, state_sharing: bool, directo
 
 @torch.no_grad()
 def _prepare(averager: DecentralizedAverager, mean: nn.Module, offset: float) -> None:
-    """Let this peer's values be `mean` + `offset`."""
+    """Set this peer's values to `mean` + `offset`."""
     with averager.get_tensors() as tensors:
         for tensor, expected in zip(tensors, mean.parameters(), strict=True):
             tensor.copy_(expected + offset)
 
 
 def _average(averager: DecentralizedAverager) -> float:
-    """Seconds that one round took here, whatever came out."""
+    """Take part in a round. Returns its seconds on this peer, also if it failed."""
     started = time.perf_counter()
     control = averager.step(timeout=ROUND_TIMEOUT_S, wait=False)
     try:
@@ -146,7 +147,7 @@ def _average(averager: DecentralizedAverager) -> float:
 
 @torch.no_grad()
 def _holds(averager: DecentralizedAverager, mean: nn.Module) -> bool:
-    """Whether this peer now has the mean."""
+    """Whether this peer's values are the mean."""
     with averager.get_tensors() as tensors:
         return all(
             float((tensor - expected).abs().max()) < _TOLERANCE

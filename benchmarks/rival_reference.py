@@ -1,12 +1,12 @@
-"""Rival: SPARTA with DiLoCo as exo gym, the simulator of SPARTA's authors, trains it, in plain torch over gloo.
+"""Rival: SPARTA with DiLoCo as in exo gym, the simulator of SPARTA's authors, reimplemented in plain torch over gloo.
 
-k processes in lockstep. After every inner step the sparse average of `rival_exogym`; after every H-th also DiLoCo:
-the whole models are averaged, rank 0 takes torch's Nesterov step (0.7, 0.9) on its master copy, and broadcasts it.
-One departure, so that both sides are judged alike: the run ends in a plain average, as ours do, for after few rounds
-Nesterov overshoots.
+k processes in lockstep. After every inner step they do the sparse average of `rival_exogym`. After every H-th step they
+also do DiLoCo: they average the whole models, and rank 0 takes torch's Nesterov step (0.7, 0.9) on its master copy and
+broadcasts it. One difference from exo gym makes both sides comparable: the run ends with a plain average, as in
+p2ptrain, because Nesterov overshoots after few rounds.
 
-The processes meet before each exchange and its time counts from there. So neither waiting for a slower process nor
-computing is in it, which is kinder to the rival than training is.
+A barrier precedes each exchange, and its time is measured from there. So it contains neither computation nor the wait
+for a slower process, which favours the rival.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from benchmarks.swarm import Setup
 
 OUTER_LR = 0.7
 OUTER_MOMENTUM = 0.9
-# What a step of the demo model or of 25M parameters may take on a busy machine (guess).
+# Longest time of a step, of the demo model or of 25M parameters, on a busy machine (guess).
 STEP_TIMEOUT_S = 5.0
 
 
 def train(training: Training) -> Trained:
-    """Train the demo model. Raises WorkerError when a process failed or was too slow."""
+    """Train the demo model. Raises WorkerError if a process failed or was too slow."""
     port = free_port()
     with Workers(_trainer, [(rank, port, training) for rank in range(training.peers)]) as nodes:
         nodes.hear(timeout_s=60.0)
@@ -53,7 +53,7 @@ def train(training: Training) -> Trained:
 
 
 def hold(setup: Setup, *, peers: int, steps: int) -> list[float]:
-    """Seconds that each exchange held the setup's work, of all processes' steps; two warm-up steps are left out.
+    """Seconds that each exchange blocked the workload, for all steps of all processes, without two warm-up steps.
 
     Raises:
         WorkerError: a process failed or was too slow.
@@ -65,10 +65,10 @@ def hold(setup: Setup, *, peers: int, steps: int) -> list[float]:
 
 
 class Exchange:
-    """One process' side of the algorithm.
+    """One process's side of the algorithm.
 
     Args:
-        model: this process' own, equal on all at the start; changed in place by `after`.
+        model: model of this process, equal on all at the start; changed in place by `after`.
         rank: which process this is.
         peers: k.
         fragment_fraction: p.
@@ -85,7 +85,7 @@ class Exchange:
         self._outer = torch.optim.SGD(self._master.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
 
     def after(self, step: int, *, last: bool = False) -> float:
-        """Exchange after inner step `step`, counted from 1. Returns the seconds it took once all had come to it."""
+        """Exchange after inner step `step`, counted from 1. Returns the seconds since all processes were ready."""
         dist.barrier()
         started = time.perf_counter()
         exchange(self._model, self._fragment_fraction, self._rank, self._peers)

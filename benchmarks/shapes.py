@@ -1,4 +1,4 @@
-"""The models that are measured: GPTs as plain bags of parameters, since only weights travel and nothing is computed."""
+"""The measured models: the parameters of GPTs without a forward pass, since only the exchange is measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GPTParameters(nn.Module):
         width: size of the residual stream.
         vocabulary: number of tokens.
         context: number of positions.
-        seed: of the initial values, normal with a standard deviation of 0.02 as in GPT-2.
+        seed: seeds the initial values, normal with a standard deviation of 0.02 as in GPT-2.
     """
 
     def __init__(self, *, layers: int, width: int, vocabulary: int, context: int, seed: int = 0) -> None:

@@ -1,7 +1,7 @@
-"""Our own side: real peers as processes that step through phases of a benchmark together.
+"""p2ptrain's side of a benchmark: real peers as processes, which run the phases of a benchmark together.
 
-A peer computes for a while, calls `peer.step()`, and so on, as a training loop does; the weights change only where a
-phase says so. All phases of one swarm are run by the same peers, so that with and without can be compared.
+A peer runs a workload and `peer.step()` in turns, as a training loop does; only `drift` changes the weights. The same
+peers run all phases of a swarm, so that phases with and without an exchange can be compared.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import p2ptrain
 from benchmarks.measure import memory
 from benchmarks.processes import WorkerError, Workers
 
-# No benchmark's step takes half as long, on a busy machine either (guess).
+# Steps of the benchmarks take less than half of this, also on a busy machine (guess).
 STEP_TIMEOUT_S = 1.0
 # Longer than any benchmark: no round becomes due.
 NEVER = 10**9
-# Enough for a round to become due and land, whatever the setup.
+# Enough for a round to become due and land in any setup.
 ROUND_STEPS = 600
-# What peers are told instead of a phase.
+# Message to the peers instead of a phase.
 DRIFT = "drift"
-# Some hundred inner steps move weights about this far; their own spread is 0.02 (guess).
+# Some hundred inner steps change weights by about this much; their standard deviation is 0.02 (guess).
 _DRIFT = 0.001
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is alike in all peers of a swarm.
+    """The settings of all peers of a swarm.
 
     Attributes:
-        model: importable function that builds the model, alike in every process.
-        work: given the model, prepares what is called once a step; see `workloads.py`.
+        model: importable function that builds the model, equal in every process.
+        work: takes the model and returns the function that is called in each step; see `workloads.py`.
         fragment_fraction: p; 0 for no gossip.
         sync_every: H, in inner steps.
     """
@@ -52,11 +52,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Phase:
-    """What every peer is told to do next.
+    """A phase that all peers run.
 
     Attributes:
-        steps: how many steps; with `until_round` at most.
-        exchange: whether `peer.step()` is called at all.
+        steps: number of steps; the maximum with `until_round`.
+        exchange: whether `peer.step()` is called.
         until_round: stop after the step in which a round landed.
     """
 
@@ -70,9 +70,9 @@ class Step:
     """One step of one peer.
 
     Attributes:
-        whole_s: its seconds, the workload's included.
-        exchange_s: seconds of `peer.step()`, seen from outside.
-        report: what it returned, None where it was not called.
+        whole_s: seconds of the step, including the workload.
+        exchange_s: seconds of `peer.step()`, measured by the caller.
+        report: the result of `peer.step()`; None if it was not called.
         due: whether a round was due after it.
     """
 
@@ -83,13 +83,13 @@ class Step:
 
 
 class Swarm:
-    """Live peers that know each other; a context manager.
+    """Live peers that are connected to each other; a context manager.
 
-    `memory_before_join` is what each peer's process used with model and workload prepared.
+    `memory_before_join` is the memory of each process after it has built model and workload.
 
     Args:
-        setup: alike for all.
-        peers: how many processes.
+        setup: settings of all peers.
+        peers: number of processes.
     """
 
     def __init__(self, setup: Setup, peers: int) -> None:
@@ -118,24 +118,24 @@ class Swarm:
 
     @property
     def pids(self) -> list[int]:
-        """The peers' processes; their p2pds are below them."""
+        """Process ids of the peers; their p2pds are child processes."""
         return self._workers.pids
 
     def run(self, phase: Phase) -> list[list[Step]]:
-        """Let all peers go through a phase: the steps of each. Raises WorkerError when one fails or is too slow."""
+        """Run a phase on all peers. Returns the steps of each. Raises WorkerError if a peer fails or is too slow."""
         self._workers.tell(phase)
         steps: list[list[Step]] = self._workers.hear(timeout_s=60.0 + phase.steps * STEP_TIMEOUT_S)
         return steps
 
     def drift(self) -> None:
-        """Change the weights, differently on each peer, as training would have."""
+        """Change the weights differently on each peer, as training would."""
         self._workers.tell(DRIFT)
         self._workers.hear(timeout_s=60.0)
 
     def round(self) -> list[list[Step]] | None:
-        """Run until a round has landed, after `drift`: the steps of each peer.
+        """Run until a round has landed, and return the steps of each peer. Call `drift` before.
 
-        None when the round was not committed with everybody in it, as may happen to the first.
+        Returns None if the round was not committed by all peers, as can happen to the first one.
         """
         peers = self.run(Phase(ROUND_STEPS, until_round=True))
         landed = [steps[-1].report.round for steps in peers if steps[-1].report]
@@ -145,7 +145,7 @@ class Swarm:
         return peers if complete else None
 
     def warm_up(self) -> None:
-        """Run until fragments are merged on every peer. Raises WorkerError when they never are."""
+        """Run until every peer has merged a fragment. Raises WorkerError after 100 steps."""
         self.drift()
         for _ in range(10):
             peers = self.run(Phase(steps=10))
@@ -191,7 +191,7 @@ def _run(phase: Phase, work: Callable[[], None], peer: p2ptrain.Peer) -> list[St
         computed = time.perf_counter()
         report = peer.step() if phase.exchange else None
         ended = time.perf_counter()
-        # Nothing public tells that a round is due: it is nobody's business but a benchmark's.
+        # Private, because only a benchmark needs to know that a round is due.
         steps.append(Step(ended - started, ended - computed, report, peer._exchange.due))
         if phase.until_round and report is not None and report.round is not None:
             break

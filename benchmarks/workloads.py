@@ -1,4 +1,4 @@
-"""What a peer does between two calls of `peer.step()`: a workload prepares it once, and every step calls the result."""
+"""Workloads between two calls of `peer.step()`: each takes the model and returns a function to call in every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class Busy:
-    """A fixed number of matrix products that take `seconds` of a core, and longer where others compute as well."""
+    """A fixed number of matrix products that take `seconds` of a free core, and longer on a busy one."""
 
     seconds: float
 
@@ -48,7 +48,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class AdamStates:
-    """Give the model gradients and the inner optimizer its state, then wait as `Pause` does."""
+    """Create gradients and the inner optimizer's state, then wait as `Pause` does."""
 
     seconds: float
 
@@ -59,14 +59,14 @@ class AdamStates:
         optimizer.step()
 
         def wait() -> None:
-            assert optimizer.state  # alive as long as the workload
+            assert optimizer.state  # keeps the optimizer alive
             time.sleep(self.seconds)
 
         return wait
 
 
 def train_demo_model(model: nn.Module) -> Callable[[], None]:
-    """Train the demo model for real, as `p2ptrain demo` does."""
+    """Train the demo model, as `p2ptrain demo` does."""
     trainer = Trainer(model, load_corpus("stdlib"), RunConfig(total_steps=0), batch_size=4, seed=0)
     return lambda: _train(trainer)
 

@@ -1,1 +1,1 @@
-"""Real peers under a random storm: `python -m benchmarks.soak`, or `make soak MINUTES=20`."""
+"""Soak test: real peers under random faults. `python -m benchmarks.soak`, or `make soak MINUTES=20`."""

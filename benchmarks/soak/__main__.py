@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak`: real peers under a random storm, and what it cost."""
+"""`python -m benchmarks.soak`: train with real peers under random faults, and report the cost."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import click
 from benchmarks.namespaces import why_not
 from benchmarks.paced import STEP_S, STEP_VARIABLE
 from benchmarks.results import machine
-from benchmarks.soak.environment import prepare_ground
+from benchmarks.soak.environment import prepare_environment
 from benchmarks.soak.plan import CUT, KINDS, plan_faults
 from benchmarks.soak.report import format_soak
 from benchmarks.soak.storm import SoakError, run_soak
 from benchmarks.soak.verdict import failures
 
-# Before the storm: what a fault-free run does on this machine. After it: time for all to agree.
+# Seconds without faults: before the storm, to measure the fault-free speed; after it, for all peers to agree.
 CALM_S, END_S = 90.0, 60.0
 
 
 @click.command("python -m benchmarks.soak")
-@click.option("--minutes", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Of storm.")
+@click.option("--minutes", type=click.FloatRange(min=1), default=20.0, show_default=True, help="Minutes of faults.")
 @click.option("--peers", type=click.IntRange(min=3), default=4, show_default=True)
 @click.option("--faults-per-minute", type=click.FloatRange(min=0), default=1.0, show_default=True)
-@click.option("--step-ms", type=click.FloatRange(min=1), help="Of the demo model's steps.  [default: 30]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the faults.")
+@click.option("--step-ms", type=click.FloatRange(min=1), help="Duration of a step.  [default: 30]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seeds the faults.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Keep the peers' files here.")
 def main(
     minutes: float, peers: int, faults_per_minute: float, step_ms: float | None, seed: int, out: Path | None
 ) -> None:
-    """Train with real peers under kill -9, SIGSTOP, restarts, leaving, joining and, where this machine allows network
-    namespaces, partitions; ends with a table in Markdown. Exits with 1 if a promise was broken, if not all are together
-    again after the storm, or if a peer needs more and more of something.
+    """Train with real peers under kill -9, SIGSTOP, restarts, leaving, joining and, if this machine permits network
+    namespaces, partitions. Prints a table in Markdown. Exits with 1 if peers disagree on a round, if not all peers land
+    the same round after the faults, or if a peer leaks memory, files, threads or disk space.
     """
-    # End as Ctrl-C does, so that no peer is left behind.
+    # SIGTERM ends the program as Ctrl-C does, so that no peer keeps running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     step_s = STEP_S if step_ms is None else step_ms / 1000
     os.environ[STEP_VARIABLE] = str(step_s)
@@ -52,9 +52,9 @@ def main(
         if directory.exists() and any(directory.iterdir()):
             raise click.UsageError(f"--out {directory}: is not empty")
         try:
-            with prepare_ground(peers, machines=not reason) as ground:
+            with prepare_environment(peers, machines=not reason) as environment:
                 soak = run_soak(
-                    directory, ground, faults, step_s=step_s, calm_s=CALM_S, storm_s=60 * minutes, end_s=END_S,
+                    directory, environment, faults, step_s=step_s, calm_s=CALM_S, storm_s=60 * minutes, end_s=END_S,
                     say=lambda text: click.echo(text, err=True),
                 )  # fmt: skip
         except SoakError as error:

@@ -1,4 +1,4 @@
-"""Where the processes of a soak run: each on a machine of its own, which can be cut off, or all on loopback."""
+"""Where the processes of a soak run: each on its own simulated machine, which can be cut off, or all on loopback."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from p2ptrain.demo.orchestrator import LOOPBACK
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process runs: what is put before its command, and the address that it listens on."""
+    """Where one process runs: the prefix of its command, and the address that it listens on."""
 
     enter: tuple[str, ...] = ()
     host_maddrs: str = LOOPBACK
 
 
-class Ground:
-    """Places for the peers, and one for their bootstrap node, which is never cut off. Made by `prepare_ground`."""
+class Environment:
+    """Places for the peers and for their bootstrap node, which is never cut off. Made by `prepare_environment`."""
 
     def __init__(self, peers: int, net: Wires | None) -> None:
         self._net = net
@@ -28,23 +28,23 @@ class Ground:
         self.bootstrap = _on(net.machine()) if net else Place()
 
     def cut(self, peers: Iterable[int]) -> None:
-        """Part these from all others, without a word to anybody. They still reach each other, and whom else is cut."""
-        assert self._net is not None, "on loopback nobody can be cut off"
+        """Disconnect these peers from all others without notice. Peers that are cut off reach each other."""
+        assert self._net is not None, "on loopback no peer can be cut off"
         self._net.cut(*(self._machines[peer] for peer in peers))
 
     def heal(self, peers: Iterable[int]) -> None:
-        assert self._net is not None, "on loopback nobody can be cut off"
+        assert self._net is not None, "on loopback no peer can be cut off"
         self._net.heal(*(self._machines[peer] for peer in peers))
 
 
 @contextmanager
-def prepare_ground(peers: int, *, machines: bool) -> Iterator[Ground]:
-    """Places that last as long as the context, on machines of their own or not. Raises OSError where there are none."""
+def prepare_environment(peers: int, *, machines: bool) -> Iterator[Environment]:
+    """Create places for the duration of the block, on simulated machines or not. Raises OSError if they fail."""
     if machines:
         with wires() as net:
-            yield Ground(peers, net)
+            yield Environment(peers, net)
     else:
-        yield Ground(peers, None)
+        yield Environment(peers, None)
 
 
 def _on(machine: Machine) -> Place:

@@ -1,4 +1,4 @@
-"""The peers of a soak: real `p2ptrain join` processes, what is done to them, and what they record and use."""
+"""The peers of a soak: real `p2ptrain join` processes, the faults that strike them, and their metrics and resources."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.training.join import METRICS_FILE
 
-# At the pace that is asked for.
+# At the requested pace.
 ROUND_EVERY_S = 12.0
 
 
 def run_flags(step_s: float) -> list[str]:
-    """What the peers of a soak train, with a step every `step_s`."""
+    """The flags of `p2ptrain join` for all peers of a soak; `step_s`: seconds per step."""
     sync_every = max(1, round(ROUND_EVERY_S / step_s))
     return [
         "--run-id", "soak", "--model", "benchmarks.paced:evenly", "--steps", "0", "--fragment-fraction", "0.02",
         "--sync-every", str(sync_every),
-        # A measurement takes as long as six steps; and a checkpoint a minute, so that restarts find one.
+        # An evaluation takes as long as six steps. One checkpoint a minute, so that restarts find one.
         "--eval-every", str(2 * sync_every), "--checkpoint-minutes", "1", "--threads", "1", "--device", "cpu",
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one peer, its daemon included, uses at a moment; `disk_bytes` without its log and metrics."""
+    """Resources of one peer and its daemon at time `t`; `disk_bytes` without its log and metrics."""
 
     t: float
     resident_bytes: int
@@ -52,11 +52,11 @@ class Scene:
     """What the peers of a soak share.
 
     Attributes:
-        out: where each has its directory.
-        addresses: the bootstrap node's file.
-        processes: whoever is started goes in here, to be ended with the soak.
-        account: is told what they record.
-        step_s: their pace.
+        out: parent of the peers' directories.
+        addresses: file with the addresses of the bootstrap node.
+        processes: all started processes, to end them with the soak.
+        run_audit: receives the events of all peers.
+        step_s: seconds per step.
     """
 
     out: Path
@@ -67,7 +67,7 @@ class Scene:
 
 
 class SoakPeer:
-    """A seat in the swarm: one peer after the other may take it. `name` is that of its directory."""
+    """One of the peers of a soak; `replace` puts a new peer in its place. `name` is that of the current directory."""
 
     def __init__(self, number: int, place: Place, scene: Scene) -> None:
         self.number = number
@@ -81,7 +81,7 @@ class SoakPeer:
         self._paused_s = 0.0
         self._move_in()
 
-    # --- what is done to it -------------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------------------
 
     def _move_in(self) -> None:
         self.directory = self._scene.out / self.name
@@ -89,7 +89,7 @@ class SoakPeer:
         self.restart()
 
     def restart(self) -> None:
-        """Start it in its directory: the second time with the same identity, and from its last checkpoint."""
+        """Start the peer in its directory; after the first time with the same identity and its last checkpoint."""
         self.process = Process(
             ["join", *run_flags(self._scene.step_s), "--initial-peers", str(self._scene.addresses),
              "--host-maddrs", self._place.host_maddrs, "--out", str(self.directory),
@@ -100,23 +100,23 @@ class SoakPeer:
         self._started_s = time.time()
 
     def kill(self) -> None:
-        """kill -9; its daemon goes with it."""
+        """Send SIGKILL; its daemon ends too."""
         self._note_cpu()
         self.process.kill()
 
     def ask_to_leave(self) -> None:
-        """Ctrl-C."""
+        """Send SIGTERM, on which it leaves as on Ctrl-C."""
         self._note_cpu()
         self.process.ask_to_leave()
 
     def replace(self) -> None:
-        """Let another peer take this seat, with a directory of its own."""
+        """Start a new peer in its place, with a directory of its own."""
         self.read()
         self._generation += 1
         self._move_in()
 
     def pause(self) -> None:
-        """Stop everything that it runs, as a closed laptop does."""
+        """Stop its processes with SIGSTOP, as when a laptop is closed."""
         self._paused_s = time.time()
         self._signal(signal.SIGSTOP)
 
@@ -131,7 +131,7 @@ class SoakPeer:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    # --- what it shows ------------------------------------------------------------------------------------------
+    # --- measurements -------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -143,14 +143,14 @@ class SoakPeer:
 
     @property
     def trains(self) -> bool:
-        """Whether a process is there, and awake."""
+        """Whether its process runs and is not paused."""
         return self.process.exit_status is None and not self.paused
 
     def read(self) -> None:
-        """Take in what it recorded since the last time."""
+        """Read the events that it has recorded since the last call."""
         for event in self._reader.new_events():
             if event["event"] == "start":
-                # It says so once it has imported torch: a join is counted from the start of the process.
+                # This event comes after torch's import, but a join is measured from the start of the process.
                 event["t"] = self._started_s
             self._scene.run_audit.note(self.name, event)
             if event["event"] == "step":
@@ -158,13 +158,13 @@ class SoakPeer:
                 self.blocked_s += self._blocked(event)
 
     def _blocked(self, step: Event) -> float:
-        """Seconds that an exchange held training, but for those in which it was asleep."""
+        """Seconds that an exchange blocked training, without those in which the peer was paused."""
         end, held_s = float(step["t"]), float(step["exchange_s"])
         asleep = sum(max(0.0, min(end, woke) - max(end - held_s, slept)) for slept, woke in self.pauses)
         return max(0.0, held_s - asleep)
 
     def measure(self) -> None:
-        """Note what it uses now."""
+        """Record its current use of resources."""
         if not self.trains:
             return
         with contextlib.suppress(psutil.Error, OSError):
@@ -183,7 +183,7 @@ class SoakPeer:
         self.used_cpu_s += cpu_s([self.process.pid])
 
     def end(self) -> None:
-        """Wake it, so that it can be asked to leave, and take its last counts."""
+        """Resume it, so that it can be asked to leave, and read its CPU time."""
         self._note_cpu()
         self.resume()
 
@@ -193,6 +193,6 @@ def _disk_bytes(directory: Path) -> int:
     for path, _, names in os.walk(directory):
         for name in names:
             if name not in (METRICS_FILE, LOG):
-                with contextlib.suppress(FileNotFoundError):  # an old checkpoint makes room
+                with contextlib.suppress(FileNotFoundError):  # an old checkpoint was removed
                     total += os.path.getsize(os.path.join(path, name))
     return total

@@ -1,4 +1,4 @@
-"""What will be done to whom and when, drawn from a seed before the soak begins."""
+"""The plan of a soak's faults, drawn from a seed before the soak begins."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KINDS = ("kill", "pause", "replace")
-# Needs machines that can be cut off.
+# Needs simulated machines.
 CUT = "cut"
-# A peer that was killed is down so long, a paused one asleep: shorter and longer than the ten seconds after which its
-# links are given up.
+# Range of seconds that a killed peer is down, and that a paused one sleeps: shorter and longer than the ten seconds
+# after which its links are closed.
 DOWN_S = (3.0, 15.0)
 ASLEEP_S = (2.0, 25.0)
-# Cut off: also longer than the minute after which those that lack a quorum begin a lineage of their own.
+# Range of seconds of a cut: also longer than the minute after which peers without a quorum begin a new lineage.
 CUT_S = (3.0, 75.0)
 MOST_CUT = 2
-# Whoever comes back has some time to join.
+# A peer that comes back has this long to join before its next fault.
 BACK_S = 20.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, `at_s` after the storm began: "kill" is kill -9 and a restart with the same directory `lasts_s` later,
-    "pause" is SIGSTOP and SIGCONT of the peer and its daemon, "replace" is SIGTERM and a new peer that joins, "cut"
-    parts one or two peers, which still reach each other, from all others. No fault but a cut has two `peers`."""
+    """One fault, from `at_s` after the start of the storm for `lasts_s` seconds.
+
+    "kill" is SIGKILL and a restart in the same directory, "pause" is SIGSTOP and SIGCONT of the peer and its daemon,
+    "replace" is SIGTERM and a new peer that joins, "cut" disconnects one or two peers from all others, not from each
+    other. Only a cut can have two `peers`.
+    """
 
     at_s: float
     kind: str
@@ -35,10 +38,10 @@ class Fault:
 def plan_faults(
     *, seed: int, peers: int, minutes: float, per_minute: float, kinds: Sequence[str] = KINDS
 ) -> list[Fault]:
-    """Faults at random times (exponential gaps) on peers from 0; the last peer is only ever paused or cut off.
+    """Draw faults at random times (exponential gaps). Peers are numbered from 0.
 
-    So that there is one whose memory can be watched from the beginning to the end. No peer suffers from two at once,
-    and one at least is always as it was: who joins finds the run.
+    The last peer is only paused or cut off, so that one process can be checked for leaks from start to end. No peer has
+    two faults at once, and at least one peer always has none, so that joining peers find the run.
     """
     rng = random.Random(f"soak/{seed}")
     lasts = {"kill": DOWN_S, "pause": ASLEEP_S, "replace": (0.0, 5.0), CUT: CUT_S}

@@ -1,7 +1,7 @@
-"""What a soak showed, as a table in Markdown.
+"""The results of a soak as a table in Markdown.
 
-A peer that is cut off is a live one, which trains on: its steps are part of the goodput, and what exchanges hold of its
-training is held time, as of all others. Only who has no process, or a sleeping one, is away.
+A peer that is cut off still counts as live: it trains on, its steps are part of the goodput, and the time that its
+exchanges take is included. Only peers that are down or paused do not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.soak.verdict import growths
 
 
 def format_soak(soak: Soak, *, seed: int) -> str:
-    """The table: what was measured, what is wanted, and what it was."""
+    """Format the table: measure, target and measurement."""
     run_audit, peers = soak.run_audit, soak.peers
     storm_s, kinds = soak.over_s - soak.storm_s, Counter(fault.kind for _, fault in soak.done)
     sizes = run_audit.participation
@@ -31,8 +31,8 @@ def format_soak(soak: Soak, *, seed: int) -> str:
          f"{len(peers)}, {storm_s / 60:.1f}, {len(soak.done)} ({seed}): "
          + ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))),
         ("goodput: inner steps in the storm, against those of as long a calm", "reported", f"{goodput(soak):.1%}"),
-        ("… lost while a process was down or asleep", "", f"{1 - lived_s / (len(peers) * storm_s):.1%}"),
-        ("time that exchanges held the training of live peers", "≤ 3 %",
+        ("… lost while a process was down or paused", "", f"{1 - lived_s / (len(peers) * storm_s):.1%}"),
+        ("time that exchanges blocked the training of live peers", "≤ 3 %",
          f"{sum(peer.blocked_s for peer in peers) / _training_s(soak):.2%}"),
         ("rounds committed / skipped (in one peer's view)", "", f"{rounds} / {run_audit.skipped}"),
         ("longest time without a committed round, from one to the next", "", _longest_gap(soak)),
@@ -47,7 +47,7 @@ def format_soak(soak: Soak, *, seed: int) -> str:
         ("after the storm: rounds, landed by", "all", f"{len(last)}, {max(map(len, last), default=0)} peers"),
         ("… until a round that all landed had been committed", "",
          f"{soak.together.t - soak.over_s:.0f} s" if soak.together else "there was none"),
-        *((f"{one.name}, first and last quarter (a peer that is always there)", one.rule,
+        *((f"{one.name}, first and last quarter (the peer that is never replaced)", one.rule,
            f"{one.early:.0f} → {one.late:.0f} {one.unit}".rstrip()) for one in growths(peers[-1].usage)),
         ("CPU of a peer, daemon included", "about half a core",
          f"{sum(p.used_cpu_s for p in peers) / (len(peers) * (soak.end_s - soak.calm_s)):.2f} cores on average"),
@@ -57,7 +57,7 @@ def format_soak(soak: Soak, *, seed: int) -> str:
 
 
 def goodput(soak: Soak) -> float:
-    """Steps a second in the storm as a share of those in the calm before it, all peers together."""
+    """Steps per second of all peers during the faults, as a share of those before them."""
 
     def rate(start: float, end: float) -> float:
         return sum(start < t <= end for peer in soak.peers for t in peer.steps) / (end - start)
@@ -66,17 +66,17 @@ def goodput(soak: Soak) -> float:
 
 
 def _awake_s(peer: SoakPeer, soak: Soak) -> float:
-    """Seconds of the storm in which there was a process that was awake."""
+    """Seconds of the storm in which the peer's process ran and was not paused."""
     away_s = sum(fault.lasts_s for _, fault in soak.done if peer.number in fault.peers and fault.kind != CUT)
     return soak.over_s - soak.storm_s - away_s
 
 
 def _training_s(soak: Soak) -> float:
-    """Seconds that all peers together spent in steps, of which exchanges are a part."""
+    """Seconds of all peers' steps, including their exchanges."""
     total = 0.0
     for peer in soak.peers:
         for before, after in itertools.pairwise(peer.steps):
-            # Longer gaps are those in which it was down or asleep.
+            # In longer gaps the peer was down or paused.
             total += after - before if after - before < 2 else 0.0
     return total
 
@@ -89,5 +89,5 @@ def _longest_gap(soak: Soak) -> str:
 
 def _spread(seconds: Sequence[float | None]) -> str:
     times = sorted(s for s in seconds if s is not None)
-    missing = f"; {len(seconds) - len(times)} did not come so far" if len(times) < len(seconds) else ""
+    missing = f"; {len(seconds) - len(times)} never did" if len(times) < len(seconds) else ""
     return f"{statistics.median(times):.1f} s median, {times[-1]:.1f} s most ({len(times)}){missing}" if times else "-"

@@ -1,4 +1,4 @@
-"""A soak from beginning to end: peers start, train in calm, come through a storm, and in calm again agree."""
+"""A soak from start to end: peers start, train without faults, train with faults, and must agree after them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.soak.environment import Ground
+from benchmarks.soak.environment import Environment
 from benchmarks.soak.peers import Scene, SoakPeer
 from benchmarks.soak.plan import CUT, Fault
 from p2ptrain.demo.orchestrator import start_bootstrap
@@ -17,23 +17,25 @@ from p2ptrain.monitor.run_audit import RunAudit
 
 POLL_S = 0.25
 MEASURE_EVERY_S = 10.0
-# From the first start to the first step of all; a busy machine takes its time.
+# From the first start until all peers train, on a busy machine.
 START_S = 120.0
-# After the storm all land a round within the minute; a soak that fails says so after so long.
+# After the storm all peers normally land a round within a minute; a soak has failed after this time.
 TOGETHER_S = 180.0
 
 
 class SoakError(RuntimeError):
-    """A peer did what none may do; the message ends in what it said last."""
+    """A peer ended, or two disagreed on a round. The message includes the peer's last output."""
 
 
 @dataclass
 class Soak:
-    """What happened. Times are seconds since the epoch.
+    """The record of a soak. Times are seconds since the epoch.
 
     Attributes:
-        calm_s, storm_s, over_s, end_s: when all trained, when the faults began, when they were over, and the end.
-        done: faults that were done, with the time of each.
+        peers: the peers, with their measurements.
+        run_audit: the rounds of all peers.
+        calm_s, storm_s, over_s, end_s: when all peers trained, when the faults began and ended, and the end.
+        done: the faults that struck, each with its time.
     """
 
     peers: list[SoakPeer]
@@ -46,39 +48,39 @@ class Soak:
 
     @property
     def together(self) -> RoundView | None:
-        """The first round that was committed after the storm and landed by all peers; so all are in its lineage."""
+        """The first round committed after the storm that all peers have landed, so that they share a lineage."""
         names = {peer.name for peer in self.peers}
         later = (round_ for round_ in self.run_audit.committed if round_.t > self.over_s)
         return min((round_ for round_ in later if names <= round_.states.keys()), key=lambda r: r.t, default=None)
 
 
 def run_soak(
-    out: Path, ground: Ground, faults: list[Fault], *, step_s: float, calm_s: float, storm_s: float, end_s: float,
-    say: Callable[[str], None],
+    out: Path, environment: Environment, faults: list[Fault], *, step_s: float, calm_s: float, storm_s: float,
+    end_s: float, say: Callable[[str], None],
 ) -> Soak:  # fmt: skip
-    """Run all of it.
+    """Run a soak; blocks until its end.
 
     Args:
         out: an empty directory.
-        ground: where the peers train, as many as it has places for.
-        faults: what is done in the storm, in order.
-        step_s: the peers' pace.
-        calm_s: seconds of training before the storm, by which what it costs is measured.
+        environment: places of the peers; determines their number.
+        faults: the faults, in order of time.
+        step_s: seconds per step.
+        calm_s: seconds of training before the faults, for comparison.
         storm_s: seconds of the storm.
-        end_s: seconds without faults after it, or more if it takes longer until all have landed one round.
-        say: told what is done.
+        end_s: seconds without faults after it; longer if not all peers have landed one round by then.
+        say: prints a line of progress.
 
-    Raises SoakError.
+    Raises:
+        SoakError: a peer ended by itself or did not start to train, or two peers disagreed on a round.
     """
     run_audit = RunAudit()
     with running_processes() as processes:
-        addresses = start_bootstrap(
-            out, processes, lambda: False, host_maddrs=ground.bootstrap.host_maddrs, enter=ground.bootstrap.enter
-        )
+        home = environment.bootstrap
+        addresses = start_bootstrap(out, processes, lambda: False, host_maddrs=home.host_maddrs, enter=home.enter)
         scene = Scene(out, addresses, processes, run_audit, step_s)
-        soak = Soak([SoakPeer(i, home, scene) for i, home in enumerate(ground.peers)], run_audit)
+        soak = Soak([SoakPeer(i, place, scene) for i, place in enumerate(environment.peers)], run_audit)
         try:
-            _conduct(soak, ground, faults, (calm_s, storm_s, end_s), say)
+            _conduct(soak, environment, faults, (calm_s, storm_s, end_s), say)
         finally:
             for peer in soak.peers:
                 peer.end()
@@ -88,8 +90,9 @@ def run_soak(
 
 
 def _conduct(
-    soak: Soak, ground: Ground, faults: list[Fault], lasts_s: tuple[float, float, float], say: Callable[[str], None]
-) -> None:
+    soak: Soak, environment: Environment, faults: list[Fault], lasts_s: tuple[float, float, float],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
     began_s = time.time()
     while not all(peer.steps for peer in soak.peers):
         _look(soak)
@@ -100,7 +103,7 @@ def _conduct(
     soak.storm_s = soak.calm_s + lasts_s[0]
     soak.over_s = soak.storm_s + lasts_s[1]
     say(f"all {len(soak.peers)} train; the storm begins in {lasts_s[0]:.0f} s")
-    storm = _Storm(soak, ground, faults, say)
+    storm = _Storm(soak, environment, faults, say)
     measured_s = 0.0
     while (elapsed_s := (now := time.time()) - soak.over_s) < TOGETHER_S:
         if elapsed_s > lasts_s[2] and soak.together:
@@ -116,21 +119,21 @@ def _conduct(
 
 
 def _look(soak: Soak, down: frozenset[int] = frozenset()) -> None:
-    """Read what the peers record. Raises SoakError when one has ended by itself, or the promise is broken."""
+    """Read the peers' events. Raises SoakError if a peer has ended by itself, or two disagree on a round."""
     for peer in soak.peers:
         peer.read()
         if peer.process.exit_status is not None and peer.number not in down:
-            said = "\n".join(peer.process.last_lines)
-            raise SoakError(f"{peer.name} ended with status {peer.process.exit_status}:\n{said}")
+            output = "\n".join(peer.process.last_lines)
+            raise SoakError(f"{peer.name} ended with status {peer.process.exit_status}:\n{output}")
     if soak.run_audit.disagreements:
         raise SoakError(soak.run_audit.disagreements[0])
 
 
 class _Storm:
-    """Does and undoes faults as their times come. `down` are the peers that have no process for now."""
+    """Starts and ends faults at their times. `down` are the peers without a process."""
 
-    def __init__(self, soak: Soak, ground: Ground, faults: list[Fault], say: Callable[[str], None]) -> None:
-        self._soak, self._ground, self._say = soak, ground, say
+    def __init__(self, soak: Soak, environment: Environment, faults: list[Fault], say: Callable[[str], None]) -> None:
+        self._soak, self._environment, self._say = soak, environment, say
         self._waiting = list(faults)
         self._open: list[Fault] = []
 
@@ -161,13 +164,13 @@ class _Storm:
             case "replace":
                 struck[0].ask_to_leave()
             case _:
-                self._ground.cut(fault.peers)
+                self._environment.cut(fault.peers)
 
     def _end(self, fault: Fault) -> bool:
-        """Undo a fault; False while that cannot be done yet."""
+        """End a fault. Returns False if it must be tried again, as the process still runs."""
         peer = self._soak.peers[fault.peers[0]]
         if fault.kind == CUT:
-            self._ground.heal(fault.peers)
+            self._environment.heal(fault.peers)
         elif fault.kind == "pause":
             peer.resume()
         elif fault.kind == "kill":

@@ -1,4 +1,4 @@
-"""Whether a soak was come through: what its peers may not do, and what they may not need more of as time goes on."""
+"""The verdict on a soak: agreement between the peers, and no growing use of memory, files, threads or disk."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from benchmarks.soak.peers import Usage
 from benchmarks.soak.storm import Soak
 
-# A peer has loaded what it needs, and holds the three checkpoints that are kept, by then.
+# By then a peer has loaded everything and has the maximum of three checkpoints.
 SETTLED_S = 200.0
-# Too few measurements say nothing.
+# Fewer measurements are not judged.
 LEAST_USAGES = 8
-# What is no leak. A peer's resident memory swings by a few per cent, and a fourth checkpoint is a third more disk. Of
-# files and threads, one lost with each fault is 15 from the first to the last quarter of twenty minutes.
+# Growth that is not called a leak. Resident memory varies by a few per cent, and a fourth checkpoint takes a third more
+# disk. One file or thread lost with each fault adds up to 15 from the first to the last quarter of twenty minutes.
 MOST_SHARE, MOST_MORE = 0.2, 10
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What one process needed of something: medians of the first and the last quarter of its settled life.
+    """How much of a resource one process used: medians of the first and the last quarter after SETTLED_S.
 
     Attributes:
-        unit: of the two numbers.
-        most: the last may be as large as this.
-        rule: the same in words.
+        unit: unit of `early` and `late`.
+        most: the largest `late` that is no leak.
+        rule: `most` in words.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Growth:
 
 
 def growths(usage: Sequence[Usage]) -> list[Growth]:
-    """Of memory, files, threads and disk, from what was measured of one process; empty when that is too little."""
+    """The growth of memory, files, threads and disk of one process; empty if there are too few measurements."""
     settled = [one for one in usage if one.t - usage[0].t > SETTLED_S]
     if len(settled) < LEAST_USAGES:
         return []
@@ -65,7 +65,7 @@ def growths(usage: Sequence[Usage]) -> list[Growth]:
 
 
 def failures(soak: Soak) -> list[str]:
-    """What no soak may show, a line each; empty after one that was come through."""
+    """The failures of a soak, one line each; empty if it has passed."""
     found = list(soak.run_audit.disagreements)
     if not soak.run_audit.committed:
         found.append("no round was committed")

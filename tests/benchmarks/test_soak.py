@@ -1,4 +1,4 @@
-"""What a soak does is drawn from its seed, it fails for what it should, and its model is the demo's at a pace."""
+"""The soak: its faults follow from the seed, its verdict finds each failure, and its model is the paced demo model."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_nobody_suffers_from_two_at_once_one_is_as_it_was_and_one_is_never_kille
 
 @dataclass
 class Seat:
-    """As much of a peer as is judged."""
+    """The part of a peer that the verdict reads."""
 
     name: str
     usage: list[Usage] = field(default_factory=list)
 
 
 def _soak(*rounds: tuple[str, str, int, float]) -> Soak:
-    """Two peers that landed rounds: peer, lineage, number and the seconds after the storm at which it told of it."""
+    """A soak of two peers that landed rounds, each given by peer, lineage, number and seconds after the storm."""
     soak = Soak([Seat("a"), Seat("b")], RunAudit(), over_s=OVER_S, end_s=OVER_S + 180)
     for peer, lineage, number, later_s in rounds:
         soak.run_audit.note(
@@ -95,7 +95,7 @@ def test_a_soak_without_rounds_fails() -> None:
 
 
 def _usage(**more: float) -> list[Usage]:
-    """An hour's, of which the last half has more of something."""
+    """The usage of an hour, with more of some resource in the second half."""
     plain = {"resident_bytes": 500e6, "files": 40, "threads": 15, "disk_bytes": 6.7e6}
     return [
         Usage(t=t, **{name: value + more.get(name, 0) * (t > 1800) for name, value in plain.items()})

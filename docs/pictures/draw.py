@@ -1,4 +1,4 @@
-"""The pictures of the documentation: `python docs/pictures/draw.py` (or `make docs`) writes them beside this file.
+"""Draw the pictures of the documentation: `python docs/pictures/draw.py` (or `make docs`) writes them beside this file.
 
 Each function returns one SVG. The picture of the layers is drawn from the list in tests/test_layers.py.
 """
@@ -77,8 +77,8 @@ class Drawing:
 
 
 def overview() -> str:
-    """Four peers over two intervals: steps, fragments between them, rounds in the background, one lost, one joining."""
-    d = Drawing(860, 400, "Four peers train: fragments at every step, a round every H steps, one is lost, one joins")
+    """Four peers over two intervals: steps, fragments, rounds in the background, one peer lost, one joining."""
+    d = Drawing(860, 400, "Four peers train: fragments at every step, a round every H steps, one crashes, one joins")
     top, gap, left, step = 80, 62, 110, 22
     lanes = [top + gap * i for i in range(4)]
     rounds = (left + 11 * step, left + 24 * step)
@@ -101,7 +101,7 @@ def overview() -> str:
         x = left + when * step
         d.arrow(x, lanes[source] + towards, x + 0.7 * step, lanes[target] - towards, colour=COLOURS[source])
     d.box(left + 18 * step - 60, lanes[2] + 14, 128, 20, line=PAPER)
-    d.text(left + 18 * step - 58, lanes[2] + 28, "crashes: nobody waits", colour=RED, size=12)
+    d.text(left + 18 * step - 58, lanes[2] + 28, "crashes; run goes on", colour=RED, size=12)
     d.text(left + 4.2 * step, lanes[3] + 5, "joins: downloads the state", colour=VIOLET, size=13)
     d.arrow(rounds[0] + 3.2 * step, lanes[1] + 26, left + 14.2 * step, lanes[3] - 8, colour=QUIET, dashes="4 3")
     d.cross(left + 18 * step, lanes[2])
@@ -111,17 +111,17 @@ def overview() -> str:
         d.dot(x + 1.6 * step, lanes[1] + 31, 6, INK)
     y = top + gap * 3 + 62
     d.dot(left, y, 3, BLUE)
-    d.text(left + 12, y + 4, "a step of this peer's own, on its own data")
+    d.text(left + 12, y + 4, "an inner step on the peer's own data")
     d.arrow(left + 300, y, left + 322, y, colour=BLUE)
     d.text(left + 330, y + 4, "a fragment: p of the weights, to one random peer")
     d.dot(left, y + 26, 6, INK)
-    d.text(left + 12, y + 30, "the mean of the outer gradients: the new anchor, the same bytes on every member")
+    d.text(left + 12, y + 30, "a round averages the outer gradients: the new anchor is the same on every member")
     return d.svg()
 
 
 def gossip() -> str:
-    """A fragment from its sender's weights into its receiver's."""
-    d = Drawing(860, 330, "A fragment: one slot of the sender's blocks, found again by the receiver, mixed by half")
+    """A fragment from its sender's weights to its receiver's."""
+    d = Drawing(860, 330, "A fragment: the blocks of one slot, sent by one peer and mixed by half into another's")
     d.text(24, 34, "sender", colour=BLUE, bold=True)
     d.text(610, 34, "receiver", colour=ORANGE, bold=True)
     slot = {2, 7, 12, 21, 27, 32, 41, 46}
@@ -131,12 +131,12 @@ def gossip() -> str:
             d.box(x, y, 19, 19, fill=colour if block in slot else TINT[colour], line=LINE)
     d.text(24, 184, "all parameters in blocks of 64;", colour=QUIET)
     d.text(24, 202, "dark: the blocks of slot s of cycle c,", colour=QUIET)
-    d.text(24, 220, "1/p slots to a cycle, shuffled by a", colour=QUIET)
-    d.text(24, 238, "keyed bijection from the run's seed", colour=QUIET)
+    d.text(24, 220, "1/p slots per cycle, shuffled by a", colour=QUIET)
+    d.text(24, 238, "permutation keyed by the run's seed", colour=QUIET)
     d.box(278, 56, 300, 92, fill="#f3f4f6")
     d.text(290, 78, "header: lineage, round, cycle, slot", mono=True, size=12)
-    d.text(290, 98, "scales: one bfloat16 a block", mono=True, size=12)
-    d.text(290, 118, "values: 64 × int8 a block", mono=True, size=12)
+    d.text(290, 98, "scales: one bfloat16 per block", mono=True, size=12)
+    d.text(290, 118, "values: 64 × int8 per block", mono=True, size=12)
     d.text(290, 138, "no indices: both sides compute them", size=12, colour=QUIET)
     d.arrow(248, 102, 276, 102, colour=BLUE)
     d.arrow(580, 102, 607, 102, colour=BLUE)
@@ -144,15 +144,15 @@ def gossip() -> str:
     d.text(610, 208, "θ ← θ + ½ (received − θ)", mono=True, size=14)
     d.line((24, 262), (836, 262), colour=LINE)
     d.text(24, 286, "Skipped and counted:", bold=True)
-    d.text(190, 286, "of an earlier epoch · older than p · delay = 0.15 · further off than 4 × the usual · too many")
-    d.text(24, 310, "Nobody waits for a fragment, and nobody answers one.", colour=QUIET)
+    d.text(190, 286, "from an earlier epoch · p · age above 0.15 · distance above 4 × the median · too many at once")
+    d.text(24, 310, "Peers do not wait for fragments and do not acknowledge them.", colour=QUIET)
     return d.svg()
 
 
 def sequence(
     title: str, actors: Sequence[tuple[str, str]], steps: Sequence[tuple[int, int, str] | str], *, width: int = 860,
 ) -> str:  # fmt: skip
-    """Messages between actors from top to bottom; a text alone is a heading across, (i, i, …) a note at an actor."""
+    """A sequence diagram: (i, j, …) is a message, (i, i, …) a note at an actor, a text alone a heading."""
     height = 76 + 30 * len(steps)
     d = Drawing(width, height, title)
     xs = [110 + (width - 220) * i / (len(actors) - 1) for i in range(len(actors))]
@@ -180,22 +180,22 @@ def sequence(
 
 
 def round_() -> str:
-    """One attempt at a round, from due to landed."""
+    """One attempt at a round, from the time it is due until it has landed."""
     return sequence(
         "One round: joining, sending, averaging, deciding, landing",
         [("member", BLUE), ("leader (a member)", VIOLET), ("reducers (members)", ORANGE)],
         [
-            (0, 1, "Due: H steps are done"),
+            (0, 1, "Due (to all peers): H steps are done"),
             (1, 0, "Call: join within the window"),
             (0, 0, "snapshot of the weights; training goes on"),
-            (0, 1, "Join: a promise, tokens, speed, whom I am linked to"),
-            (1, 0, "Roster: who takes part, who averages which part"),
+            (0, 1, "Join: promise, tokens, speed, linked peers"),
+            (1, 0, "Roster: members, reducer of each part"),
             "the outer gradient, anchor − weights, in parts",
             (0, 2, "Contribution: each part to its reducer, in chunks of 1024 blocks, int8"),
-            (2, 1, "Arrived: who is complete, who has stalled"),
+            (2, 1, "Arrived: complete and stalled senders"),
             (1, 2, "Reduce: one set of contributors for all parts"),
             (2, 1, "Reduced: hash of the encoded mean"),
-            "two phases: nobody commits what a quorum does not hold",
+            "two phases: a record is committed only after a quorum has accepted it",
             (1, 0, "Propose: the record, with the part hashes"),
             (2, 0, "the parts of the mean, checked by hash"),
             (0, 1, "Ready"),
@@ -206,29 +206,29 @@ def round_() -> str:
 
 
 def joining() -> str:
-    """From an address to the first step."""
+    """How a peer joins: from an address to the first step."""
     return sequence(
         "Joining: from an address to the first step",
         [("joiner", VIOLET), ("initial peer", ORANGE), ("members of the run", BLUE)],
         [
-            (0, 1, "dial, by the address that was pasted"),
-            (0, 1, "look up the members' keys in the DHT"),
+            (0, 1, "dial the address from the command line"),
+            (0, 1, "look up the members in the DHT"),
             (1, 0, "addresses, each signed by its peer"),
-            (0, 2, "as an observer: what are the run's settings?"),
-            (2, 0, "settings; compared with those that were given"),
-            (0, 0, "the model is built, its layout checked"),
-            (0, 2, "Hello with the run digest: another digest is refused, with the reason"),
-            (0, 2, "head, and the list of chunk hashes"),
+            (0, 2, "as an observer: ask for the run's settings"),
+            (2, 0, "settings; compared with those that the user gave"),
+            (0, 0, "build the model, check its layout"),
+            (0, 2, "Hello with the run digest; another digest is refused, with the reason"),
+            (0, 2, "ask for the head and the list of chunk hashes"),
             (2, 0, "chunks of anchor and momentum, from all members at once"),
-            (0, 0, "each checked by hash; a lost donor is replaced; rounds meanwhile are applied"),
-            (0, 0, "first step; in the next round it is a contributor"),
+            (0, 0, "check each by hash; replace lost donors; apply rounds that end meanwhile"),
+            (0, 0, "first step; it contributes to the next round"),
         ],
     )
 
 
 def epochs() -> str:
-    """What an epoch is to a fragment, and what a lineage is to a partition."""
-    d = Drawing(860, 420, "Epochs: fragments of an earlier round are dropped. Lineages: halves become one again")
+    """Epochs, which decide which fragments are mixed, and lineages, which rejoin after a partition."""
+    d = Drawing(860, 420, "Epochs: fragments from before a round are dropped. Lineages: partitions become one again")
     d.text(24, 34, "Epochs", bold=True, size=15)
     for y, name, colour, landings in ((80, "peer A", BLUE, (280, 600)), (150, "peer B", ORANGE, (330, 650))):
         d.text(24, y + 5, name, colour=colour, bold=True)
@@ -244,10 +244,10 @@ def epochs() -> str:
     d.text(
         24,
         204,
-        "Mixing it would bring back what the round has just averaged out. A fragment of a later round",
+        "Mixing it would undo part of the round's average. A fragment from a later epoch than the",
         colour=QUIET,
     )
-    d.text(24, 222, "than the receiver's waits until the receiver has landed too.", colour=QUIET)
+    d.text(24, 222, "receiver's waits until the receiver has landed the round.", colour=QUIET)
     d.line((24, 240), (836, 240), colour=LINE)
     d.text(24, 268, "Lineages", bold=True, size=15)
     d.line((60, 320), (300, 320), colour=BLUE, width=3)
@@ -264,33 +264,33 @@ def epochs() -> str:
     d.text(300, 288, "the network is cut", anchor="middle", size=12, colour=RED)
     d.text(700, 288, "healed", anchor="middle", size=12, colour=GREEN)
     d.text(340, 384, "the half without a quorum trains on; after", size=12, colour=QUIET)
-    d.text(340, 400, "max(60 s, 3 intervals) it begins a lineage of its own", size=12, colour=QUIET)
+    d.text(340, 400, "max(60 s, 3 intervals) it starts a new lineage", size=12, colour=QUIET)
     d.text(714, 352, "more tokens wins;", size=12, colour=QUIET)
-    d.text(714, 368, "the others take", size=12, colour=QUIET)
-    d.text(714, 384, "its anchor", size=12, colour=QUIET)
+    d.text(714, 368, "the other peers", size=12, colour=QUIET)
+    d.text(714, 384, "adopt its anchor", size=12, colour=QUIET)
     return d.svg()
 
 
-# What each name of the layer list is, in a few words.
+# A short description of each room.
 WORDS = {
-    "algorithms": "what to send, how it is coded, mixed and averaged: torch and numpy only",
-    "settings": "the run's and the machine's; flags, variables, TOML, presets",
-    "protocol": "links, gossip, rounds, state: trio only, no clock or socket of its own",
-    "network": "the same over libp2p: the only package that imports hivemind",
+    "algorithms": "fragments, codecs, mixing, averaging: torch and numpy only",
+    "settings": "of the run and the machine; flags, variables, TOML, presets",
+    "protocol": "links, gossip, rounds, state sync: trio only, no clock or socket of its own",
+    "network": "transport and DHT over libp2p: the only package that imports hivemind",
     "memory_network": "the same in memory, with faults",
-    "peer": "joins a training loop to a node on the network thread",
+    "peer": "connects a training loop to a node on the network thread",
     "monitor": "live view, Prometheus, dashboard, doctor",
-    "api": "p2ptrain.join, for a loop of the user's own",
+    "api": "p2ptrain.join, for the user's own training loop",
     "training": "models, data, trainer, checkpoints: what `p2ptrain join` runs",
     "integrations": "callbacks for trainers of other libraries",
     "simulation": "many peers in one process, virtual time; the papers' experiments",
     "demo": "a swarm of processes on one machine",
-    "cli": "one file a command, no logic",
+    "cli": "one file per command, no logic",
 }
 
 
 def layers() -> str:
-    """The list of tests/test_layers.py, lowest layer first."""
+    """The rooms in the layer list of tests/test_layers.py, lowest layer first."""
     source = (HERE.parents[1] / "tests/test_layers.py").read_text(encoding="utf-8")
     (found,) = [
         node.value for node in ast.parse(source).body
@@ -299,8 +299,8 @@ def layers() -> str:
     assert found is not None
     rows: list[set[str]] = ast.literal_eval(found)
     height = 66 + 46 * len(rows)
-    d = Drawing(860, height, "The layers of the package: each may import what stands above it")
-    d.text(24, 30, "Each row may import what stands above it, and nothing below (tests/test_layers.py).", colour=QUIET)
+    d = Drawing(860, height, "The layers of the package: each row may import the rows above it")
+    d.text(24, 30, "Each row may import the rows above it, but none below (tests/test_layers.py).", colour=QUIET)
     d.arrow(30, height - 24, 30, 50, colour=QUIET)
     for row, names in enumerate(rows):
         x, y = 56.0, 44 + 46 * row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,7 +152,7 @@ class PeerView:
         self.own_steps += steps
         self.tokens += event["tokens"]
         self.status = "last round" if self.step >= self.total_steps > 0 else "training"
-        if event["loss"] is not None:
+        if event["loss"] is not None and math.isfinite(event["loss"]):
             smoothing = SMOOTHING**steps if self.loss is not None else 0.0
             self.loss = smoothing * (self.loss or 0.0) + (1 - smoothing) * event["loss"]
             self.losses.add(event["t"], event["loss"])

@@ -25,6 +25,7 @@ from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.protocol.exchange_types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.step_values import plain_loss, plain_samples
 
 # While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.
 TELL_EVERY_S = 1.0
@@ -104,11 +105,13 @@ class GroupPeer:
         Raises:
             PeerLostError: a rank has ended, or did not make this call within the timeout of the process group. The
                 peer leaves the run at the end of the `with` block.
-            ConfigError: the model's parameters have moved since it joined.
+            ConfigError: `loss` or `samples` is not a valid number, or the model's parameters have moved since it
+                joined.
         """
         start = time.monotonic()
+        number, own_loss = plain_samples(samples), plain_loss(loss)
         self._parts.check_in_place()
-        total_loss, losses, total = self._ranks.total(loss or 0.0, float(loss is not None), float(samples))
+        total_loss, losses, total = self._ranks.total(own_loss or 0.0, float(own_loss is not None), float(number))
         report = StepReport()
         if self.peer is not None:
             report = self.peer.step(total_loss / losses if losses else None, int(total))

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 10_000
 # The longest line, a `sample` of 512 weights, takes 12 kB.
 MAX_LINE_BYTES = 1024 * 1024
+# Of a value that a user's own event holds and JSON cannot say.
+MAX_DEPTH, MAX_TEXT = 4, 200
 
 
 class MetricsFile:
@@ -62,9 +64,9 @@ class MetricsFile:
         with self._file:
             while (event := self._queue.get()) is not None:
                 try:
-                    self._append(json.dumps({key: _plain(value) for key, value in event.items()}).encode() + b"\n")
-                except OSError as error:
-                    self._lose(error.strerror or str(error))
+                    self._append(_encode(event))
+                except Exception as error:  # a full disk, or a value that cannot be read
+                    self._lose(getattr(error, "strerror", None) or repr(error))
                 else:
                     self._note_written()
 
@@ -96,6 +98,31 @@ def _cut_unfinished_line(path: Path) -> None:
             file.truncate(size_bytes - tail_bytes + file.read().rfind(b"\n") + 1)
 
 
-def _plain(value: Any) -> Any:
-    # JSON has no NaN or infinity.
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _encode(event: dict[str, Any]) -> bytes:
+    """One line of JSON. What JSON cannot say is None (NaN, infinity) or its text (a user's own object)."""
+    try:
+        text = json.dumps(event, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps(_plain(event, 0), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if depth < MAX_DEPTH and isinstance(value, dict):
+        return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+    if depth < MAX_DEPTH and isinstance(value, list | tuple):
+        return [_plain(item, depth + 1) for item in value]
+    if depth < MAX_DEPTH and getattr(value, "ndim", None) == 0:  # a scalar of numpy or torch
+        return _plain(value.item(), depth + 1)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value)[:MAX_TEXT]
+    except Exception:  # a user's own object
+        return f"<{type(value).__name__}>"

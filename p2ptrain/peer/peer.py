@@ -31,6 +31,7 @@ from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.step_values import plain_loss, plain_samples
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Peer:
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
         self._left = False
+        self._record_s = 0.0
         self._status = ""
         self._failed: Exception | None = None
         self._scope: trio.CancelScope | None = None
@@ -127,24 +129,32 @@ class Peer:
         and counted. A round that is due runs in the background and lands in a later call.
 
         Args:
-            loss: this step's training loss, for the records.
-            samples: how much this step trained on (tokens or examples); weights this peer's share in rounds.
+            loss: this step's training loss, for the records: any number, also of numpy or a tensor of one value.
+            samples: how much this step trained on (tokens or examples); weights this peer's share in rounds. Any whole
+                number from 0 to 2**32, also of numpy or a tensor of one value.
 
         Returns:
             What was sent, merged and skipped, the round that landed (or None), and the seconds it took.
 
         Raises:
-            ConfigError: the model's parameters lie elsewhere than when it joined.
+            ConfigError: `loss` or `samples` is no such number, or the model's parameters lie elsewhere than when it
+                joined. Nothing was exchanged.
         """
-        start = time.monotonic()
+        start_s = time.monotonic()
+        number, plain = plain_samples(samples), plain_loss(loss)
         self._parts.check_in_place()
-        report = self._exchange.step(samples)
+        report = self._exchange.step(number)
         self._note_status()
+        # A record cannot hold the time of its own writing, some 30 µs: it is in the next one.
+        exchange_s = time.monotonic() - start_s + self._record_s
+        record_from_s = time.monotonic()
         self.record(
-            "step", step=self._exchange.run_step, loss=loss, tokens=samples,
-            step_s=round(self._exchange.step_s, 6), exchange_s=round(time.monotonic() - start, 6),
+            "step", step=self._exchange.run_step, loss=plain, tokens=number,
+            step_s=round(self._exchange.step_s, 6), exchange_s=round(exchange_s, 6),
         )  # fmt: skip
-        return report
+        end_s = time.monotonic()
+        self._record_s = end_s - record_from_s
+        return dataclasses.replace(report, exchange_s=end_s - start_s)
 
     def take_changes(self) -> Changes:
         """What the last step, and what has landed since this was last asked, changed in the weights."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from p2ptrain.error_log import ErrorLog
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -19,15 +24,25 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Gives every event to all of its sinks, in their order. It is a sink itself, and owns the others."""
+    """Gives every event to all of its sinks, in their order. It is a sink itself, and owns the others.
+
+    A sink that raises loses that event; the others get it, and the bug is logged once.
+    """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
+        self._errors = ErrorLog(logger)
 
     def write(self, event: str, /, **fields: Any) -> None:
         for sink in self._sinks:
-            sink.write(event, **fields)
+            try:
+                sink.write(event, **fields)
+            except Exception as error:
+                self._errors.note(f"{type(sink).__name__} has lost an event {event!r}", error)
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                self._errors.note(f"{type(sink).__name__} was not closed", error)

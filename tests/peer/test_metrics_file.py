@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.metrics_file import MetricsFile
@@ -102,3 +105,27 @@ def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
     metrics = MetricsFile(Path("/dev/null"))
     metrics.write("start")
     metrics.close()
+
+
+class Unreadable:
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_what_json_cannot_say_costs_nobody_the_file(tmp_path: Path) -> None:
+    """A diverged loss, and whatever a user's own event holds."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.write("step", loss=math.nan, list=[1.0, math.inf], numpy=np.int64(3), tensor=torch.tensor(2.5))
+    metrics.write("odd", many=torch.zeros(2), set={1}, key={1: 2}, unreadable=Unreadable())
+    circle: list[Any] = []
+    circle.append(circle)
+    metrics.write("circle", circle=circle)
+    metrics.write("last")
+    metrics.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["step", "odd", "circle", "last"]
+    values = {key: value for key, value in lines[0].items() if key not in ("event", "t")}
+    assert values == {"loss": None, "list": [1.0, None], "numpy": 3, "tensor": 2.5}
+    assert lines[1]["many"] == "tensor([0., 0.])"
+    assert lines[1]["unreadable"] == "<Unreadable>"

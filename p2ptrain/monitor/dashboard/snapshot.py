@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -166,4 +167,5 @@ def _was_there(peer: PeerView, t: float, round_: RoundView | None) -> bool:
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else round(value, digits)
+    """For JSON, which has no NaN and no infinity."""
+    return None if value is None or not math.isfinite(value) else round(value, digits)

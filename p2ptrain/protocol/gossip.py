@@ -21,6 +21,7 @@ import trio
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Arrival, Epoch, Push, PushPlan
@@ -35,6 +36,8 @@ from p2ptrain.settings.config import RunConfig
 MIN_PUSH_INTERVAL_S = 0.05
 # Below this many blocks coding and planning take less than a hop to the worker thread and back (measured: ~1 ms).
 INLINE_BLOCKS = 2048
+# After an error of our own, before the next push.
+ERROR_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -58,8 +61,9 @@ class Gossip:
     Raises ConfigError when the fragments of this model would not fit a frame.
     """
 
-    def __init__(self, host: GossipHost, exchange: Exchange, rng: random.Random) -> None:
+    def __init__(self, host: GossipHost, exchange: Exchange, rng: random.Random, errors: ErrorLog) -> None:
         self._host = host
+        self._errors = errors
         self._exchange = exchange
         self._rng = rng
         self._codec = codec_named(host.run.fragment_codec)
@@ -88,12 +92,16 @@ class Gossip:
             if not self._host.trainers():
                 await trio.sleep(0.5)
                 continue
-            slots = self._step_count() * self._walk.per_step
-            plan = await self._off_loop(slots * self._blocks_per_slot, self._plan)
-            self._exchange.offer_push(plan)
-            waiting.append(await self._pushes.receive())
-            while waiting and self._exchange.steps - waiting[0].steps >= self._host.run.fragment_delay:
-                await self._send(waiting.popleft())
+            try:
+                slots = self._step_count() * self._walk.per_step
+                plan = await self._off_loop(slots * self._blocks_per_slot, self._plan)
+                self._exchange.offer_push(plan)
+                waiting.append(await self._pushes.receive())
+                while waiting and self._exchange.steps - waiting[0].steps >= self._host.run.fragment_delay:
+                    await self._send(waiting.popleft())
+            except Exception as error:
+                self._errors.note("pushing a fragment; it is left out", error)
+                await trio.sleep(ERROR_PAUSE_S)
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError on anything that no honest peer sends."""

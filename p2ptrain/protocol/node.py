@@ -10,17 +10,20 @@ import dataclasses
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import trio
 
-from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.error_log import ErrorLog
+from p2ptrain.errors import WireError
 from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import RoundReport
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.guarded_directory import GuardedDirectory
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership, encode_record
@@ -45,8 +48,12 @@ from p2ptrain.settings.config import RunConfig
 logger = logging.getLogger(__name__)
 
 FRAGMENTS_EVENT_S = 2.0
-# Requests of one partner served at once; a state chunk holds 4 MiB, so this bounds memory.
+# Requests of one partner served at once; more are answered with "busy".
 MAX_SERVED_AT_ONCE = 12
+# State answers under way to all partners, each of at most 1 MiB; more wait for their turn, which bounds memory.
+MAX_STATE_ANSWERS = 128
+# Peers remembered that have left; identities cost nothing.
+MAX_DEPARTED = 4096
 # Observers ask for one thing after the other.
 MAX_SERVED_TO_OBSERVER = 2
 
@@ -75,6 +82,7 @@ class Node:
         faults: what a simulation makes go wrong.
         peer_timeout_s: the longest that a silent peer counts as there.
         chosen: ids of the peers that the user chose to join through.
+        errors: logs what our own code raises, where that costs no more than a link or an answer.
     """
 
     def __init__(
@@ -95,7 +103,9 @@ class Node:
         faults: Faults = NO_FAULTS,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         chosen: Collection[PeerId] = (),
+        errors: ErrorLog | None = None,
     ) -> None:
+        errors = errors or ErrorLog(logger)
         self.run = run
         self.peer_id: PeerId = transport.peer_id
         self.incarnation = incarnation
@@ -111,10 +121,12 @@ class Node:
         self._event_log_pace = RateLimit(RATE_BYTES_S)
         self._digest = run.digest
         self.state = exchange.new_state()
-        self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen)
+        self.links = Links(
+            transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors
+        )  # fmt: skip
         self.membership = Membership(
             self.links,
-            directory,
+            GuardedDirectory(directory, errors),
             run.run_id,
             self.peer_id,
             lambda: encode_record(transport.maddrs, TRAINER),
@@ -124,13 +136,14 @@ class Node:
         context = context_of(self.peer_id, incarnation, run, self.links, exchange, self.state, compute)
         self.engine = RoundDriver(context, self, self, faults, rng)
         self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
-        self._gossip = Gossip(self, exchange, rng) if run.fragment_fraction > 0 else None
+        self._gossip = Gossip(self, exchange, rng, errors) if run.fragment_fraction > 0 else None
         self._server = StateServer(
             self.state, lambda: self.engine.head, lambda: self.engine.busy, model.buffers, compute
         )
-        self._departed: set[PeerId] = set()
-        self._serving: dict[PeerId, int] = {}
+        self._departed: dict[PeerId, None] = {}  # oldest first
+        self._serving: Counter[PeerId] = Counter()
         self._served_s: dict[PeerId, float] = {}
+        self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
         self._nursery: trio.Nursery | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -241,7 +254,7 @@ class Node:
         link.make_beat(self.make_beat)
         if link.hello.role == TRAINER:
             logger.info("met %s", link.peer_id)
-            self._departed.discard(link.peer_id)
+            self._departed.pop(link.peer_id, None)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()
 
@@ -249,7 +262,7 @@ class Node:
         if link.hello.role != TRAINER:
             return
         if link.left:
-            self._departed.add(link.peer_id)
+            self._note_departed(link.peer_id)
         logger.info("lost %s: %s", link.peer_id, link.lost_reason)
         self.engine.note_lost(link.peer_id)
         self._record_peers()
@@ -259,7 +272,7 @@ class Node:
             case Request():
                 self._on_request(link, message)
             case Leave():
-                self._departed.add(link.peer_id)
+                self._note_departed(link.peer_id)
                 self.membership.forget(link.peer_id)
             case Hello():
                 raise WireError("a second Hello")
@@ -281,41 +294,52 @@ class Node:
                 if type(message).__name__ != "Ack" and self.ready.is_set():
                     self.engine.deliver(link.peer_id, message, payload)
 
+    def _note_departed(self, peer_id: PeerId) -> None:
+        self._departed[peer_id] = None
+        if len(self._departed) > MAX_DEPARTED:
+            del self._departed[next(iter(self._departed))]
+
     # --- serving ------------------------------------------------------------------------------------------------------
 
     def _on_request(self, link: Link, request: Request) -> None:
         assert self._nursery is not None
         most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_OBSERVER
-        if self._serving.get(link.peer_id, 0) >= most:
+        if self._serving[link.peer_id] >= most:
             link.send(Answer(request.request, False, "busy"))
             return
-        self._serving[link.peer_id] = self._serving.get(link.peer_id, 0) + 1
+        self._serving[link.peer_id] += 1
         self._nursery.start_soon(self._serve, link, request)
 
     async def _serve(self, link: Link, request: Request) -> None:
+        """Answer one request. A fault costs the link of the one who asked."""
         try:
-            if request.what == "settings":
-                payload = json.dumps(self.run.stated()).encode()
-                await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
-            elif request.what == "events":
-                page = await self.compute(self._event_log.page, request.index)
-                await self._event_log_pace.wait(len(page))
-                await link.send_bulk(Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
-            elif link.hello.role != TRAINER:
-                link.send(Answer(request.request, False, "for members of the run"))
-            elif request.what == "part":
-                await self.engine.parts.serve(link, request)
-            elif request.what == "record":
-                record = self.engine.parts.record(request.subject, request.index)
-                payload = pack_value(record) if record else b""
-                await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
-            else:
-                await self._server.serve(link, request)
-                self._served_s[link.peer_id] = trio.current_time()
-        except PeerLostError:
-            pass  # it went away before it had its answer
+            with self.links.containing(link, f"answering a request for {request.what[:40]!r}"):
+                await self._answer(link, request)
         finally:
             self._serving[link.peer_id] -= 1
+            if not self._serving[link.peer_id]:
+                del self._serving[link.peer_id]
+
+    async def _answer(self, link: Link, request: Request) -> None:
+        if request.what == "settings":
+            payload = json.dumps(self.run.stated()).encode()
+            await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
+        elif request.what == "events":
+            page = await self.compute(self._event_log.page, request.index)
+            await self._event_log_pace.wait(len(page))
+            await link.send_bulk(Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
+        elif link.hello.role != TRAINER:
+            link.send(Answer(request.request, False, "for members of the run"))
+        elif request.what == "part":
+            await self.engine.parts.serve(link, request)
+        elif request.what == "record":
+            record = self.engine.parts.record(request.subject, request.index)
+            payload = pack_value(record) if record else b""
+            await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
+        else:
+            async with self._state_answers:
+                await self._server.serve(link, request)
+            self._served_s[link.peer_id] = trio.current_time()
 
     # --- records ------------------------------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ from tests.protocol.wiring import Endpoint, hello_of, linked_pair, start_endpoin
 
 
 async def pair(network: MemoryNetwork, nursery: trio.Nursery, peer_timeout_s: float) -> tuple[Endpoint, Endpoint]:
-    a, b = [await start_endpoint(network, nursery, hello_of(name)) for name in "ab"]
-    a.links.peer_timeout_s = peer_timeout_s
+    a = await start_endpoint(network, nursery, hello_of("a"), peer_timeout_s=peer_timeout_s)
+    b = await start_endpoint(network, nursery, hello_of("b"))
     await a.links.connect("b", [])
     return a, b
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import IndexSpace, Plan
-from p2ptrain.protocol.exchange import MAX_INBOX, MAX_WAITING_PER_SENDER, Exchange
+from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import (
     Arrival,
     Epoch,
@@ -23,6 +23,7 @@ from p2ptrain.protocol.exchange_types import (
     Snapshot,
     SnapshotWanted,
 )
+from p2ptrain.protocol.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
 from p2ptrain.settings.config import RunConfig
 
 SPACE = IndexSpace([("matrix", (30, 64)), ("bias", (70,))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import random
 from collections import Counter
@@ -19,6 +20,7 @@ import trio
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Epoch
@@ -64,7 +66,7 @@ class Peer:
             IndexSpace(shapes), self.tensors, run, clock=trio.current_time, post=lambda work: work()
         )
         self.exchange.epoch = Epoch("L", 3)
-        self.gossip = Gossip(self, self.exchange, random.Random(seed))
+        self.gossip = Gossip(self, self.exchange, random.Random(seed), ErrorLog(logging.getLogger("test")))
 
     def trainers(self) -> list[str]:
         return list(self.mailboxes)

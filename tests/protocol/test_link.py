@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.protocol.flow_control import MIN_WINDOW_BYTES, WINDOW_S
+from p2ptrain.protocol.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import (
     MAX_CONTROL_QUEUE,
     MAX_FRAGMENT_QUEUE,
-    MIN_WINDOW_BYTES,
     PEER_TIMEOUT_S,
-    WINDOW_S,
-    FrameReader,
     Link,
-    LinkCounters,
+    LinkSetup,
     Traffic,
 )
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES, decode_prefix, encode_frame
@@ -125,7 +124,7 @@ def test_acknowledgements_that_come_all_at_once_are_no_fast_path() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(send_chunks, link, 300)
                 await until(lambda: len(b.of(Contribution)) == 300)
-            assert link.window_bytes < 1.5e6
+            assert link.flow.window_bytes < 1.5e6
 
     run_virtual(main)
 
@@ -482,7 +481,7 @@ def test_noise_ends_a_link_and_nothing_else(noise: bytes, behind: bytes) -> None
         taken.append(message)
 
     async def main() -> None:
-        link = Link("b", hello_of("b"), LinkCounters(), handler)
+        link = Link("b", hello_of("b"), LinkSetup(handler))
         try:
             await link.run_stream(Script([behind + noise]), b"")
         except* WireError:

@@ -10,7 +10,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
-from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message, Request
 
@@ -62,12 +62,19 @@ def hello_of(
 
 
 async def start_endpoint(
-    network: MemoryNetwork, nursery: trio.Nursery, hello: Hello, *, chosen: Collection[str] = ()
+    network: MemoryNetwork,
+    nursery: trio.Nursery,
+    hello: Hello,
+    *,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    chosen: Collection[str] = (),
 ) -> Endpoint:
     """Put a peer on the network; the name before the dot of its incarnation is its peer id."""
     peer_id = hello.incarnation.split(".")[0]
     endpoint = Endpoint(peer_id, nursery)
-    endpoint.links = Links(network.transport(peer_id), lambda: hello, endpoint, chosen=chosen)
+    endpoint.links = Links(
+        network.transport(peer_id), lambda: hello, endpoint, peer_timeout_s=peer_timeout_s, chosen=chosen
+    )
     await nursery.start(endpoint.links.run)
     return endpoint
 

@@ -3,19 +3,27 @@
 One long-lived link per partner. When two peers dial each other at the same instant the link simply gets a second
 stream to read from. A newer incarnation of a partner replaces its older link, and so does a partner that dials us
 while our side of an older link still seems to work: it has lost its own.
+
+A fault costs the link that it happened on and nothing else: bytes that break a rule are a strike, an exception of our
+own code is logged once with its traceback.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import trio
 
-from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
-from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, FrameReader, Link, LinkCounters
+from p2ptrain.error_log import ErrorLog, innermost
+from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
+from p2ptrain.protocol.frame_reader import FrameReader
+from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
+from p2ptrain.protocol.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import (
     Answer,
@@ -36,6 +44,15 @@ HELD_UP_S = 1.0
 OBSERVER = "observer"
 # A partner that broke the wire format this often is refused for good: the format is versioned, so it is not by age.
 MAX_STRIKES = 3
+# Peers whose strikes are remembered; identities cost nothing.
+MAX_STRUCK = 4096
+# A Hello names at most 16 addresses of 512 bytes; nobody may send more before it is known who it is.
+MAX_HELLO_BYTES = 16 * 1024
+# Streams that have not said Hello yet, in all and of one peer; more are refused. A hundred peers may start at once.
+MAX_GREETING = 128
+MAX_GREETING_OF_ONE = 2
+# Answers that have come and whose askers have not taken them; beyond it their link is closed.
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
 class LinkEvents(Protocol):
@@ -57,6 +74,7 @@ class Links:
         hello: makes our side's Hello; the other's digest must equal ours, or be an observer's.
         peer_timeout_s: the longest that a silent partner counts as there, whatever its link was like before.
         chosen: ids of the peers that the user chose to join through.
+        errors: logs what our own code raises.
 
     Attributes:
         mismatch: how the settings of a chosen peer differ from ours, for the user; None while none do. Other peers with
@@ -65,17 +83,22 @@ class Links:
 
     def __init__(
         self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
-        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (),
+        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (), errors: ErrorLog | None = None,
     ) -> None:  # fmt: skip
         self.peer_timeout_s = peer_timeout_s
         self.live: dict[PeerId, Link] = {}
         self.counters = LinkCounters()
+        self.budget = ReceiveBudget()
         self.strikes: dict[PeerId, int] = {}
         self.mismatch: str | None = None
         self._chosen = frozenset(chosen)
         self._transport = transport
         self._hello = hello
         self._events = events
+        self._errors = errors or ErrorLog(logger)
+        self._setup = LinkSetup(lambda *frame: self._on_message(*frame), self.counters, self.budget, peer_timeout_s)
+        self._greeting: Counter[PeerId] = Counter()
+        self._answer_bytes = 0
         self._requests: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
         self._request_ids = itertools.count(1)
         self._connecting: dict[PeerId, trio.Event] = {}
@@ -116,7 +139,12 @@ class Links:
                     self._strike(peer_id, error)
                 await stream.aclose()
                 raise
-            return self._register(peer_id, hello, stream, reader.read_ahead)
+            return await self._register(peer_id, hello, stream, reader.read_ahead)
+        except P2PTrainError:
+            raise
+        except Exception as error:
+            self._errors.note(f"linking to {peer_id}", error)
+            raise PeerLostError(f"{peer_id}: an error of our own: {error!r}") from error
         finally:
             self._connecting.pop(peer_id).set()
 
@@ -131,9 +159,9 @@ class Links:
         number = next(self._request_ids)
         send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
         self._requests[number] = (link.peer_id, send)
+        answer: tuple[Answer, bytes] | None = None
         try:
             link.send(Request(number, what, subject, index))
-            answer: tuple[Answer, bytes] | None = None
 
             async def watch() -> None:
                 await link.lost.wait()
@@ -152,10 +180,32 @@ class Links:
             return answer
         finally:
             del self._requests[number]
+            if answer is None:  # one that came too late
+                with contextlib.suppress(trio.WouldBlock):
+                    answer = receive.receive_nowait()
+            self._answer_bytes -= len(answer[1]) if answer is not None else 0
 
     def close_all(self, reason: str) -> None:
         for link in list(self.live.values()):
             link.close(reason)
+
+    @contextlib.contextmanager
+    def containing(self, link: Link, what: str) -> Iterator[None]:
+        """Work for one partner: whatever it raises costs its link. A broken rule is a strike, a lost peer is normal.
+
+        Args:
+            what: what is done, for the log: "answering a request".
+        """
+        try:
+            yield
+        except* Exception as errors:
+            cause = innermost(errors)
+            if isinstance(cause, WireError):
+                link.close(f"it broke the protocol: {cause}")
+                self._strike(link.peer_id, cause)
+            elif not isinstance(cause, PeerLostError):
+                link.close(f"an error of our own, {what}: {cause!r}")
+                self._errors.note(f"link to {link.peer_id} closed, {what}", cause)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -163,6 +213,11 @@ class Links:
         assert self._nursery is not None
         while True:
             stream = await self._transport.accept()
+            if self._greeting.total() >= MAX_GREETING or self._greeting[stream.remote] >= MAX_GREETING_OF_ONE:
+                logger.debug("refused a stream of %s: too many have not said Hello yet", stream.remote)
+                await stream.aclose()
+                continue
+            self._greeting[stream.remote] += 1
             self._nursery.start_soon(self._welcome, stream)
 
     async def _welcome(self, stream: Stream) -> None:
@@ -172,6 +227,7 @@ class Links:
             with trio.fail_after(HELLO_TIMEOUT_S):
                 hello, reader = await self._receive_hello(stream)
                 await stream.send_all(encode_frame(self._hello()))
+            await self._register(stream.remote, hello, stream, reader.read_ahead)
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
             logger.debug("stream from %s refused: %s", stream.remote, error)
             if isinstance(error, WireError):
@@ -180,11 +236,16 @@ class Links:
                 with trio.move_on_after(1):
                     await self._answer_mismatch(stream)
             await stream.aclose()
-            return
+        except Exception as error:
+            self._errors.note(f"welcoming {stream.remote}; its stream is closed", error)
+            await stream.aclose()
         except BaseException:
             await stream.aclose()
             raise
-        self._register(stream.remote, hello, stream, reader.read_ahead)
+        finally:
+            self._greeting[stream.remote] -= 1
+            if not self._greeting[stream.remote]:
+                del self._greeting[stream.remote]
 
     async def _answer_mismatch(self, stream: Stream) -> None:
         """Let the other side see our digest too, so that it can tell its user."""
@@ -195,7 +256,7 @@ class Links:
             return
 
     async def _receive_hello(self, stream: Stream) -> tuple[Hello, FrameReader]:
-        reader = FrameReader(stream)
+        reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
         _, hello, _ = await reader.frame()
         if not isinstance(hello, Hello):
             raise WireError(f"first frame is {type(hello).__name__}, not Hello")
@@ -214,7 +275,8 @@ class Links:
             raise RunMismatchError(mismatch)
         return hello, reader
 
-    def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
+    async def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
+        """The link that a greeted stream belongs to. Raises PeerLostError when it has streams enough."""
         assert self._nursery is not None
         link = self.live.get(peer_id)
         if link is not None:
@@ -224,31 +286,40 @@ class Links:
                 # Too long ago to have been dialled at the same instant.
                 link.close("it dialled anew")
             if not link.lost.is_set():
-                self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
+                if link.streams >= MAX_STREAMS:
+                    await stream.aclose()
+                    raise PeerLostError(f"{peer_id}: it has {MAX_STREAMS} streams on its link")
+                self._start(link, stream, read_ahead)
                 return link
             self._remove(link)
-        link = self.live[peer_id] = Link(
-            peer_id, hello, self.counters, self._on_message, peer_timeout_s=self.peer_timeout_s
-        )  # fmt: skip
-        self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
-        self._events.on_link(link)
+        link = self.live[peer_id] = Link(peer_id, hello, self._setup)
+        self._start(link, stream, read_ahead)
+        with self.containing(link, "beginning the link"):
+            self._events.on_link(link)
         return link
+
+    def _start(self, link: Link, stream: Stream, read_ahead: bytes) -> None:
+        assert self._nursery is not None
+        link.streams += 1
+        self._nursery.start_soon(self._run_stream, link, stream, read_ahead)
 
     def _remove(self, link: Link) -> None:
         if self.live.get(link.peer_id) is link:
             del self.live[link.peer_id]
-            self._events.on_lost(link)
+            with self.containing(link, "ending the link"):
+                self._events.on_lost(link)
 
     async def _run_stream(self, link: Link, stream: Stream, read_ahead: bytes) -> None:
         try:
-            await link.run_stream(stream, read_ahead)
-        except* WireError as errors:
-            self._strike(link.peer_id, errors.exceptions[0])
+            with self.containing(link, "serving the link"):
+                await link.run_stream(stream, read_ahead)
         finally:
             self._remove(link)
 
-    def _strike(self, peer_id: PeerId, error: Exception) -> None:
+    def _strike(self, peer_id: PeerId, error: BaseException) -> None:
         self.strikes[peer_id] = self.strikes.get(peer_id, 0) + 1
+        if len(self.strikes) > MAX_STRUCK:
+            del self.strikes[next(iter(self.strikes))]
         logger.warning("%s broke the protocol: %s", peer_id, error)
 
     async def _on_message(self, link: Link, message: Message, payload: bytes) -> None:
@@ -259,6 +330,9 @@ class Links:
                     waiting[1].send_nowait((message, payload))
                 except trio.WouldBlock:
                     raise WireError("answered one request twice") from None
+                self._answer_bytes += len(payload)
+                if self._answer_bytes > MAX_ANSWER_BYTES:
+                    raise PeerLostError("more answers have come than are taken")
             return
         await self._events.on_message(link, message, payload)
 
@@ -269,9 +343,12 @@ class Links:
             # Once: a machine that is always late must come to a judgement too.
             excused = now - due > HELD_UP_S and not excused
             for link in list(self.live.values()):
-                if now - link.last_heard > link.patience_s and not excused:
+                if link.silent_s > link.patience_s and not excused:
                     link.close(f"nothing heard for {link.patience_s:.0f} s")
-                else:
+                    continue
+                try:
                     link.make_beat(self._events.make_beat)
+                except Exception as error:
+                    self._errors.note(f"making a heartbeat for {link.peer_id}", error)
             due = now + BEAT_EVERY_S
             await trio.sleep_until(due)

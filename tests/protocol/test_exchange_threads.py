@@ -1,0 +1,211 @@
+"""An exchange between two real threads that are switched all the time: nothing is lost, nothing is half written."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange_types import Arrival, Epoch, Landing, PushPlan, Snapshot, SnapshotWanted
+from p2ptrain.settings.config import RunConfig
+
+SPACE = IndexSpace([("weight", (2, 64))])
+STEPS = 4000
+SYNC_EVERY = 10
+
+
+@pytest.fixture(autouse=True)
+def switched_all_the_time() -> Iterator[None]:
+    torch.set_num_threads(1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Sides:
+    """A training thread that steps, and the node's side in the test's own thread; posts wait for the node's side."""
+
+    def __init__(self) -> None:
+        self.posts: list[Callable[[], object]] = []
+        ticks = itertools.count()
+        run = RunConfig(fragment_fraction=0.5, sync_every=SYNC_EVERY, total_steps=0)
+        self.exchange = Exchange(
+            SPACE, [torch.zeros(2, 64)], run, clock=lambda: 0.01 * next(ticks), post=self.posts.append
+        )
+        self.exchange.epoch = Epoch("L", 0)
+        self.failure: BaseException | None = None
+        self.positions: list[int] = []
+
+    def train(self, steps: int) -> None:
+        try:
+            for _ in range(steps):
+                self.exchange.step(1)
+                self.positions.append(self.exchange.run_step)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def run(self, node: Callable[[], object], steps: int = STEPS) -> None:
+        """Step `steps` times in a thread, and let the node's side work meanwhile."""
+        thread = threading.Thread(target=self.train, args=(steps,))
+        thread.start()
+        while thread.is_alive():
+            node()
+            self.deliver_posts()
+        thread.join()
+        self.deliver_posts()
+        assert self.failure is None
+
+    def deliver_posts(self) -> None:
+        while self.posts:
+            self.posts.pop(0)()
+
+
+def test_postponing_loses_no_step_and_the_position_never_goes_back() -> None:
+    sides = Sides()
+    sides.run(sides.exchange.postpone)
+    assert sides.exchange.steps == STEPS
+    assert sides.exchange.run_step == STEPS
+    assert sides.positions == sorted(sides.positions)
+
+
+def test_the_last_wish_for_a_snapshot_is_always_granted_and_no_other() -> None:
+    sides = Sides()
+    taken: list[Snapshot] = []
+    wishes: list[SnapshotWanted | None] = [None]
+    sides.exchange.on_snapshot = taken.append
+
+    def wish() -> None:
+        """Twice in a row, so that the second one comes while the first is granted."""
+        for _ in range(2):
+            wishes.append(SnapshotWanted(torch.empty(2, 64), latest_s=-1.0))
+            sides.exchange.want_snapshot(wishes[-1])
+        steps = sides.exchange.steps
+        while not taken and sides.exchange.steps < min(steps + 20, STEPS):
+            sides.deliver_posts()
+        sides.deliver_posts()
+        assert taken or sides.exchange.steps == STEPS, "a wish was lost"
+        for snapshot in taken:
+            assert wishes[-1] is not None
+            assert snapshot.weights is wishes[-1].buffer
+        taken.clear()
+        sides.exchange.want_snapshot(None)
+
+    sides.run(wish)
+    assert len(wishes) > 5
+
+
+def test_rounds_land_while_others_are_postponed_and_each_is_told() -> None:
+    sides = Sides()
+    landed: list[int] = []
+    due: list[int] = []
+    sides.exchange.on_landed = lambda landing, held_s: landed.append(landing.epoch.round)
+    sides.exchange.on_due = lambda: due.append(sides.exchange.steps)
+    rounds = itertools.count(1)
+    handed: list[int] = []
+
+    def node() -> None:
+        if not sides.exchange.landing_pending:
+            epoch, position = Epoch("L", next(rounds)), sides.exchange.run_step
+            handed.append(epoch.round)
+            sides.exchange.land(Landing("keep", None, epoch, SYNC_EVERY, position, 0, None, None, False))
+        sides.exchange.postpone()
+
+    sides.run(node)
+    sides.exchange.idle()
+    sides.deliver_posts()
+    assert landed == handed
+    assert sides.exchange.epoch == Epoch("L", handed[-1])
+    assert len(handed) > 5
+
+
+def test_every_fragment_is_merged_or_counted() -> None:
+    sides = Sides()
+    plan = SPACE.plan(np.array([0]))
+    sent = skipped = merged = 0
+
+    def node() -> None:
+        nonlocal sent, skipped, merged
+        for sender in "abc":
+            sent += 1
+            sides.exchange.deliver(Arrival(sender, Epoch("L", 0), plan, torch.zeros(1, 64), 0.0, arrived_s=1e9))
+        sides.exchange.count_skipped("lost")
+        sent += 1
+        more_merged, more_skipped, _ = sides.exchange.take_counts()
+        merged += more_merged
+        skipped += sum(more_skipped.values())
+
+    sides.run(node, 1000)
+    for _ in range(5):
+        sides.exchange.step(1)
+    more_merged, more_skipped, _ = sides.exchange.take_counts()
+    assert merged + more_merged + skipped + sum(more_skipped.values()) == sent
+    assert merged + more_merged
+
+
+def test_every_offered_push_is_gathered() -> None:
+    sides = Sides()
+    gathered: list[int] = []
+    sides.exchange.on_push = lambda push: gathered.append(push.plan.cycle)
+    plan = SPACE.plan(np.array([1]))
+    offered: list[int] = []
+
+    def node() -> None:
+        if len(gathered) == len(offered):
+            offered.append(len(offered))
+            sides.exchange.offer_push(PushPlan("cyclic", offered[-1], 0, 1, 2, plan))
+
+    sides.run(node)
+    for _ in range(5):
+        sides.exchange.step(1)
+    sides.deliver_posts()
+    assert gathered == offered
+    assert len(offered) > 5
+
+
+def test_who_is_told_and_fails_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    sides = Sides()
+    failures: list[Exception] = []
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError("a bug of the node")
+
+    sides.exchange.on_due = sides.exchange.on_landed = fail
+    sides.exchange.on_failure = failures.append
+    for _ in range(3 * SYNC_EVERY):
+        sides.exchange.step(1)
+        sides.exchange.postpone()
+    sides.deliver_posts()
+    assert not failures  # nothing that the node cannot do without
+    sides.exchange.land(Landing("keep", None, Epoch("L", 1), SYNC_EVERY, 0, 0, None, None, False))
+    sides.exchange.step(1)
+    sides.deliver_posts()
+    assert [str(error) for error in failures] == ["a bug of the node"]
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_after_detaching_nobody_is_told_and_a_landing_still_lands() -> None:
+    sides = Sides()
+    told: list[object] = []
+    sides.exchange.on_due = lambda: told.append("due")
+    sides.exchange.on_push = sides.exchange.on_snapshot = told.append
+    sides.exchange.on_landed = lambda landing, held_s: told.append(landing)
+    sides.exchange.offer_push(PushPlan("cyclic", 0, 0, 1, 2, SPACE.plan(np.array([1]))))
+    sides.exchange.want_snapshot(SnapshotWanted(torch.empty(2, 64), latest_s=-1.0))
+    sides.exchange.land(Landing("keep", None, Epoch("L", 7), SYNC_EVERY, 5, 0, None, None, False))
+    sides.exchange.step(1)  # all of it is on its way to the node's side
+    sides.exchange.detach()
+    for _ in range(2 * SYNC_EVERY):
+        sides.exchange.step(1)
+    sides.deliver_posts()
+    assert told == []
+    assert sides.exchange.epoch == Epoch("L", 7)
+    assert not sides.exchange.landing_pending

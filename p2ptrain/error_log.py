@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from types import TracebackType
 
 # Bugs remembered. Beyond that one may be logged again, which does no harm.
 MAX_REMEMBERED = 256
@@ -36,6 +37,36 @@ class ErrorLog:
             self._seen.clear()
         self._seen.add(bug)
         self._logger.error("%s: %r; please report this", where, error, exc_info=error)
+
+    def containing(self, what: str) -> Containment:
+        """A context manager for work that is done again anyway, such as a look-up: an exception costs this one time.
+
+        It may be used again and again. Handle what is expected inside the block. Cancellation and KeyboardInterrupt
+        pass.
+
+        Args:
+            what: what is done in the block: "announcing this peer".
+        """
+        return Containment(self, what)
+
+
+class Containment:
+    """See `ErrorLog.containing`."""
+
+    def __init__(self, errors: ErrorLog, what: str) -> None:
+        self._errors = errors
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._errors.note(f"{self._what} failed; it is tried again", error)
+        return True
 
 
 def innermost(error: BaseException) -> BaseException:

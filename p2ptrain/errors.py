@@ -36,3 +36,7 @@ class CheckpointError(P2PTrainError):
 
 class RoundFailedError(P2PTrainError):
     """One attempt at a round cannot go on; training does."""
+
+
+class NetworkFailedError(P2PTrainError):
+    """The network side of this peer failed again and again, by a fault of p2ptrain's own; training can go on alone."""

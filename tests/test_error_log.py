@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
+import trio
+import trio.testing
 
 from p2ptrain.error_log import MAX_REMEMBERED, ErrorLog, innermost
 
@@ -39,3 +41,31 @@ def test_the_innermost_of_nested_groups() -> None:
     error = ValueError()
     assert innermost(ExceptionGroup("", [ExceptionGroup("", [error]), KeyError()])) is error
     assert innermost(error) is error
+
+
+def test_a_block_that_fails_is_noted_and_left(caplog: pytest.LogCaptureFixture) -> None:
+    block = ErrorLog(logging.getLogger("p2ptrain.test")).containing("counting")
+    for error in (ValueError("one"), ValueError("two"), KeyError("three")):
+        with block:
+            raise error
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == caplog.text.count("Traceback") == 2
+    assert all(record.getMessage().startswith("counting failed; it is tried again: ") for record in errors)
+    assert "ValueError('two')" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_ends_a_program_passes(kind: type[BaseException]) -> None:
+    with pytest.raises(kind), ErrorLog(logging.getLogger("p2ptrain.test")).containing("counting"):
+        raise kind
+
+
+def test_cancellation_passes() -> None:
+    async def main() -> None:
+        block = ErrorLog(logging.getLogger("p2ptrain.test")).containing("waiting")
+        with trio.move_on_after(1) as scope, block:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+        assert scope.cancelled_caught
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.step_values import MAX_SAMPLES, plain_loss, plain_samples
+from p2ptrain.peer.step_values import MAX_SAMPLES, plain_loss, plain_samples
 
 
 @pytest.mark.parametrize(

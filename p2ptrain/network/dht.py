@@ -15,6 +15,7 @@ from typing import Any
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network._hivemind import (
     P2P,
@@ -36,7 +37,6 @@ from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, peer_id_of
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: M
     hivemind's node forgets whoever does not answer, and has no way back: after an outage it would stay alone, and the
     halves of a split network would never meet again.
     """
-    barrier = FaultBarrier("bringing initial peers back", logger)
+    barrier = ErrorLog(logger).containing("bringing initial peers back")
     while True:
         for peer_id, maddrs in initial_peers.items():
             with barrier, contextlib.suppress(PeerLostError):
@@ -288,7 +288,7 @@ async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: M
 
 async def _stay_joined(node: DHTNode, control_path: str) -> None:
     """Come back through anyone at all when all are lost: whoever trains with us has linked to us, or we to it."""
-    barrier = FaultBarrier("coming back into the DHT", logger)
+    barrier = ErrorLog(logger).containing("coming back into the DHT")
     while True:
         alone = not node.protocol.routing_table.uid_to_peer_id
         if alone:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
@@ -21,7 +22,6 @@ from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.relay import Relay
 from p2ptrain.network.relays import RENEW_EVERY_S, Relays
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class LibP2P:
         self, peer_id: str, control_path: str, streams_path: str, relays: Relays | None, relay: Relay | None
     ) -> None:
         self.peer_id = peer_id
+        self._errors = ErrorLog(logger)
         self._relays = relays
         self._relay = relay
         self._control_path = control_path
@@ -118,7 +119,7 @@ class LibP2P:
             async with open_background() as background:
                 background.start_soon(self._keep_places)
                 if self._relay is not None:
-                    background.start_soon(self._relay.serve)
+                    background.start_soon(self._serve_relay, self._relay)
                 background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()
@@ -169,7 +170,7 @@ class LibP2P:
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Follow our addresses; a daemon that hangs is ended, and so replaced."""
-        unanswered, barrier = 0, FaultBarrier("reading our addresses", logger)
+        unanswered, barrier = 0, self._errors.containing("reading our addresses")
         while unanswered < MAX_UNANSWERED:
             await trio.sleep(REFRESH_MADDRS_S)
             with barrier:
@@ -186,12 +187,18 @@ class LibP2P:
             await self._relays.renew()
 
     async def _keep_places(self) -> None:
-        barrier = FaultBarrier("renewing places at relays", logger)
+        barrier = self._errors.containing("renewing places at relays")
         while True:
             await trio.sleep(RENEW_EVERY_S)
             with barrier, contextlib.suppress(PeerLostError):
                 await self._renew_places()
                 await self._refresh_maddrs()
+
+    async def _serve_relay(self, relay: Relay) -> None:
+        try:
+            await relay.serve()
+        except* Exception as errors:
+            self._errors.note("relaying for others; it is left until the next daemon", errors)
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()

@@ -14,13 +14,13 @@ from collections import Counter
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.circuit_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.control import DaemonSocket, open_stream
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.wire.transport import Stream
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Relay:
         self._until_s: dict[str, float] = {}
         self._circuits: Counter[str] = Counter()
         self._streams = 0
-        self._barrier = FaultBarrier("relaying", logger)
+        self._barrier = ErrorLog(logger).containing("relaying")
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_STREAMS)
 
     def take(self, stream: DaemonSocket) -> None:

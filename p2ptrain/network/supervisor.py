@@ -16,6 +16,7 @@ from typing import Protocol
 
 import trio
 
+from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.network.addresses import by_peer_id, check_host_maddrs, with_ports_of
 from p2ptrain.network.bootstrap import dial_initial_peers, ways_in
@@ -23,6 +24,7 @@ from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.p2p import LibP2P
+from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.settings.config import NetworkConfig
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Supervisor:
     ) -> None:
         self.on_event: Events = _ignore
         self.failure: ConfigError | None = None
+        self._errors = ErrorLog(logger)
         self._config = config
         self._identity = identity
         self._control_path = control_path
@@ -84,30 +87,40 @@ class Supervisor:
             ConfigError: the first one did not start.
             UnreachableError: no initial peer can be reached.
         """
-        lived_s, reason = await self._live(self._config, task_status.started, reach=not self._alone)
+        opened = False
+
+        def tell_opened() -> None:
+            nonlocal opened
+            opened = True
+            task_status.started()
+
+        try:
+            lived_s, reason = await self._live(self._config, tell_opened, reach=not self._alone)
+        except Exception as error:
+            if not opened:
+                raise
+            lived_s, reason = self._note_failed(error)
         # Under the addresses that others know, if they are still free.
         same_ports = with_ports_of(self._config.host_maddrs, self._transport.maddrs)
-        restarts = 0
-        while True:
-            restarts = 0 if lived_s > STABLE_S else restarts
-            if restarts == len(RESTART_AFTER_S):
-                break
-            self.on_event("daemon", status="died", reason=reason)
+        restarts = Restarts(RESTART_AFTER_S, STABLE_S)
+        while (delay_s := restarts.next_delay_s(lived_s)) is not None:
+            self._tell(status="died", reason=reason)
             logger.warning("the libp2p daemon (p2pd) has died (%s): starting another", reason)
-            await trio.sleep(RESTART_AFTER_S[restarts])
-            host_maddrs = self._config.host_maddrs if restarts else same_ports
-            restarts += 1
+            await trio.sleep(delay_s)
+            host_maddrs = same_ports if restarts.count == 1 else self._config.host_maddrs
             try:
                 check_host_maddrs(host_maddrs)
                 config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
                 lived_s, reason = await self._live(config, self._tell_restarted, reach=False)
             except ConfigError as error:
                 lived_s, reason = 0.0, str(error)
+            except Exception as error:
+                lived_s, reason = self._note_failed(error)
         self.failure = ConfigError(
-            f"the libp2p daemon (p2pd) died, and {restarts} restarts did not help ({reason}); "
+            f"the libp2p daemon (p2pd) died, and {restarts.count} restarts did not help ({reason}); "
             "see to what ends it, then start the same command again"
         )
-        self.on_event("daemon", status="failed", reason=reason)
+        self._tell(status="failed", reason=reason)
         logger.error("%s", self.failure)
 
     async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, reach: bool) -> tuple[float, str]:
@@ -118,8 +131,19 @@ class Supervisor:
             await daemon.exited.wait()
             return trio.current_time() - began_s, f"exit status {daemon.process.returncode}"
 
+    def _note_failed(self, error: Exception) -> tuple[float, str]:
+        """An error of our own code, or of a library's, costs no more than this daemon. Its life was not a good one."""
+        self._errors.note("working through the libp2p daemon; it is replaced", error)
+        return 0.0, repr(innermost(error))
+
+    def _tell(self, *, status: str, reason: str) -> None:
+        try:
+            self.on_event("daemon", status=status, reason=reason)
+        except Exception as error:
+            self._errors.note("telling what became of the libp2p daemon", error)
+
     def _tell_restarted(self) -> None:
-        self.on_event("daemon", status="restarted", reason="")
+        self._tell(status="restarted", reason="")
         logger.warning("the libp2p daemon (p2pd) runs again, with the same identity")
 
     @contextlib.asynccontextmanager

@@ -19,6 +19,8 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -51,7 +53,7 @@ class NetworkThread:
 
     Attributes:
         failure: the first exception that a task started by `start_soon` or a callable given to `post` ended with, or
-            that ended the thread; None while all is well. Each is logged as well.
+            that ended the thread; None while all is well. Each bug is logged once as well.
     """
 
     def __init__(self, clock: trio.abc.Clock | None = None) -> None:
@@ -61,6 +63,7 @@ class NetworkThread:
             clock: trio's clock on that thread; `MonotonicClock()` when None.
         """
         self.failure: BaseException | None = None
+        self._errors = ErrorLog(logger)
         self._clock = clock if clock is not None else MonotonicClock()
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -195,7 +198,7 @@ class NetworkThread:
             self._record(error)
 
     def _record(self, error: BaseException) -> None:
-        logger.error("a task of the network thread failed: %r", error, exc_info=error)
+        self._errors.note("a task of the network thread failed", error)
         self.failure = self.failure or error
 
 

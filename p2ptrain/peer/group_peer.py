@@ -23,9 +23,9 @@ from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import ProcessGroup
+from p2ptrain.peer.step_values import plain_loss, plain_samples
 from p2ptrain.protocol.exchange_types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.step_values import plain_loss, plain_samples
 
 # While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.
 TELL_EVERY_S = 1.0

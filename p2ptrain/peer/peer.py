@@ -15,12 +15,14 @@ import numpy.typing as npt
 import torch
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.malloc_trim import release_unused
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.peer.step_values import plain_loss, plain_samples
 from p2ptrain.peer.watch import Watch, off_loop
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
@@ -28,10 +30,10 @@ from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.node_runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.step_values import plain_loss, plain_samples
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +86,10 @@ class Peer:
         self._event_log = EventLog(time.time)
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
-        self._left = False
+        self._left = self._founded = False
         self._record_s = 0.0
         self._status = ""
-        self._failed: Exception | None = None
+        self._errors = ErrorLog(logger)
         self._scope: trio.CancelScope | None = None
         self._ended = threading.Event()
         averaged = self._parts.averaged(self.run, optimizer)
@@ -98,14 +100,20 @@ class Peer:
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
             incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
         )  # fmt: skip
-        restored = self._restored(resume_state)
         self._limiter = trio.CapacityLimiter(1)
-        self._node = Node(
-            network.transport, network.directory, self._exchange, self._parts, self.run,
-            incarnation=incarnation, may_found=may_found, restored=restored, compute=self._compute,
-            events=self._on_event, event_log=self._event_log, rng=random.Random(incarnation),
-            peer_timeout_s=peer_timeout_s, chosen=chosen,
-        )  # fmt: skip
+
+        def build(may_found: bool, restored: Restored | None, number: int) -> Node:
+            """A node; each is told from those before it by its incarnation."""
+            own = f"{incarnation}-{number}" if number else incarnation
+            return Node(
+                network.transport, network.directory, self._exchange, self._parts, self.run,
+                incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
+                events=self._on_event, event_log=self._event_log, rng=random.Random(own),
+                peer_timeout_s=peer_timeout_s, chosen=chosen, errors=self._errors,
+            )  # fmt: skip
+
+        restored = self._restored(resume_state)
+        self._runner = NodeRunner(build, self._exchange, self._compute, may_found=may_found, restored=restored)
         network.tell(self._on_event)
         thread.start_soon(self._run_node)
         try:
@@ -177,17 +185,17 @@ class Peer:
     @property
     def alive(self) -> list[str]:
         """Ids of the other live peers of the run."""
-        return list(self._node.alive)
+        return list(self._runner.node.alive)
 
     @property
     def alive_maddrs(self) -> list[str]:
         """Addresses of the other live peers: what to join through after a restart."""
-        return list(self._node.alive_maddrs)
+        return list(self._runner.node.alive_maddrs)
 
     @property
     def others(self) -> list[PeerStatus]:
         """The other live peers: what each does now, and where it stands. For any thread."""
-        return self._node.others
+        return self._runner.node.others
 
     @property
     def maddrs(self) -> list[str]:
@@ -197,7 +205,7 @@ class Peer:
     @property
     def founded(self) -> bool:
         """Whether the run began with this peer: nobody had a state when it came, and it had no checkpoint."""
-        return self._node.state_sync.founded
+        return self._founded
 
     @property
     def round(self) -> int:
@@ -226,26 +234,37 @@ class Peer:
     @property
     def anchor_sha256(self) -> str:
         """Hash of the anchor: equal on all peers that stand on the same round."""
-        return self._node.engine.head.anchor_sha256
+        return self._runner.settled.engine.head.anchor_sha256
 
     @property
     def status(self) -> str:
-        """What this peer is doing now, in words."""
-        return self._node.status
+        """What this peer is doing now, in words. Says so while the network side is being restarted."""
+        return self._runner.status
 
     @property
     def failure(self) -> Exception | None:
-        """Why this peer's network side has ended by itself; None while it works. Training may go on alone."""
-        return self._failed or self._network.failure
+        """Why this peer's network side has ended for good; None while it works, or is being restarted.
+
+        Training may go on alone.
+        """
+        return self._runner.failure or self._network.failure
 
     def watch(self) -> Watch:
         """Look at the run from here: at the others over the links that we have, and at ourselves."""
         own = Own(self._incarnation, self._event_log, self._sight)
         observer = Observer(self.run.run_id, off_loop, time.time, own)
-        return Watch(self._thread, observer, lambda: observer.watch(self._node.links))
+        return Watch(self._thread, observer, lambda: self._observe(observer))
+
+    async def _observe(self, observer: Observer) -> None:
+        """Look through the links of the node, and of each that takes its place."""
+        while True:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(observer.watch, self._runner.node.links)
+                await self._runner.replaced()
+                nursery.cancel_scope.cancel()
 
     def _sight(self) -> Sighting:
-        head = self._node.engine.head
+        head = self._runner.settled.engine.head
         speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
         return Sighting(
             self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed
@@ -272,9 +291,10 @@ class Peer:
         """
         restored = self._restored(state)
         assert restored is not None
-        if not self._thread.run(self._node.state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
+        state_sync = self._runner.settled.state_sync
+        if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
-        self._thread.start_soon(self._node.state_sync.restore, restored)
+        self._thread.start_soon(state_sync.restore, restored)
         deadline = time.monotonic() + STATE_TIMEOUT_S
         while self.anchor_sha256 != restored.head.anchor_sha256 or self._exchange.landing_pending:
             self._exchange.idle()
@@ -295,21 +315,24 @@ class Peer:
             return
         self._left = True
         if self._scope is not None:
-            self._thread.post(lambda: self._node.leave(reason))
-            self._land_the_last(LEAVE_S if self._node.alive else 0.0)
+            self._thread.post(lambda: self._runner.node.leave(reason))
+            self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0)
             self._thread.post(self._scope.cancel)
             self._ended.wait(5.0)
             self._exchange.idle()
         self.record("stop", reason=reason)
         self._records.close()
-        self._on_leave()
+        try:
+            self._on_leave()
+        except Exception as error:
+            self._errors.note("calling what was to be called on leaving", error)
 
     def _land_the_last(self, at_least_s: float) -> None:
         """Give our last word time to go out, and land a round that is being brought home: all of it, or nothing."""
         began_s = time.monotonic()
         while not self._ended.wait(0.01):
             waited_s = time.monotonic() - began_s
-            if waited_s > (LANDING_S if self._node.engine.resolving else at_least_s):
+            if waited_s > (LANDING_S if self._runner.node.engine.resolving else at_least_s):
                 break
             self._exchange.idle()
 
@@ -327,20 +350,13 @@ class Peer:
     async def _run_node(self) -> None:
         try:
             with trio.CancelScope() as self._scope:
-                await self._node.run_forever()
-        except* Exception as errors:
-            error = errors.exceptions[0]
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            self._failed = error
-            if not isinstance(error, ConfigError):
-                logger.error("the network side of this peer failed", exc_info=errors)
+                await self._runner.run_forever()
         finally:
             self._ended.set()
 
     def _note_status(self) -> str | None:
         """Record what we do now where that has changed since the last time, and return it; else None."""
-        status = self._node.status
+        status = self._runner.status
         if status == self._status:
             return None
         self._status = status
@@ -348,31 +364,36 @@ class Peer:
         return status
 
     def _await_ready(self, on_status: Callable[[str], None]) -> None:
-        while not self._node.ready.is_set():
+        while not self._runner.settled.ready.is_set():
             if self.failure is not None:
                 raise self.failure
-            if (mismatch := self._node.links.mismatch) is not None and not self._node.alive:
+            node = self._runner.node
+            if (mismatch := node.links.mismatch) is not None and not node.alive:
                 raise RunMismatchError(mismatch)
             if (status := self._note_status()) is not None:
-                on_status(status)
+                try:
+                    on_status(status)
+                except Exception as error:
+                    self._errors.note("calling on_status", error)
             self._exchange.idle()
             self._ended.wait(POLL_S)
+        self._founded = self._runner.settled.state_sync.founded
 
     def _state_copy(self) -> dict[str, Any]:
         """A consistent copy of the agreed state, made behind a round that is being applied; also after leaving."""
+        node = self._runner.settled
         if self._left:
-            return self._describe([vector.copy() for vector in self._node.state.vectors])
-        return self._thread.run(self._copy_state, timeout_s=STATE_TIMEOUT_S)
+            return self._describe(node, [vector.copy() for vector in node.state.vectors])
+        return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
 
-    async def _copy_state(self) -> dict[str, Any]:
-        state = self._node.state
-        async with self._node.engine.state_lock:
-            return self._describe([await self._compute(vector.copy) for vector in state.vectors])
+    async def _copy_state(self, node: Node) -> dict[str, Any]:
+        async with node.engine.state_lock:
+            return self._describe(node, [await self._compute(vector.copy) for vector in node.state.vectors])
 
-    def _describe(self, vectors: list[Array]) -> dict[str, Any]:
+    def _describe(self, node: Node, vectors: list[Array]) -> dict[str, Any]:
         anchor, *moments = map(torch.from_numpy, vectors)
         return {
-            "head": pack_value(self._node.engine.head).hex(),
+            "head": pack_value(node.engine.head).hex(),
             "run_step": self._exchange.run_step,
             "anchor": anchor,
             "moments": moments,

@@ -23,7 +23,6 @@ from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import RoundReport
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.guarded_directory import GuardedDirectory
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership, encode_record
@@ -114,6 +113,7 @@ class Node:
         self.ready = trio.Event()
         self.alive: tuple[PeerId, ...] = ()
         self.alive_maddrs: tuple[str, ...] = ()
+        self.met_others = False
         self._transport = transport
         self._exchange = exchange
         self._events = events
@@ -126,7 +126,7 @@ class Node:
         )  # fmt: skip
         self.membership = Membership(
             self.links,
-            GuardedDirectory(directory, errors),
+            directory,
             run.run_id,
             self.peer_id,
             lambda: encode_record(transport.maddrs, TRAINER),
@@ -155,6 +155,7 @@ class Node:
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            self._exchange.on_failure = self._fail
             await nursery.start(self.links.run)
             nursery.start_soon(self.membership.run_forever)
             await self.state_sync.establish()
@@ -165,6 +166,15 @@ class Node:
             nursery.start_soon(self._record_fragments)
             nursery.start_soon(self.state_sync.keep_up)
             self.ready.set()
+
+    def _fail(self, error: Exception) -> None:
+        """End this node with an exception: it cannot go on."""
+
+        async def fail() -> None:
+            raise error
+
+        assert self._nursery is not None
+        self._nursery.start_soon(fail)
 
     def leave(self, reason: str) -> None:
         """Tell everybody that we go; they close the links."""
@@ -254,6 +264,7 @@ class Node:
         link.make_beat(self.make_beat)
         if link.hello.role == TRAINER:
             logger.info("met %s", link.peer_id)
+            self.met_others = True
             self._departed.pop(link.peer_id, None)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()

@@ -215,3 +215,37 @@ def test_maddrs_are_dialable_with_loopback_last(run: Run) -> None:
             assert network.maddrs == [f"{announced[0]}/p2p/{network.peer_id}"]
 
     run(main)
+
+
+def test_a_refresh_that_fails_is_tried_again(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of our addresses, and of our places at relays: a bug in either costs no stream."""
+
+    async def main() -> None:
+        async with open_pair() as (first, second):
+            done = trio.Event()
+            failures = 0
+
+            async def fail(*arguments: object) -> list[str]:
+                nonlocal failures
+                failures += 1
+                if failures == 5:
+                    done.set()
+                raise ZeroDivisionError("a bug of ours")
+
+            # Both loops wait for their next time already: other ones, that come at once.
+            monkeypatch.setattr(p2p, "REFRESH_MADDRS_S", 0.01)
+            monkeypatch.setattr(p2p, "RENEW_EVERY_S", 0.01)
+            monkeypatch.setattr(p2p, "own_maddrs", fail)
+            before = first.maddrs
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(first.transport._keep_maddrs, None)
+                nursery.start_soon(first.transport._keep_places)
+                await done.wait()
+                nursery.cancel_scope.cancel()
+            assert first.maddrs == before
+            assert 1 <= caplog.text.count("Traceback") <= 2  # of each network once
+            await first.transport.open_stream(second.peer_id, second.maddrs)
+
+    run(main)

@@ -194,6 +194,45 @@ def test_one_that_lived_long_has_all_its_restarts_again(run: Run, monkeypatch: p
     run(main)
 
 
+def test_a_bug_while_a_daemon_works_costs_that_daemon(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first daemon's life, and in the next one's; whoever is told of it may fail too."""
+    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0, 0.0))
+    watch, lives, bugs = p2p.LibP2P._watch, 0, [trio.Event(), trio.Event()]
+
+    async def fail(transport: p2p.LibP2P, running: daemon.Daemon) -> None:
+        nonlocal lives
+        lives += 1
+        if lives > len(bugs):
+            return await watch(transport, running)
+        await bugs[lives - 1].wait()
+        raise ZeroDivisionError("a bug of ours")
+
+    async def main() -> None:
+        async with open_network(config()) as other:
+            monkeypatch.setattr(p2p.LibP2P, "_watch", fail)
+            async with open_network(config(other)) as network:
+                seen = Seen(network)
+                tell = network.supervisor.on_event
+
+                def tell_and_fail(event: str, /, **fields: object) -> None:
+                    tell(event, **fields)
+                    raise LookupError("whoever is told has a bug as well")
+
+                network.supervisor.on_event = tell_and_fail
+                for count, bug in enumerate(bugs, start=1):
+                    bug.set()
+                    await seen.until(*["died", "restarted"] * count)
+                assert network.failure is None
+                await opened(network, other)
+                assert caplog.text.count("Traceback") >= 2
+                assert "ZeroDivisionError" in caplog.text
+                assert "LookupError" in caplog.text
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("host", "found", "fixed"),
     [

@@ -23,6 +23,7 @@ from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import StepReport
 from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.node import NO_FAULTS, Node
+from p2ptrain.protocol.node_runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 
@@ -60,6 +61,12 @@ class TestPeer:
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     paused: bool = False
     error: BaseException | None = None
+    runner: NodeRunner | None = None
+
+    @property
+    def current(self) -> Node:
+        """The node that runs now, where a runner keeps one."""
+        return self.node if self.runner is None else self.runner.node
 
     def rounds(self, *statuses: str) -> list[dict[str, Any]]:
         wanted = statuses or ("committed", "solo")
@@ -71,7 +78,7 @@ class TestPeer:
         return out
 
     async def train(self) -> None:
-        while not self.node.ready.is_set():
+        while not self.current.ready.is_set():
             self.exchange.idle()
             await trio.sleep(0.05)
         generator = torch.Generator().manual_seed(self.rng.randrange(2**31))
@@ -92,7 +99,10 @@ class TestPeer:
             with self.scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self.train)
-                    await self.node.run_forever()
+                    if self.runner is None:
+                        await self.node.run_forever()
+                    else:
+                        await self.runner.run_forever()
         except* Exception as error:
             self.error = error
 
@@ -117,8 +127,9 @@ class Swarm:
 
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
-        run: RunConfig | None = None, faults: Faults = NO_FAULTS,
+        run: RunConfig | None = None, faults: Faults = NO_FAULTS, restarts: bool = False,
     ) -> TestPeer:  # fmt: skip
+        """Put a peer into the swarm; `restarts` as a `NodeRunner` keeps it, so that its errors are not the test's."""
         generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
         tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in self.shapes]
         run = run or self.run
@@ -127,6 +138,8 @@ class Swarm:
             IndexSpace(self.shapes), tensors, run, clock=trio.current_time, post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1
+        incarnation = f"{peer_id}.{self._incarnations}"
+        transport = self.network.transport(peer_id)
         events: list[dict[str, Any]] = []
 
         event_log = EventLog(trio.current_time)
@@ -141,12 +154,18 @@ class Swarm:
                 await trio.sleep(self.work_s)
             return await inline(work, *args)
 
-        node = Node(
-            self.network.transport(peer_id), self.network.directory(peer_id), exchange, NoBuffers(), run,
-            incarnation=f"{peer_id}.{self._incarnations}", may_found=founder, restored=restored, compute=compute,
-            events=record, event_log=event_log, rng=rng, faults=faults,
-        )  # fmt: skip
-        peer = TestPeer(peer_id, tensors, exchange, node, step_s, rng, events)
+        def build(may_found: bool, restored: Restored | None, number: int) -> Node:
+            return Node(
+                transport, self.network.directory(peer_id), exchange, NoBuffers(), run,
+                incarnation=f"{incarnation}-{number}" if number else incarnation, may_found=may_found,
+                restored=restored, compute=compute, events=record, event_log=event_log, rng=rng, faults=faults,
+            )  # fmt: skip
+
+        if restarts:
+            runner = NodeRunner(build, exchange, compute, may_found=founder, restored=restored)
+            peer = TestPeer(peer_id, tensors, exchange, runner.node, step_s, rng, events, runner=runner)
+        else:
+            peer = TestPeer(peer_id, tensors, exchange, build(founder, restored, 0), step_s, rng, events)
         self.peers[peer_id] = peer
         self._nursery.start_soon(peer.run)
         return peer
@@ -172,8 +191,8 @@ class Swarm:
                 await trio.sleep(0.05)
             return
         lines = [
-            f"{p.peer_id}: {p.node.status}, head {p.node.engine.head.lineage}/{p.node.engine.head.round}, "
-            f"linked {sorted(p.node.links.live)}"
+            f"{p.peer_id}: {p.current.status}, head {p.current.engine.head.lineage}/{p.current.engine.head.round}, "
+            f"linked {sorted(p.current.links.live)}"
             for p in self.peers.values()
         ]
         raise AssertionError("did not happen within {:.0f} s\n{}".format(within_s, "\n".join(lines)))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
-from p2ptrain.protocol.flow_control import MIN_WINDOW_BYTES, WINDOW_S
-from p2ptrain.protocol.frame_reader import FrameReader
+from p2ptrain.protocol.links.flow_control import MIN_WINDOW_BYTES, WINDOW_S
+from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import (
     MAX_CONTROL_QUEUE,
     MAX_FRAGMENT_QUEUE,

@@ -19,7 +19,7 @@ from p2ptrain.protocol.links.link import (
     Traffic,
 )
 from p2ptrain.protocol.links.links import MAX_GREETING, MAX_GREETING_OF_ONE, MAX_HELLO_BYTES
-from p2ptrain.protocol.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
+from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
 from tests.protocol.swarm import run_virtual

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import trio
 
+from p2ptrain.error_log import Containment, ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import Event, Page, parse_page
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
@@ -136,8 +136,8 @@ class Observer:
     _own_last: int = 0
     _links: Links | None = None
     _followed: dict[PeerId, Link] = field(default_factory=dict)
-    _looking: FaultBarrier = field(default_factory=lambda: FaultBarrier("looking for members", logger))
-    _dialling: FaultBarrier = field(default_factory=lambda: FaultBarrier("dialling members", logger))
+    _looking: Containment = field(default_factory=lambda: ErrorLog(logger).containing("looking for members"))
+    _dialling: Containment = field(default_factory=lambda: ErrorLog(logger).containing("dialling members"))
 
     async def watch_as_observer(self, transport: Transport, directory: Directory) -> None:
         """Look for members, link to them and ask them, until cancelled."""
@@ -146,8 +146,12 @@ class Observer:
             await self.watch(links)
 
     async def watch(self, links: Links) -> None:
-        """Ask the members that these links lead to, until cancelled. Who is linked is somebody else's business."""
+        """Ask the members that these links lead to, until cancelled. Who is linked is somebody else's business.
+
+        May be called again with other links, after the first call was cancelled.
+        """
         self._links = links
+        self._followed.clear()
         async with trio.open_nursery() as nursery:
             while True:
                 for peer_id, link in list(links.live.items()):

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.flow_control import FlowControl
-from p2ptrain.protocol.frame_reader import FrameReader
-from p2ptrain.protocol.receive_budget import ReceiveBudget
+from p2ptrain.protocol.links.flow_control import FlowControl
+from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Ack,

@@ -21,9 +21,9 @@ import trio
 
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
-from p2ptrain.protocol.frame_reader import FrameReader
+from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
-from p2ptrain.protocol.receive_budget import ReceiveBudget
+from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import (
     Answer,

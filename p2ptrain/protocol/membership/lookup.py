@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunMismatchError, WireError
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
@@ -100,7 +100,7 @@ async def ask_settings(
         if hearsay is not None and not any(peer_id in chosen and not failures[peer_id] for peer_id in members):
             nursery.cancel_scope.cancel()
 
-    looking = FaultBarrier("looking for members", logger)
+    looking = ErrorLog(logger).containing("looking for members")
     async with observer_links(transport, run_id) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgpack
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.wire.transport import Directory, PeerId
@@ -116,9 +116,9 @@ class Membership:
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
         self._most_links = MAX_KNOWN
-        self._announcing = FaultBarrier("announcing this peer", logger)
-        self._looking_up = FaultBarrier("looking up members", logger)
-        self._connecting = FaultBarrier("dialling members", logger)
+        self._announcing = ErrorLog(logger).containing("announcing this peer")
+        self._looking_up = ErrorLog(logger).containing("looking up members")
+        self._connecting = ErrorLog(logger).containing("dialling members")
 
     async def run_forever(self) -> None:
         async with trio.open_nursery() as nursery:

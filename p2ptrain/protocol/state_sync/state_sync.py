@@ -14,10 +14,10 @@ from typing import Protocol
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Epoch, Landing
-from p2ptrain.protocol.fault_barrier import FaultBarrier
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
@@ -244,7 +244,7 @@ class StateSync:
 
     async def keep_up(self) -> None:
         """Follow whoever is further, one job at a time; until cancelled."""
-        barrier = FaultBarrier("catching up", logger)
+        barrier = ErrorLog(logger).containing("catching up")
         async for link, reason in self._jobs:
             with barrier:
                 try:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.receive_budget import ReceiveBudget, Share
+from p2ptrain.protocol.links.receive_budget import ReceiveBudget, Share
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Stream

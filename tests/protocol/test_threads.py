@@ -1,0 +1,142 @@
+"""Nodes as a real peer runs them: on a network thread, with a worker thread, and each model in a thread of its own."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.network.thread import NetworkThread
+from p2ptrain.protocol.event_log.event_log import EventLog
+from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.node_runner import NodeRunner
+from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.settings.config import RunConfig
+from tests.protocol.swarm import NoBuffers, Shapes
+
+# Large enough that codecs and plans go to the worker thread (gossip.INLINE_BLOCKS).
+SHAPES: Shapes = [("embedding", (4096, 64)), ("bias", (70,))]
+RUN = RunConfig(run_id="threads", sync_every=50, fragment_fraction=0.6, total_steps=0)
+
+
+@pytest.fixture
+def thread() -> Iterator[NetworkThread]:
+    torch.set_num_threads(1)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = NetworkThread()
+    yield thread
+    sys.setswitchinterval(before)
+    assert thread.stop(10.0)
+
+
+class ThreadedPeer:
+    """A model that trains in its own thread, and a node on the network thread."""
+
+    def __init__(self, network: MemoryNetwork, thread: NetworkThread, name: str, *, founder: bool) -> None:
+        generator = torch.Generator().manual_seed(ord(name))
+        self.name = name
+        self.tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
+        self.events: list[dict[str, Any]] = []
+        self.computed_in: set[str] = set()
+        self.told_in: set[str] = set()
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.exchange = Exchange(IndexSpace(SHAPES), self.tensors, RUN, clock=time.monotonic, post=thread.post)
+        limiter, transport = trio.CapacityLimiter(1), network.transport(name)
+
+        async def compute(work: Callable[..., Any], /, *args: Any) -> Any:
+            def worked() -> Any:
+                self.computed_in.add(threading.current_thread().name)
+                return work(*args)
+
+            return await trio.to_thread.run_sync(worked, limiter=limiter)
+
+        def record(event: str, /, **fields: object) -> None:
+            self.told_in.add(threading.current_thread().name)
+            self.events.append({"event": event, **fields})
+
+        def build(may_found: bool, restored: Restored | None, number: int) -> Node:
+            return Node(
+                transport, network.directory(name), self.exchange, NoBuffers(), RUN,
+                incarnation=f"{name}.{number}", may_found=may_found, restored=restored, compute=compute,
+                events=record, event_log=EventLog(time.time), rng=random.Random(name),
+            )  # fmt: skip
+
+        self.runner = NodeRunner(build, self.exchange, compute, may_found=founder, restored=None)
+        thread.start_soon(self.runner.run_forever)
+        self._trainer = threading.Thread(target=self._train, name=f"training {name}")
+        self._trainer.start()
+
+    def _train(self) -> None:
+        try:
+            while not self.done.is_set():
+                if self.runner.settled.ready.is_set():
+                    for tensor in self.tensors:
+                        tensor.mul_(0.999)
+                    self.exchange.step(16)
+                else:
+                    self.exchange.idle()
+                self.done.wait(0.002)
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        self.done.set()
+        self._trainer.join()
+        assert self.error is None
+
+    def rounds(self, size: int) -> list[dict[str, Any]]:
+        return [e for e in list(self.events) if e["event"] == "round" and e["group_size"] == size]
+
+
+def wait_until(condition: Callable[[], object], *peers: ThreadedPeer) -> None:
+    """Wait; the test's own time limit is the deadline."""
+    while not condition():
+        assert [peer.error for peer in peers] == [None] * len(peers)
+        assert [peer.runner.failure for peer in peers] == [None] * len(peers)
+        time.sleep(0.01)
+
+
+def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(thread: NetworkThread) -> None:
+    network = MemoryNetwork()
+    peers = [ThreadedPeer(network, thread, name, founder=name == "a") for name in "ab"]
+    a, b = peers
+    try:
+        wait_until(lambda: len(a.rounds(2)) >= 3 and len(b.rounds(2)) >= 3, *peers)
+        # Fragments come; on a busy machine most are too old by then.
+        wait_until(
+            lambda: all(
+                any(e["event"] == "fragments" and (e["merged"] or e["skipped"]) for e in list(peer.events))
+                for peer in peers
+            ),
+            *peers,
+        )
+        by_round = {(r["lineage"], r["round"]): r["state_sha256"] for r in a.rounds(2)}
+        shared = [
+            (r["state_sha256"], by_round[key]) for r in b.rounds(2) if (key := (r["lineage"], r["round"])) in by_round
+        ]
+        assert len(shared) >= 2
+        assert all(ours == theirs for ours, theirs in shared)
+        assert all(peer.computed_in and "p2ptrain-network" not in peer.computed_in for peer in peers)
+        assert all(peer.told_in == {"p2ptrain-network"} for peer in peers)
+
+        # The node of one fails; its training thread does not notice.
+        node, steps, rounds = b.runner.node, b.exchange.steps, len(a.rounds(2))
+        thread.post(lambda: node._fail(ZeroDivisionError("a bug")))
+        wait_until(lambda: b.runner.node is not node and b.runner.node.ready.is_set(), *peers)
+        wait_until(lambda: len(a.rounds(2)) > rounds and b.exchange.steps > steps, *peers)
+    finally:
+        for peer in peers:
+            peer.stop()
+    assert thread.failure is None

@@ -109,6 +109,11 @@ def join(
     are downloaded when joining and stay local after that. Parameters may be of any float type and on any device. Their
     storage is never replaced, so optimizers, AMP and torch.compile that were set up before keep working.
 
+    It blocks until the model stands on the run's state. Without initial peers that takes a second or two. With them:
+    at most 25 s to reach one, 5 s to find the run, and then as long as the download of its state takes (the
+    parameters' fp32 bytes, times two with an outer optimizer's moment); it gives up when nothing has come for 120 s.
+    `on_status` tells how far it is, and Ctrl-C ends it.
+
     Args:
         model: overwritten with the run's weights when joining a live run.
         optimizer: the inner optimizer; needed only with `DiLoCo(inner_moments="averaged")`.
@@ -126,7 +131,7 @@ def join(
         metrics: file to append the metrics stream to.
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
         resume: the `peer.state_dict()` of before a restart; restore the model and its optimizer yourself.
-        on_status: called with a text when the status of the joining peer changes.
+        on_status: called with a text when the status of the joining peer changes. Exceptions in it are logged.
         process_group: the torch.distributed processes that form this one peer. All of them call this with the same
             arguments. Only rank 0 is on the network, and its arguments are used. The group's timeout must be longer
             than joining takes.

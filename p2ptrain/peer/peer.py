@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import trio
 
@@ -21,6 +19,7 @@ from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.malloc_trim import release_unused
 from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples
 from p2ptrain.peer.watch import Watch, off_loop
@@ -32,12 +31,9 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.node_runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
-from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-Array = npt.NDArray[np.float32]
 
 # How often a waiting main thread looks around (Ctrl-C, progress).
 POLL_S = 0.05
@@ -112,7 +108,7 @@ class Peer:
                 peer_timeout_s=peer_timeout_s, chosen=chosen, errors=self._errors,
             )  # fmt: skip
 
-        restored = self._restored(resume_state)
+        restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
         self._runner = NodeRunner(build, self._exchange, self._compute, may_found=may_found, restored=restored)
         network.tell(self._on_event)
         thread.start_soon(self._run_node)
@@ -253,15 +249,7 @@ class Peer:
         """Look at the run from here: at the others over the links that we have, and at ourselves."""
         own = Own(self._incarnation, self._event_log, self._sight)
         observer = Observer(self.run.run_id, off_loop, time.time, own)
-        return Watch(self._thread, observer, lambda: self._observe(observer))
-
-    async def _observe(self, observer: Observer) -> None:
-        """Look through the links of the node, and of each that takes its place."""
-        while True:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(observer.watch, self._runner.node.links)
-                await self._runner.replaced()
-                nursery.cancel_scope.cancel()
+        return Watch(self._thread, observer, lambda: self._runner.with_links(observer.watch))
 
     def _sight(self) -> Sighting:
         head = self._runner.settled.engine.head
@@ -273,24 +261,41 @@ class Peer:
     # --- state --------------------------------------------------------------------------------------------------
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights of the last round, agreed on by all: fp32 copies on the CPU by parameter name."""
+        """The weights of the last round, agreed on by all: fp32 copies on the CPU by parameter name.
+
+        Waits and raises as `state_dict`.
+        """
         return self._parts.unflatten(self._state_copy()["anchor"])
 
     def state_dict(self) -> dict[str, Any]:
-        """This peer's part of a checkpoint: anchor, outer optimizer and where it stands. Tensors are copies."""
+        """This peer's part of a checkpoint: where it stands, and the state that rounds agree on.
+
+        It waits while a round changes that state, and while it is copied: seconds for a large model.
+
+        Returns:
+            `head`: str, the last round and who decides the next, packed, in hex. `run_step`: int, position in the run.
+            `anchor`: (blocks, 64) float32, the weights of the last round in the flat layout, the inner moments behind
+            them where rounds average these. `moments`: list of tensors of that shape, the outer optimizer's. Tensors
+            are copies on the CPU, owned by the caller.
+
+        Raises:
+            TimeoutError: a round is changing the state for more than 120 s.
+        """
         return self._state_copy()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Go back to a state of `state_dict()`, where the swarm has nothing newer.
 
+        It waits until a round that is landing has landed, and until this peer stands on the state: at most 120 s each.
+
         Returns:
             True when it was taken, False when the run is further already and it was ignored.
 
         Raises:
-            ConfigError: it is damaged, or of another model.
+            ConfigError: it is damaged, or of another model; or it was not taken in time.
+            TimeoutError: the network side did not answer within 120 s.
         """
-        restored = self._restored(state)
-        assert restored is not None
+        restored = from_dict(state, self._exchange.new_state())
         state_sync = self._runner.settled.state_sync
         if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
@@ -383,40 +388,13 @@ class Peer:
         """A consistent copy of the agreed state, made behind a round that is being applied; also after leaving."""
         node = self._runner.settled
         if self._left:
-            return self._describe(node, [vector.copy() for vector in node.state.vectors])
+            return to_dict(node.engine.head, self.run_step, [vector.copy() for vector in node.state.vectors])
         return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
         async with node.engine.state_lock:
-            return self._describe(node, [await self._compute(vector.copy) for vector in node.state.vectors])
-
-    def _describe(self, node: Node, vectors: list[Array]) -> dict[str, Any]:
-        anchor, *moments = map(torch.from_numpy, vectors)
-        return {
-            "head": pack_value(node.engine.head).hex(),
-            "run_step": self._exchange.run_step,
-            "anchor": anchor,
-            "moments": moments,
-        }
-
-    def _restored(self, state: dict[str, Any] | None) -> Restored | None:
-        """A checked `Restored` from `state_dict()`. Raises ConfigError."""
-        if state is None:
-            return None
-        anchor_state, vectors = self._exchange.new_state(), [state["anchor"], *state["moments"]]
-        wanted = [tuple(vector.shape) for vector in anchor_state.vectors]
-        if [tuple(vector.shape) for vector in vectors] != wanted:
-            raise ConfigError(
-                f"the state to resume from has {len(vectors)} vectors of {len(vectors[0])} blocks, "
-                f"this run needs {len(wanted)} of {anchor_state.num_blocks}: not of this model and run"
-            )
-        for own, saved in zip(anchor_state.vectors, vectors, strict=True):
-            own[:] = saved.numpy()
-        anchor_state.rehash()
-        head = unpack_head(bytes.fromhex(state["head"]))
-        if anchor_state.hashes.state != head.state_sha256:
-            raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
-        return Restored(anchor_state, head, int(state["run_step"]))
+            vectors = [await self._compute(vector.copy) for vector in node.state.vectors]
+            return to_dict(node.engine.head, self.run_step, vectors)
 
 
 def _with_layout(run: RunConfig, layout: str) -> RunConfig:

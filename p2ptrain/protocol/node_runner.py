@@ -7,17 +7,18 @@ restarted. Training goes on meanwhile; it only exchanges nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import ConfigError, NetworkFailedError
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.transport import Compute
-from p2ptrain.protocol.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,13 @@ class NodeRunner:
         """What this peer is doing now, for people. For any thread."""
         return self._restarting or self.node.status
 
-    async def replaced(self) -> None:
-        """Wait until another node is in the place of this one."""
-        await self._replaced.wait()
+    async def with_links(self, work: Callable[[Links], Awaitable[object]]) -> None:
+        """Run `work` with the node's links until cancelled, and anew with those of each node that takes its place."""
+        while True:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(work, self.node.links)
+                await self._replaced.wait()
+                nursery.cancel_scope.cancel()
 
     async def run_forever(self) -> None:
         """Run the node, and another after it; until cancelled, or until the last of many restarts has failed.

@@ -359,38 +359,6 @@ def test_a_run_that_cannot_be_joined_is_not_tried_again() -> None:
 # --- what it talks to ---------------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_fails_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with swarm(RUN, shapes=SMALL) as s:
-            directory = s.network.directory
-            fails = True
-
-            class Failing:
-                def __init__(self, peer_id: str) -> None:
-                    self._inner = directory(peer_id)
-
-                async def announce(self, *arguments: Any) -> bool:
-                    if fails:
-                        raise Bug("announcing")
-                    return await self._inner.announce(*arguments)
-
-                async def lookup(self, *arguments: Any) -> Any:
-                    if fails:
-                        raise Bug("looking")
-                    return await self._inner.lookup(*arguments)
-
-            s.network.directory = Failing  # type: ignore[method-assign, assignment]
-            s.start("a", founder=True)
-            s.start("b")
-            await trio.sleep(20)
-            assert [peer.error for peer in s.peers.values()] == [None, None]
-            assert len(errors_in(caplog)) == 4  # each of both calls, at each peer
-            fails = False
-            await s.until(lambda: committed_after(s, 20.0, "a", "b"))
-
-    run_virtual(main)
-
-
 def test_a_push_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=SMALL) as s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -149,6 +151,73 @@ def test_one_that_is_cut_off_for_good_says_so_and_trains_on(monkeypatch: pytest.
         assert "p2pd" in str(peer.failure)
         round_ = peer.round
         train_until(lambda: peer.round > round_, loop)  # alone
+
+
+def test_numbers_of_any_library_are_steps_and_odd_ones_are_refused_at_once(tmp_path: Path) -> None:
+    records = tmp_path / "a.jsonl"
+    statuses: list[str] = []
+
+    def on_status(status: str) -> None:
+        statuses.append(status)
+        raise LookupError("a bug of the user's")
+
+    with p2ptrain.join(model := cnn(0), diloco=DILOCO, metrics=records, on_status=on_status, **RUN) as peer:
+        for loss in (
+            1,
+            1.5,
+            np.float32(2),
+            torch.tensor(2.5, requires_grad=True),
+            math.nan,
+            torch.tensor(math.inf),
+            None,
+        ):
+            report = peer.step(loss=loss, samples=np.int64(8))
+            assert report.exchange_s > 0
+        for samples in (-1, 2.5, "8"):
+            with pytest.raises(p2ptrain.ConfigError, match=f"samples = {samples!r}: must be a whole number"):
+                peer.step(samples=samples)  # type: ignore[arg-type]
+        with pytest.raises(p2ptrain.ConfigError, match="loss = 'low': must be one number"):
+            peer.step(loss="low")  # type: ignore[arg-type]
+        peer.record("mine", tensor=torch.ones(2), number=np.float64(0.5))
+        train_until(lambda: peer.round >= 1, Loop(model, peer))
+        assert peer.failure is None
+    lines = [json.loads(line) for line in records.read_text().splitlines()]
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [step["loss"] for step in steps[:7]] == [1, 1.5, 2, 2.5, None, None, None]
+    assert {step["tokens"] for step in steps[:7]} == {8}
+    assert [line["number"] for line in lines if line["event"] == "mine"] == [0.5]
+    assert statuses
+
+
+def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> None:
+    records = tmp_path / "a.jsonl"
+    with (
+        p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, metrics=records, **RUN) as a,
+        p2ptrain.join(cnn_b := cnn(1), initial_peers=a.maddrs, **RUN) as b,
+    ):
+        first, second = Loop(cnn_a, a), Loop(cnn_b, b)
+        train_until(lambda: first.rounds and first.rounds[-1].status == "committed", first, second)
+        watch = a.watch()
+        maddrs, node, round_ = a.maddrs, a._runner.node, a.round
+
+        def fail() -> None:
+            node._fail(ZeroDivisionError("a bug of ours"))
+
+        a._thread.post(fail)
+        train_until(lambda: "restarting" in a.status, first, second)
+        assert a.failure is None
+        assert a.anchor_state_dict().keys() == b.anchor_state_dict().keys()
+        train_until(lambda: a._runner.node is not node and a.alive == [b.peer_id], first, second)
+        assert a.maddrs == maddrs
+        landed = len(first.rounds)
+        train_until(
+            lambda: any(len(r.contributors) == 2 and r.round > round_ for r in first.rounds[landed:]), first, second
+        )
+        train_until(lambda: any(m.peer_id == b.peer_id and m.linked for m in watch.take().members), first, second)
+        watch.stop()
+        assert a.founded
+    told = [json.loads(line) for line in records.read_text().splitlines()]
+    assert any("restarting" in line["status"] for line in told if line["event"] == "status")
 
 
 def test_a_state_is_taken_up_again_after_a_restart() -> None:

@@ -1,0 +1,50 @@
+"""A peer's part of a checkpoint: its agreed state as a dictionary, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.protocol.wire.messages import Head
+from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
+
+Array = npt.NDArray[np.float32]
+
+
+def to_dict(head: Head, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
+    """What `Peer.state_dict` returns; the tensors share the memory of `vectors`: anchor, then moments."""
+    anchor, *moments = map(torch.from_numpy, vectors)
+    return {"head": pack_value(head).hex(), "run_step": run_step, "anchor": anchor, "moments": moments}
+
+
+def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
+    """Check what `to_dict` has made, and copy it `into` a state of this run.
+
+    Raises ConfigError when it is damaged, or of another model or run.
+    """
+    try:
+        vectors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
+        shapes = [tuple(vector.shape) for vector in vectors]
+        head = unpack_head(bytes.fromhex(state["head"]))
+    except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
+        raise ConfigError(
+            f"the state to resume from cannot be read ({error!r}); give what state_dict() of a peer has returned"
+        ) from None
+    if shapes != [vector.shape for vector in into.vectors]:
+        raise ConfigError(
+            f"the state to resume from has {len(vectors)} vectors of {len(vectors[0])} blocks, "
+            f"this run needs {len(into.vectors)} of {into.num_blocks}: not of this model and run"
+        )
+    for own, saved in zip(into.vectors, vectors, strict=True):
+        own[:] = saved.numpy()
+    into.rehash()
+    if into.hashes.state != head.state_sha256:
+        raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
+    return Restored(into, head, run_step)

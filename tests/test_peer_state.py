@@ -1,0 +1,58 @@
+"""A peer's state as a dictionary: what is read back is what was written, or a clear refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.peer.peer_state import from_dict, to_dict
+from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.wire.messages import Head
+
+BLOCKS = 5
+
+
+def some_state() -> tuple[AnchorState, dict[str, Any]]:
+    state, rng = AnchorState(BLOCKS, 1), np.random.default_rng(0)
+    for vector in state.vectors:
+        vector[:] = rng.standard_normal(vector.shape, np.float32)
+    state.rehash()
+    head = Head("G", "L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
+    return state, to_dict(head, 84, state.vectors)
+
+
+def test_what_is_read_back_is_what_was_written() -> None:
+    state, saved = some_state()
+    restored = from_dict(saved, AnchorState(BLOCKS, 1))
+    assert (restored.run_step, restored.head.round, restored.head.lineage) == (84, 3, "L")
+    assert restored.state.hashes == state.hashes
+    assert all(np.array_equal(*pair) for pair in zip(restored.state.vectors, state.vectors, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"anchor": torch.zeros(BLOCKS, 64)}, "is damaged: its hash is wrong"),
+        ({"anchor": torch.zeros(BLOCKS - 1, 64)}, "not of this model and run"),
+        ({"moments": []}, "not of this model and run"),
+        ({"moments": None}, "cannot be read"),
+        ({"anchor": None}, "cannot be read"),
+        ({"head": "beef"}, "cannot be read"),
+        ({"head": "no hex"}, "cannot be read"),
+        ({"head": None}, "cannot be read"),
+        ({"run_step": "ten"}, "cannot be read"),
+    ],
+)
+def test_a_damaged_one_is_refused(change: dict[str, Any], reason: str) -> None:
+    _, saved = some_state()
+    with pytest.raises(ConfigError, match=reason):
+        from_dict({**saved, **change}, AnchorState(BLOCKS, 1))
+
+
+def test_one_of_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give what state_dict"):
+        from_dict({"model": {}}, AnchorState(BLOCKS, 1))

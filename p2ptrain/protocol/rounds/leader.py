@@ -175,7 +175,7 @@ class AveragingLeader:
         if now - wake_s > HELD_UP_S:
             self._heard_s = dict.fromkeys(self._heard_s, now)
         for peer_id, at_s in self._heard_s.items():
-            if peer_id not in self._gone and now - at_s >= self._silent_s:
+            if peer_id not in self._gone and now >= at_s + self._silent_s:
                 self._silences.note(peer_id, now, SILENT_REDUCER_S)
                 self._gone[peer_id] = f"it said nothing for {now - at_s:.0f} s"
         return news

@@ -1,0 +1,473 @@
+"""What one odd value, one broken member or one liar may cost a round: its own place in it, and never the round.
+
+Real nodes in virtual time; "x" is a member that says whatever a test wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, codec
+from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
+from p2ptrain.memory_network import Fault
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.rounds.collection import EarlyChunks
+from p2ptrain.protocol.rounds.transfer import Transfer
+from p2ptrain.protocol.wire.messages import (
+    KIND_OF,
+    Abort,
+    Answer,
+    Attempt,
+    Beat,
+    Call,
+    Commit,
+    Contribution,
+    Head,
+    Hello,
+    Join,
+    Message,
+    Part,
+    Request,
+    Roster,
+)
+from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.test_round_faults import after
+from tests.protocol.test_rounds import common, start_all
+from tests.protocol.wiring import Endpoint
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+
+
+def landed(s: Swarm, since_s: float, rounds: int, names: str = "abc") -> bool:
+    """Whether these peers have each contributed to so many rounds since then."""
+    return all(sum(r["t"] > since_s and not r["late"] for r in s.peers[n].rounds("committed")) >= rounds for n in names)
+
+
+def skips(s: Swarm) -> list[dict[str, Any]]:
+    return [r for p in s.peers.values() for r in p.rounds("skipped")]
+
+
+# --- a peer of our own that has a problem ---------------------------------------------------------------------------
+
+
+def spoil(peer: TestPeer) -> None:
+    peer.tensors[0][0, 0] = float("nan")
+
+
+def test_who_has_nan_in_its_weights_sits_the_round_out_says_why_and_comes_back() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            spoiled, ill = trio.current_time(), s.peers["d"]
+            spoil(ill)
+            await s.until(lambda: any(r["t"] > spoiled and r["late"] for r in ill.rounds()))
+            (missed, *_) = [r for r in ill.rounds() if r["t"] > spoiled and r["late"]]
+            assert "not finite" in missed["reason"]
+            others = [r for r in s.peers["a"].rounds() if r["round"] == missed["round"]]
+            assert [r["contributors"] for r in others] == [["a", "b", "c"]]
+            assert not skips(s)
+            ill.tensors[0][0, 0] = 0.0
+            cured = trio.current_time()
+            await s.until(lambda: after(s, cured, 4), within_s=60)
+
+    run_virtual(main)
+
+
+def test_a_lone_founder_with_nan_skips_rounds_and_commits_again_once_it_is_cured() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            founder = s.start("a", founder=True)
+            await s.until(lambda: bool(founder.rounds("solo")))
+            spoil(founder)
+            await s.until(lambda: bool(founder.rounds("skipped")))
+            assert founder.error is None
+            founder.tensors[0][0, 0] = 0.0
+            count = len(founder.rounds("solo"))
+            await s.until(lambda: len(founder.rounds("solo")) >= count + 2, within_s=60)
+
+    run_virtual(main)
+
+
+def test_a_member_whose_chunks_do_not_decode_is_left_out_and_struck() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 1, 4))
+            taker = s.peers["d"].node.engine._taker
+            encode = taker.encode
+
+            async def encode_nonsense(*args: Any) -> None:
+                await encode(*args)
+                assert taker.own is not None
+                chunks = taker.own.chunks
+                chunks.update({start: b"\xff" * len(data) for start, data in chunks.items()})
+
+            taker.encode = encode_nonsense  # type: ignore[method-assign]
+            began = trio.current_time()
+            await s.until(lambda: landed(s, began, 2), within_s=60)
+            assert not any(p.rounds("skipped") for n, p in s.peers.items() if n != "d")
+            assert all("d" not in r["contributors"] for r in s.peers["a"].rounds() if r["t"] > began)
+            assert any(s.peers[name].node.links.strikes.get("d") for name in "abc")
+
+    run_virtual(main)
+
+
+def test_a_member_that_withdraws_and_reduces_nothing_is_left_out_of_the_same_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcd")  # of whom three average the three chunks
+            await s.until(lambda: common(s, 1, 4))
+            send, withdrawn, aborted = Transfer.send, [], []
+
+            async def send_unless(self: Transfer) -> None:
+                own, reducers = self._context.peer_id, {part.reducer for part in self._roster.parts}
+                if own not in reducers and not withdrawn:
+                    withdrawn.append(own)
+                    raise RoundFailedError("not today")
+                await send(self)
+
+            def note(source: str, target: str, packet: bytes) -> Fault:
+                if packet[1] == KIND_OF[Abort]:
+                    aborted.append(source)
+                return Fault.NONE
+
+            monkeypatch.setattr(Transfer, "send", send_unless)
+            s.network.fault = note
+            began = trio.current_time()
+            await s.until(lambda: bool(withdrawn) and len(s.peers["a"].rounds()) and after(s, began, 3), within_s=30)
+            first = min((r for r in s.peers["a"].rounds() if r["t"] > began), key=lambda r: r["t"])
+            assert set(first["contributors"]) == set("abcd") - set(withdrawn)
+            assert not aborted
+
+    run_virtual(main)
+
+
+def test_an_old_attempt_that_waits_for_a_worker_ends_only_itself() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            engine = s.peers["b"].node.engine
+            taker = engine._taker
+            take, waiting, go_on = taker.take, trio.Event(), trio.Event()
+
+            async def fail_late(window_s: float) -> Any:
+                taker.take = take  # type: ignore[method-assign]
+                waiting.set()
+                with trio.CancelScope(shield=True):  # as a worker thread is waited for
+                    await go_on.wait()
+                raise RoundFailedError("the old attempt fails, late")
+
+            taker.take = fail_late  # type: ignore[method-assign]
+            await waiting.wait()
+            old = engine.round_state.member
+            assert old is not None
+            head = engine.head
+            higher = Attempt(old.attempt.counter + 1, "c", s.peers["c"].node.incarnation)
+            engine.deliver("c", Call(head.lineage, head.round + 1, higher, 0.5))
+            go_on.set()
+            await trio.sleep(0.01)
+            assert engine.round_state.member is not None
+            assert engine.round_state.member.attempt == higher
+            assert engine._attempts.followed == higher
+
+    run_virtual(main)
+
+
+# --- a joiner that hangs --------------------------------------------------------------------------------------------
+
+
+def test_a_joiner_that_hangs_holds_a_lone_founder_up_for_half_a_minute_only() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            founder = s.start("a", founder=True)
+            await s.until(lambda: len(founder.rounds("solo")) >= 2)
+            async with member(s, stands=False):
+                began = trio.current_time()
+                await trio.sleep(25)
+                assert not [r for r in founder.rounds() if r["t"] > began + 5]
+                await s.until(lambda: len([r for r in founder.rounds() if r["t"] > began + 5]) >= 3, within_s=40)
+
+    run_virtual(main)
+
+
+# --- a member that says what it likes -------------------------------------------------------------------------------
+
+
+@dataclass
+class Member(Endpoint):
+    """ "x", linked to everybody. It stands where the others do, and answers every message as a test wants it."""
+
+    swarm: Swarm = field(default=None)  # type: ignore[assignment]
+    stands: bool = True
+    answer: Callable[[Message], Message | None] = lambda message: None
+
+    @property
+    def head(self) -> Head:
+        return next(iter(self.swarm.peers.values())).node.engine.head
+
+    async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
+        await super().on_message(link, message, payload)
+        answer = self.answer(message)
+        if answer is not None:
+            link.send(answer)
+
+    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
+        head = self.head
+        lineage = head.lineage if self.stands else ""
+        return Beat(
+            sent_s, echo_s, held_s, head.genesis, lineage, head.round, head.tokens_total, 0, "", 10.0, (), 10**9
+        )  # fmt: skip
+
+    def tell(self, message: Message) -> None:
+        for link in self.links.live.values():
+            link.send(message)
+
+    def call(self, counter: int, window_s: float = 0.5) -> Call:
+        return Call(self.head.lineage, self.head.round + 1, Attempt(counter, "x", "x.1"), window_s)
+
+    def join(self, call: Call, **fields: Any) -> Join:
+        join = Join(
+            call.lineage, call.round, call.attempt, "x.1", self.head.state_sha256, True, 100, 0, 20, 10.0, 1e300,
+            tuple(self.swarm.peers), False, None, None,
+        )  # fmt: skip
+        return dataclasses.replace(join, **fields)
+
+
+@asynccontextmanager
+async def member(s: Swarm, *, stands: bool = True) -> AsyncIterator[Member]:
+    """x, its links kept up."""
+    hello = Hello(s.run.run_id, s.run.digest, "x.1", "trainer", ("/memory/x",))
+
+    async def keep_linked() -> None:
+        while True:
+            for name in s.peers:
+                with contextlib.suppress(PeerLostError):
+                    await x.links.connect(name, [])
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        x = Member("x", nursery, swarm=s, stands=stands)
+        x.links = Links(s.network.transport("x"), lambda: hello, x)
+        await nursery.start(x.links.run)
+        nursery.start_soon(keep_linked)
+        await s.until(lambda: len(x.links.live) == len(s.peers))
+        yield x
+        nursery.cancel_scope.cancel()
+
+
+def three_and_x(test: Callable[[Swarm, Member], Any], *, work_s: float = 0.0) -> None:
+    """Run a test with three peers that have committed a round together, and x."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            async with member(s) as x:
+                await trio.sleep(1.5)  # a beat, so that x counts as a trainer
+                await test(s, x)
+            s.check()
+            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+
+    run_virtual(main)
+
+
+def test_a_leader_that_calls_and_says_nothing_more_holds_nobody_up() -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        began, promised = trio.current_time(), x.head.round
+        x.tell(x.call(7, window_s=1e9))
+        await trio.sleep(0.5)
+        if x.head.round == promised:
+            assert any(p.node.engine.round_state.acceptor.promised.leader == "x" for p in s.peers.values())
+        await s.until(lambda: landed(s, began, 3), within_s=60)
+
+    three_and_x(test)
+
+
+def test_a_leader_that_calls_again_and_again_and_says_nothing_more_is_not_followed_any_more() -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        began = trio.current_time()
+
+        async def call_forever() -> None:
+            while True:
+                counter = 1 + max(p.node.engine.round_state.acceptor.promised.counter for p in s.peers.values())
+                x.tell(x.call(counter, window_s=1e9))
+                await trio.sleep(0.1)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call_forever)
+            await s.until(lambda: landed(s, began, 5), within_s=300)
+            nursery.cancel_scope.cancel()
+
+    three_and_x(test)
+
+
+@pytest.mark.parametrize("counter", [2**63 - 1, 2**40, -5])
+def test_a_counter_without_measure_is_not_believed(counter: int) -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        began = trio.current_time()
+        for _ in range(20):
+            x.tell(x.call(counter))
+            await trio.sleep(0.3)
+        await s.until(lambda: landed(s, began, 4), within_s=40)
+        assert all(p.node.engine.round_state.highest < 2**20 for p in s.peers.values())
+
+    three_and_x(test)
+
+
+def test_a_silent_reducer_with_an_incredible_rate_costs_each_leader_an_attempt() -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        x.answer = lambda message: x.join(message) if isinstance(message, Call) else None
+        began = trio.current_time()
+        await s.until(lambda: landed(s, began, 5), within_s=200)
+        rosters = [message for message in x.of(Roster) if isinstance(message, Roster)]
+        assert any(part.reducer == "x" for roster in rosters for part in roster.parts)
+        assert all(part.reducer != "x" for part in rosters[-1].parts)
+        assert len(x.links.live) == 3
+
+    three_and_x(test)
+
+
+@pytest.mark.parametrize("fields", [{"tokens": -1}, {"run_step": -(2**62)}, {"rate": -1.0}, {"speed": -1.0}])
+def test_a_join_with_an_impossible_claim_is_refused_and_the_round_goes_on(fields: dict[str, Any]) -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        x.answer = lambda message: x.join(message, **fields) if isinstance(message, Call) else None
+        began = trio.current_time()
+        await s.until(lambda: landed(s, began, 2), within_s=40)
+        assert not skips(s)
+        assert any(p.node.links.strikes.get("x") for p in s.peers.values())
+
+    three_and_x(test)
+
+
+def test_a_commit_counts_only_when_the_voters_say_so() -> None:
+    """A record of x's own, whose parts it serves: all that a peer needs to take its step, but for the voters."""
+
+    async def test(s: Swarm, x: Member) -> None:
+        blocks = s.peers["a"].node.state.num_blocks
+        mean = b"".join(
+            codec("int8").encode(np.ones((min(CHUNK_BLOCKS, blocks - start), 64), np.float32))
+            for start in range(0, blocks, CHUNK_BLOCKS)
+        )
+        sha256, asked = hashlib.sha256(mean).hexdigest(), []
+
+        async def serve(link: Link, request: Request) -> None:
+            asked.append(request.what)
+            piece = mean[request.index * 128 * 1024 :][: 128 * 1024] if request.subject == sha256 else b""
+            await link.send_bulk(Answer(request.request, bool(piece), "part"), piece, Traffic.ROUND)
+
+        x.on_request = serve
+        began = trio.current_time()
+        for _ in range(30):
+            head = x.head
+            assert head.record is not None
+            forged = dataclasses.replace(
+                head.record, round=head.round + 1, parent_sha256=head.state_sha256, tokens_total=2**50,
+                parts=(Part(0, blocks, sha256, "x"),),
+            )  # fmt: skip
+            x.tell(Commit(forged))
+            await trio.sleep(0.5)
+        await s.until(lambda: landed(s, began, 4), within_s=60)
+        assert all(p.node.engine.head.tokens_total < 2**40 for p in s.peers.values())
+        assert "part" not in asked
+
+    three_and_x(test)
+
+
+# --- chunks that come before the roster -----------------------------------------------------------------------------
+
+INT8, BLOCKS = codec("int8"), 4 * CHUNK_BLOCKS
+CHUNK = INT8.encode(np.zeros((CHUNK_BLOCKS, 64), np.float32))
+
+
+def test_early_chunks_take_two_encoded_models_at_most_and_one_of_each_sender() -> None:
+    early = EarlyChunks(INT8, BLOCKS)
+    for sender in "abcde":
+        for _ in range(3):
+            for start in range(0, BLOCKS, CHUNK_BLOCKS):
+                early.add(sender, start, start + CHUNK_BLOCKS, CHUNK)
+    assert early.overrun == {"c", "d", "e"}
+    kept = list(early.take())
+    assert [sender for sender, *_ in kept] == ["a"] * 4 + ["b"] * 4
+    assert sum(len(data) for *_, data in kept) == 2 * INT8.size_bytes(BLOCKS)
+    assert not list(early.take())
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "data"),
+    [
+        (0, CHUNK_BLOCKS, CHUNK[:-1]),
+        (0, CHUNK_BLOCKS, b"\xff" * len(CHUNK)),
+        (1, CHUNK_BLOCKS + 1, CHUNK),
+        (0, 2 * CHUNK_BLOCKS, CHUNK * 2),
+        (BLOCKS, BLOCKS + CHUNK_BLOCKS, CHUNK),
+        (-CHUNK_BLOCKS, 0, CHUNK),
+    ],
+)
+def test_an_early_chunk_that_no_roster_can_want_is_refused(start: int, stop: int, data: bytes) -> None:
+    early = EarlyChunks(INT8, BLOCKS)
+    with pytest.raises(WireError):
+        early.add("a", start, stop, data)
+    assert not list(early.take())
+
+
+def test_chunks_that_come_before_the_roster_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roster of one member is late: what the others send it meanwhile is averaged all the same."""
+
+    async def main() -> None:
+        async with swarm(PLAIN, latency_s=0.01) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            early: list[str] = []
+            take = EarlyChunks.take
+
+            def note(self: EarlyChunks):  # type: ignore[no-untyped-def]
+                for chunk in take(self):
+                    early.append(chunk[0])
+                    yield chunk
+
+            monkeypatch.setattr(EarlyChunks, "take", note)
+            deliver = s.peers["c"].node.engine.deliver
+
+            def deliver_late(sender: str, message: Message, payload: bytes = b"") -> None:
+                if isinstance(message, Roster):
+                    s._nursery.start_soon(later, sender, message)
+                else:
+                    deliver(sender, message, payload)
+
+            async def later(sender: str, message: Message) -> None:
+                await trio.sleep(0.3)
+                deliver(sender, message)
+
+            s.peers["c"].node.engine.deliver = deliver_late  # type: ignore[method-assign]
+            began = trio.current_time()
+            await s.until(lambda: after(s, began, 3), within_s=30)
+            assert set(early) >= {"a", "b"}
+
+    run_virtual(main)
+
+
+def test_a_chunk_of_no_attempt_of_ours_is_not_kept() -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        message = Contribution(x.head.lineage, x.head.round + 1, Attempt(999, "x", "x.1"), 0, CHUNK_BLOCKS)
+        for _ in range(50):
+            for link in x.links.live.values():
+                await link.send_bulk(message, CHUNK, Traffic.ROUND)
+        began = trio.current_time()
+        await s.until(lambda: landed(s, began, 2), within_s=30)
+
+    three_and_x(test)

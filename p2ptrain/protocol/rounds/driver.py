@@ -26,10 +26,12 @@ from p2ptrain.protocol.rounds.calling import Caller
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import (
     Average,
+    Averaged,
     Broadcast,
     Effect,
     Event,
     Fetch,
+    Held,
     LeaderEnded,
     LeaderFailed,
     Learned,
@@ -37,6 +39,7 @@ from p2ptrain.protocol.rounds.events import (
     MemberEnded,
     MemberFailed,
     Prepare,
+    Prepared,
     Received,
     Send,
     Tick,
@@ -74,6 +77,8 @@ logger = logging.getLogger(__name__)
 
 # Attempts at one round before it is skipped (guess).
 MAX_ATTEMPTS = 3
+# How often we look whether a round is due, where nothing happens that says so.
+LOOK_S = 1.0
 # How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
 STALL_POLL_S, HELD_UP_S, PAUSED_S = 0.25, 1.0, 10.0
 # Two leaders that got into each other's way must not meet again.
@@ -295,8 +300,13 @@ class RoundDriver:
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         # One that was asked for before the head moved on belongs to no round any more.
-        if snapshot.epoch == Epoch(self.head.lineage, self.head.round):
+        if snapshot.epoch != Epoch(self.head.lineage, self.head.round):
+            return
+        try:
             self._taker.arrive(snapshot)
+        except Exception:
+            # Our bug. We join without one.
+            logger.exception("the snapshot of round %d is lost", self._state.round)
 
     # --- consensus ------------------------------------------------------------------------------------------------
 
@@ -312,6 +322,11 @@ class RoundDriver:
             self._pump()
         except Exception:
             logger.exception("%s could not be taken in", type(event).__name__)
+            match event:
+                case Prepared(attempt, _) | Held(attempt, _):
+                    self._apply(MemberFailed(attempt, "unexpected error"))
+                case Averaged(attempt, _):
+                    self._apply(LeaderFailed(attempt, "unexpected error"))
 
     def _pump(self) -> None:
         """Take in what is queued, and do what the consensus says. What that causes is queued behind it."""
@@ -421,32 +436,42 @@ class RoundDriver:
     async def _drive(self) -> None:
         """Say when we are due, lead when it is our turn, and see whether the voters are still there."""
         while True:
-            changed, wake_s = self._changed, 1.0
+            changed, wake_s = self._changed, LOOK_S
             if self.head.lineage and not self.resolving and not self.finished and not self._leaving:
-                now = trio.current_time()
-                if self._state.learner.record is not None:
-                    self._outcomes.retry(self._state.learner.record, self.head.state_sha256, now)
-                elif self._state.member is None and self._state.proposer is None and not self._caller.waits(now):
-                    wake_s = self._call(now)
-                three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
-                if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s):
-                    self.found_lineage()
+                try:
+                    wake_s = self._look(trio.current_time())
+                except Exception:
+                    # Our bug. What is to be done is looked at again, a little later.
+                    logger.exception("the next round could not be seen to")
+                    changed = trio.Event()
             with trio.move_on_after(wake_s):
                 await changed.wait()
 
+    def _look(self, now: float) -> float:
+        """Do what it is time for; returns how soon to look again."""
+        wake_s = LOOK_S
+        if self._state.learner.record is not None:
+            self._outcomes.retry(self._state.learner.record, self.head.state_sha256, now)
+        elif self._state.member is None and self._state.proposer is None and not self._caller.waits(now):
+            wake_s = self._call(now)
+        three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
+        if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s):
+            self.found_lineage()
+        return wake_s
+
     def _call(self, now: float) -> float:
-        """Say that we are due, and lead, where it is time for that. Returns when to look again."""
+        """Say that we are due, and lead, where it is time for that; returns how soon to look again."""
         due = self._caller.due(self.head, self._attempts_failed, now)
         if due is not None:
             for peer_id in (self.context.peer_id, *self._liveness.trainers()):
                 self.tell(peer_id, due)
         if not self._caller.is_ours_to_lead(self.head, now):
-            return 1.0
+            return LOOK_S
         if now < self._rest_until_s:
             return self._rest_until_s - now
         self._called_s = now
         self._apply(self._caller.lead())
-        return 1.0
+        return LOOK_S
 
     async def _keep_time(self) -> None:
         """Tell the consensus when one of its deadlines has passed."""
@@ -456,6 +481,8 @@ class RoundDriver:
                 await changed.wait()
             if trio.current_time() >= consensus.deadline_s(self._state):
                 self._apply(Tick())
+                if trio.current_time() >= consensus.deadline_s(self._state):
+                    await trio.sleep(STALL_POLL_S)  # it failed
 
     async def _watch_stalls(self) -> None:
         excused = False

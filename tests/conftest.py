@@ -16,7 +16,10 @@ pytest_plugins = ("tests.watchdog",)
 
 # Tests that start peers, browsers or many other programs. They take turns; all others may run side by side
 # (`make test`), those of the network too, which start little but its daemons.
-ALONE = {"swarm", "demo", "examples", "links", "dashboard", "doctor", "test_watchdog.py", "test_wheel.py"}
+ALONE = (
+    "swarm/", "examples/", "links/", "monitor/dashboard/test_page.py", "demo/test_demo.py", "demo/test_processes.py",
+    "monitor/doctor/test_doctor.py", "test_watchdog.py", "test_wheel.py",
+)  # fmt: skip
 # What Python itself tells of a new process; those of `multiprocessing` without fork it does not.
 STARTS = frozenset({"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system"})
 
@@ -38,7 +41,7 @@ sys.addaudithook(_note_start)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if ALONE & set(item.path.relative_to(here).parts):
+        if item.path.relative_to(here).as_posix().startswith(ALONE):
             item.add_marker("alone")
             item.add_marker("processes")
 

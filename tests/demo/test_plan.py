@@ -36,6 +36,7 @@ def test_its_flags_are_settings_of_a_run() -> None:
     assert plan.peer_seed(1) != plan.peer_seed(2) != make_plan(peers=4, seed=8, step_s=1, time_left_s=1).peer_seed(1)
 
 
+@pytest.mark.processes
 def test_more_peers_make_slower_steps() -> None:
     # Three times as many as there are cores, so that they share them on whatever machine.
     assert measure_step_s(1) < measure_step_s(3 * (os.cpu_count() or 1))

@@ -57,6 +57,7 @@ def test_rounds_say_who_took_part_in_which_way() -> None:
     assert all(round_["agreed"] for round_ in rounds)
 
 
+@pytest.mark.slow
 def test_what_thirty_peers_tell_is_small() -> None:
     """Looked at from the first minute on, as a page that stays open does."""
     swarm, live = MadeUpSwarm(), LiveSwarm()
@@ -69,6 +70,7 @@ def test_what_thirty_peers_tell_is_small() -> None:
     assert_small(live, swarm.now_s)
 
 
+@pytest.mark.slow
 def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
     """As a page sees it that is opened after it: from what the event logs have kept."""
     swarm, live = of_a_day(30, START_S), LiveSwarm()

@@ -101,15 +101,23 @@ class NetworkSession:
         """Addresses that other peers can dial, loopback last."""
         return self.network.maddrs
 
-    def find_run(self, run_id: str, timeout_s: float) -> RunConfig | None:
+    def find_run(self, run_id: str, timeout_s: float, ours: RunConfig | None = None) -> RunConfig | None:
         """Return the settings of a live run, or None if no peer of it is found within `timeout_s`.
+
+        Args:
+            ours: the settings as we know them from before; only an initial peer may contradict them.
 
         Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain.
         """
 
         async def find() -> RunConfig | None:
             return await ask_settings(
-                self.network.transport, self.network.directory, run_id, timeout_s=timeout_s, chosen=self._chosen
+                self.network.transport,
+                self.network.directory,
+                run_id,
+                timeout_s=timeout_s,
+                chosen=self._chosen,
+                ours=ours,
             )
 
         return self._thread.run(find, timeout_s=timeout_s + 30)

@@ -15,6 +15,7 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, ask_settings, list_members
 from p2ptrain.protocol.membership.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
 from p2ptrain.protocol.wire.messages import Answer, Request
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import hello_of, start_endpoint
 
@@ -22,10 +23,16 @@ TIMEOUT_S = 10.0
 RELAY = "/ip4/5.188.7.1/tcp/4001/p2p/QmRelay"
 
 
-async def settings_of(network: MemoryNetwork, run_id: str = "test", name: str = "observer", chosen: str = ""):
+async def settings_of(
+    network: MemoryNetwork,
+    run_id: str = "test",
+    name: str = "observer",
+    chosen: str = "",
+    ours: RunConfig | None = None,
+) -> RunConfig | None:
     transport, directory = network.transport(name), network.directory(name)
     try:
-        return await ask_settings(transport, directory, run_id, timeout_s=TIMEOUT_S, chosen=chosen)
+        return await ask_settings(transport, directory, run_id, timeout_s=TIMEOUT_S, chosen=chosen, ours=ours)
     finally:
         network.crash(name)
 
@@ -194,6 +201,27 @@ def test_settings_of_strangers_that_do_not_fit_are_skipped(alone: bool, caplog: 
 
     run_virtual(main)
     assert caplog.text.count("unknown run setting 'quantum'") == (6 if alone else 3)  # asked beside the chosen one
+
+
+@pytest.mark.parametrize(("chosen", "there"), [("", "z"), ("", ""), ("a", "z")])
+def test_only_a_chosen_member_contradicts_what_is_known_of_a_run(chosen: str, there: str) -> None:
+    """A restarted peer knows its run's settings from its checkpoint."""
+
+    async def main() -> None:
+        other = dataclasses.replace(RUN, lr=0.5)
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            for name in "abcdef":
+                endpoint = await start_endpoint(s.network, nursery, hello_of(name, digest=other.digest))
+                endpoint.on_request = answers(json.dumps(other.to_dict()).encode())
+                await announce(s.network, name)
+            for name in there:
+                s.start(name, founder=True)
+                await trio.sleep(3)
+            found = await settings_of(s.network, chosen=chosen, ours=RUN)
+            assert found == (other if chosen else RUN if there else None)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
 
 
 @pytest.mark.parametrize("chosen", ["z", "y"])

@@ -18,6 +18,7 @@ from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
 from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.commit import Progress, step_chunks
@@ -29,6 +30,7 @@ from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Answer,
+    Beat,
     Contribution,
     Contributor,
     Head,
@@ -765,5 +767,43 @@ def test_three_join_at_once_through_one_slow_uplink_while_its_peer_goes_on_from_
             for name in "bcd":
                 s.start(name)
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()), within_s=200)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("says", ["nothing", "nonsense", "a head and no more"])
+def test_peers_that_only_claim_to_have_a_state_keep_nobody_from_joining(says: str) -> None:
+    """Their beats say that they are far ahead of all others."""
+
+    async def main() -> None:
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            s.start("a", founder=True)
+            await trio.sleep(3)
+            for name in ("x", "y"):
+                liar = await start_endpoint(s.network, nursery, hello_of(name, digest=RUN.digest))
+                far = (f"{name}-beef", f"9-{name}", 2**62, 2**63 - 1, 2**62, "training", 1e300, (), 3)
+                liar.make_beat = lambda *times, far=far: Beat(*times, *far)  # type: ignore[method-assign]
+                head = Head(*far[:3], "0" * 64, "0" * 64, (), 7, far[3], None)
+
+                async def answer(link: Link, request: Request, head: Head = head) -> None:
+                    if says == "nothing" or (says == "a head and no more" and request.what != "head"):
+                        return
+                    payload = pack_value(head) if says != "nonsense" else b"nonsense"
+                    await link.send_bulk(Answer(request.request, True, request.what), payload, Traffic.STATE)
+
+                liar.on_request = answer
+                record = encode_record([f"/memory/{name}"], "trainer")
+                await s.network.directory(name).announce(member_key("test", bucket_of(name)), record, 3600.0)
+            s.network.partition(["a"], ["c", "x", "y"])
+            s.start("c")
+            await s.until(lambda: {"x", "y"} <= set(s.peers["c"].node.links.live))
+            await trio.sleep(1)
+            s.network.partition()
+            await s.until(lambda: s.peers["c"].node.ready.is_set(), within_s=400)
+            assert s.peers["c"].node.engine.head.genesis == s.peers["a"].node.engine.head.genesis
+            await trio.sleep(30)
+            assert [peer.error for peer in s.peers.values()] == [None, None]
+            assert s.peers["c"].rounds("committed")
+            nursery.cancel_scope.cancel()
 
     run_virtual(main)

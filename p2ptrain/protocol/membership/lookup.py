@@ -53,12 +53,19 @@ class MemberInfo:
 
 
 async def ask_settings(
-    transport: Transport, directory: Directory, run_id: str, *, timeout_s: float, chosen: Collection[PeerId] = ()
+    transport: Transport,
+    directory: Directory,
+    run_id: str,
+    *,
+    timeout_s: float,
+    chosen: Collection[PeerId] = (),
+    ours: RunConfig | None = None,
 ) -> RunConfig | None:
     """The settings of a live run, from any of its members; None when nobody of it can be reached in time.
 
     Args:
         chosen: ids of the peers that the user chose to join through. A member among them is believed before others.
+        ours: settings of this run that we know from before; others are taken from a chosen member only.
 
     Raises:
         ConfigError: the settings of a chosen member do not fit this version of p2ptrain. Those of others are skipped.
@@ -90,6 +97,9 @@ async def ask_settings(
             nursery.cancel_scope.cancel()
         elif isinstance(told, ConfigError):
             logger.warning("%s", told)
+            refused.add(peer_id)
+        elif ours is not None and told != ours:
+            logger.warning("peer %s trains run %r with other settings than ours", peer_id, run_id)
             refused.add(peer_id)
         else:
             hearsay = hearsay or told

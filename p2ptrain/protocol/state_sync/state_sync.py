@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 FOUND_AFTER_S = 2.0
 # A joiner that gets no byte of state for this long gives up with an error.
 ADOPT_TIMEOUT_S = 120.0
+# Donors that give nothing for this long are passed over where others have another state: a round that lands takes
+# seconds even for a large model (guess).
+DONOR_PATIENCE_S = 20.0
 # A Commit that is merely late comes before this; then its record is asked for.
 COMMIT_GRACE_S = 0.2
 # Between two tries to catch up (guess).
@@ -111,6 +114,7 @@ class StateSync:
         self._restored = restored
         self._rng = rng
         self._download: Download | None = None
+        self._passed_over: set[PeerId] = set()
         self._jobs_send, self._jobs = trio.open_memory_channel[tuple[Link | None, str]](1)
 
     @property
@@ -170,15 +174,22 @@ class StateSync:
         return self._restored is not None and rank_of(self._restored.head) > rank_of(donor.beat)
 
     def _donors(self) -> list[Link]:
-        """Live peers that hold the best state in sight."""
-        stateful = [(link, link.beat) for link in self._host.links.live.values() if link.beat and link.beat.lineage]
+        """Live peers that hold the best state in sight, without those that were passed over."""
+        stateful = [
+            (link, link.beat)
+            for link in self._host.links.live.values()
+            if link.beat and link.beat.lineage and link.peer_id not in self._passed_over
+        ]
         if not stateful:
             return []
         _, best = max(stateful, key=lambda pair: rank_of(pair[1]))
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
 
     async def _adopt(self, donors: list[Link]) -> None:
-        """Make the donors' state ours; other donors take over from lost ones, and verified chunks are kept."""
+        """Make the donors' state ours; other donors take over from lost ones, and verified chunks are kept.
+
+        Donors that give nothing may only claim to have a state: then the best of the others' is next.
+        """
         host, restored = self._host, self._restored
         if restored is not None:
             host.state.copy_from(restored.state)
@@ -195,6 +206,8 @@ class StateSync:
                 logger.info("state download: %s", error)
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
+                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._pass_over(donors):
+                    progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise ConfigError(
                         f"run {host.run.run_id!r}: {download.progress:.0%} of its state came, then nothing for "
@@ -203,12 +216,23 @@ class StateSync:
                 await trio.sleep(0.5)
                 donors = self._donors() or donors
         self._download = None
+        self._passed_over.clear()
         host.engine.set_head(head)
         if restored is not None and restored.head.state_sha256 == head.state_sha256:
             landing = self._arrival("keep", "the swarm stands where our checkpoint does", restored.run_step)
         else:
             landing = self._arrival("write", "adopted the swarm's state")
         await host.engine.land(landing)
+
+    def _pass_over(self, donors: list[Link]) -> bool:
+        """Ask these donors no more while others have another state. False where nobody has."""
+        before = set(self._passed_over)
+        self._passed_over.update(donor.peer_id for donor in donors)
+        if self._donors():
+            logger.warning("%d peers give nothing of the state that they say they have", len(donors))
+            return True
+        self._passed_over = before
+        return False
 
     def _new_download(self, state: AnchorState) -> Download:
         host = self._host

@@ -19,7 +19,8 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
-from p2ptrain.settings.config import NetworkConfig, resolve_run
+from p2ptrain.settings.config import resolve_run
+from p2ptrain.settings.peer_config import NetworkConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,7 +13,8 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.peer.sinks import Sink
-from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 MADDR = "/ip4/192.168.7.7/tcp/4001/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001/p2p/QmFake"

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2ptrain.settings.config import PeerConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training.data import VOCAB_SIZE, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer

@@ -17,7 +17,7 @@ from p2ptrain.network.addresses import by_peer_id, hints, peer_id_bytes
 from p2ptrain.network.control import ask
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.diagnosis import explain_unreachable
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 # libp2p gives each address 5 s; through a relay it takes longer.
 DIAL_TIMEOUT_S = 10.0

@@ -24,7 +24,7 @@ from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import cli_path
 from p2ptrain.network.background import open_background
 from p2ptrain.network.diagnosis import explain_start_failure, explain_start_timeout
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from p2ptrain.network.relay import Relay
 from p2ptrain.network.relays import Relays
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.network.supervisor import Events, Supervisor
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from p2ptrain.network.dialback import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.scratch import scratch_directory
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 
 @dataclass

@@ -24,7 +24,8 @@ from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.watch import Watch, off_loop
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, list_members
-from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """docs/configuration.md, made from the table of settings and from the comments that stand above the defaults.
 
-Every default in `config.py` has its reason in the comment above it; fields that follow share it, up to the next
-comment. The page is printed by `p2ptrain config reference`, and a test compares it with the one in `docs/`.
+Every default in `config.py` and `peer_config.py` has its reason in the comment above it; fields that follow share it,
+up to the next comment. The page is printed by `p2ptrain config reference`, and a test compares it with the one in
+`docs/`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The settings of the command line: one table, from which flags, environment, TOML keys and `config show` are made.
 
 A setting is given by its flag, else by its variable `P2PTRAIN_…`, else in the TOML file of `-c`, else by the preset
-that was chosen, else it has the default of its dataclass in `config.py`. Where each value came from is kept: only what
-the user gave himself is compared with the settings of a run that is joined. A preset's values are for a founder.
+that was chosen, else it has the default of its dataclass in `config.py` or `peer_config.py`. Where each value came from
+is kept: only what the user gave himself is compared with the settings of a run that is joined. A preset's values are
+for a founder.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.config import NetworkConfig, PageConfig, PeerConfig, RunConfig, resolve_run
+from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import read_initial_peers
+from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
 
 ENV_PREFIX = "P2PTRAIN_"

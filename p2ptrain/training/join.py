@@ -19,9 +19,10 @@ from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError, Unre
 from p2ptrain.monitor.doctor.quick import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
-from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.initial_peers import join_line, write_addresses
+from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training import checkpoint

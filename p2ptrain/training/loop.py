@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from p2ptrain.errors import CheckpointError, ConfigError
-from p2ptrain.settings.config import PeerConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.trainer import Trainer

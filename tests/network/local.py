@@ -12,7 +12,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.wire.transport import Stream
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 
 def config(*initial: Network, **settings: Any) -> NetworkConfig:

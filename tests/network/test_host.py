@@ -20,7 +20,7 @@ import trio
 from p2ptrain.errors import ConfigError
 from p2ptrain.network import daemon, launcher
 from p2ptrain.network.host import open_network
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 from tests.network.local import config, daemons_of, is_running, keep_open, open_pair
 
 pytestmark = pytest.mark.processes
@@ -284,7 +284,7 @@ def test_no_file_descriptors_are_left(run: Run) -> None:
 
 PEER = """
 import signal, sys, trio
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.network.host import open_network
 from p2ptrain.network.thread import NetworkThread
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config import PROTOCOL_VERSION, NetworkConfig, PeerConfig, RunConfig, resolve_run
+from p2ptrain.settings.config import PROTOCOL_VERSION, RunConfig, resolve_run
+from p2ptrain.settings.peer_config import NetworkConfig, PeerConfig
 
 
 @pytest.mark.parametrize(

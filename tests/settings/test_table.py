@@ -11,7 +11,8 @@ import pytest
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config import NetworkConfig, PageConfig, PeerConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, Setting, merge
 from p2ptrain.training.models import PRESETS as MODELS

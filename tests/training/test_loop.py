@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.config import PeerConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, encode
 from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, Progress, run_training, training_steps

@@ -16,7 +16,7 @@ from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.monitor.dashboard.server import serving
 from p2ptrain.monitor.liveswarm import LiveSwarm
 from p2ptrain.protocol.event_log.observer import View
-from p2ptrain.settings.config import PageConfig
+from p2ptrain.settings.peer_config import PageConfig
 
 logger = logging.getLogger(__name__)
 

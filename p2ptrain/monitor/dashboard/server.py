@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.config import PageConfig
+from p2ptrain.settings.peer_config import PageConfig
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from p2ptrain.monitor.doctor.machine import read_machine
 from p2ptrain.network.addresses import check_host_maddrs
 from p2ptrain.network.probe import Probe, probe
 from p2ptrain.network.thread import NetworkThread
-from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
 
 # A router that maps ports answers within seconds; one that does not never will.

@@ -13,7 +13,8 @@ from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.dialback import DialBack
 from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.protocol.membership.reachability import Scope, scope_of
-from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 # Said before it is too late: clocks that nobody sets drift by seconds a week.
 UNEASY_SKEW_S = 1.0

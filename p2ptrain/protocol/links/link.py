@@ -31,7 +31,7 @@ from p2ptrain.protocol.wire.messages import (
     Message,
 )
 from p2ptrain.protocol.wire.transport import PeerId, Stream
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 # Two, where both sides dialled at the same instant.
 MAX_STREAMS = 2

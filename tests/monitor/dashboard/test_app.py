@@ -18,7 +18,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.app import HEADERS, STATIC, is_known_host
 from p2ptrain.monitor.dashboard.dashboard import Source, showing
 from p2ptrain.protocol.event_log.observer import View
-from p2ptrain.settings.config import PageConfig
+from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids
 
 ANY_PORT = PageConfig(port=0)

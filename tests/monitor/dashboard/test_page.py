@@ -17,7 +17,7 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 
 from p2ptrain.monitor.dashboard.dashboard import Source, showing
-from p2ptrain.settings.config import PageConfig
+from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.browser import CHROMIUM, DRIVER, MISSING, REQUIRED, browser, look, screenshot
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids, of_a_day
 from tests.monitor.dashboard.test_app import stream

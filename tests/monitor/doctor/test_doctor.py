@@ -16,7 +16,7 @@ from p2ptrain.network import dht
 from p2ptrain.network.probe import probe
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer.session import NetworkSession
-from p2ptrain.settings.config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LOOPBACK = NetworkConfig(host_maddrs=("/ip4/127.0.0.1/tcp/0",))

@@ -20,7 +20,8 @@ from p2ptrain.monitor.doctor.reach import (
 )
 from p2ptrain.network.dialback import DialBack
 from p2ptrain.network.probe import InitialPeer, Probe
-from p2ptrain.settings.config import NetworkConfig, RunConfig
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 LOOPBACK, PRIVATE = "/ip4/127.0.0.1/tcp/4001/p2p/QmMe", "/ip4/192.168.1.5/tcp/4001/p2p/QmMe"
 PUBLIC = "/ip4/8.8.8.8/tcp/4001/p2p/QmMe"

@@ -195,7 +195,7 @@ def join(
                     )
                 )
             )  # fmt: skip
-            found = session.find_run(run_id, FIND_RUN_S) if initial_peers else None
+            found = session.find_run(run_id, FIND_RUN_S, explicit=explicit) if initial_peers else None
             run = resolve_run(explicit, found)
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(

@@ -120,7 +120,9 @@ class FakeNetworkSession:
         assert self.opened is not None
         return bool(self.opened.initial_peers or self.opened.remembered_peers) and not self.alone
 
-    def find_run(self, run_id: str, timeout_s: float, ours: RunConfig | None = None) -> RunConfig | None:
+    def find_run(
+        self, run_id: str, timeout_s: float, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
+    ) -> RunConfig | None:
         return self.live if self.live and self.live.run_id == run_id else None
 
     def members(self, run_id: str) -> list[FakeMember]:

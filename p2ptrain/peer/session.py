@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.watch import Watch, off_loop
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, list_members
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.config import RunConfig, agrees
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,13 @@ class NetworkSession:
         """Addresses that other peers can dial, loopback last."""
         return self.network.maddrs
 
-    def find_run(self, run_id: str, timeout_s: float, ours: RunConfig | None = None) -> RunConfig | None:
+    def find_run(
+        self, run_id: str, timeout_s: float, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
+    ) -> RunConfig | None:
         """Return the settings of a live run, or None if no peer of it is found within `timeout_s`.
 
         Args:
+            explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
             ours: the settings as we know them from before; only an initial peer may contradict them.
 
         Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain.
@@ -113,13 +116,9 @@ class NetworkSession:
 
         async def find() -> RunConfig | None:
             return await ask_settings(
-                self.network.transport,
-                self.network.directory,
-                run_id,
-                timeout_s=timeout_s,
-                chosen=self._chosen,
-                ours=ours,
-            )
+                self.network.transport, self.network.directory, run_id, timeout_s=timeout_s,
+                chosen=self._chosen, ours=ours, fits=lambda run: agrees(explicit or {}, run),
+            )  # fmt: skip
 
         return self._thread.run(find, timeout_s=timeout_s + 30)
 

@@ -281,6 +281,15 @@ class RunConfig:
         return cls(**fields)
 
 
+def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
+    """Whether no setting that the user gave differs from the run's."""
+    try:
+        resolve_run(explicit, run)
+    except RunMismatchError:
+        return False
+    return True
+
+
 def resolve_run(explicit: Mapping[str, Any], adopted: RunConfig | None) -> RunConfig:
     """Settle the run's settings: those of the run that was found, or defaults plus what the user gave.
 

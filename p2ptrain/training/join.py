@@ -97,7 +97,9 @@ def join_run(
         network = dataclasses.replace(config.network, identity=str(identity))
         session = stack.enter_context(_open_session(network, _remembered(out), saved, say))
         ours = RunConfig.from_stated(saved.info["run"]) if saved else None
-        found = session.find_run(run_id, FIND_RUN_TIMEOUT_S, ours) if session.knows_others else None
+        found = None
+        if session.knows_others:
+            found = session.find_run(run_id, FIND_RUN_TIMEOUT_S, explicit=settings.explicit_run(), ours=ours)
         run = settle_run(settings, found, saved, out)
         if session.knows_others and not found and not saved:
             say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")

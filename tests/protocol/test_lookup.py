@@ -15,7 +15,7 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.lookup import MAX_SETTINGS_BYTES, ask_settings, list_members
 from p2ptrain.protocol.membership.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
 from p2ptrain.protocol.wire.messages import Answer, Request
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.config import RunConfig, agrees
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import hello_of, start_endpoint
 
@@ -29,10 +29,14 @@ async def settings_of(
     name: str = "observer",
     chosen: str = "",
     ours: RunConfig | None = None,
+    **explicit: object,
 ) -> RunConfig | None:
     transport, directory = network.transport(name), network.directory(name)
     try:
-        return await ask_settings(transport, directory, run_id, timeout_s=TIMEOUT_S, chosen=chosen, ours=ours)
+        return await ask_settings(
+            transport, directory, run_id, timeout_s=TIMEOUT_S, chosen=chosen, ours=ours,
+            fits=lambda run: agrees(explicit, run),
+        )  # fmt: skip
     finally:
         network.crash(name)
 
@@ -219,6 +223,29 @@ def test_only_a_chosen_member_contradicts_what_is_known_of_a_run(chosen: str, th
                 await trio.sleep(3)
             found = await settings_of(s.network, chosen=chosen, ours=RUN)
             assert found == (other if chosen else RUN if there else None)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("there", ["z", ""])
+def test_what_fits_the_users_settings_is_preferred_and_the_rest_is_told(there: str) -> None:
+    """One stranger's settings end nobody who can join another; where nobody has others, the user is told of them."""
+
+    async def main() -> None:
+        other = dataclasses.replace(RUN, lr=0.5)
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            for name in "abcdef":
+                endpoint = await start_endpoint(s.network, nursery, hello_of(name, digest=other.digest))
+                endpoint.on_request = answers(json.dumps(other.stated()).encode())
+                await announce(s.network, name)
+            for name in there:
+                s.start(name, founder=True)
+                await trio.sleep(3)
+            start = trio.current_time()
+            assert await settings_of(s.network, lr=RUN.lr) == (RUN if there else other)
+            assert trio.current_time() - start < 3
+            assert await settings_of(s.network, lr=0.5) == other
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -60,25 +60,28 @@ async def ask_settings(
     timeout_s: float,
     chosen: Collection[PeerId] = (),
     ours: RunConfig | None = None,
+    fits: Callable[[RunConfig], bool] = lambda run: True,
 ) -> RunConfig | None:
     """The settings of a live run, from any of its members; None when nobody of it can be reached in time.
 
     Args:
         chosen: ids of the peers that the user chose to join through. A member among them is believed before others.
         ours: settings of this run that we know from before; others are taken from a chosen member only.
+        fits: whether settings agree with what the user gave. Those that do not are taken only where nobody has others.
 
     Raises:
         ConfigError: the settings of a chosen member do not fit this version of p2ptrain. Those of others are skipped.
     """
     answer: RunConfig | ConfigError | None = None
     hearsay: RunConfig | None = None
+    misfit: RunConfig | None = None
     members: dict[PeerId, tuple[tuple[str, ...], str]] = {}
     asking: set[PeerId] = set()
-    refused: set[PeerId] = set()
+    answered: set[PeerId] = set()
     failures: Counter[PeerId] = Counter()
 
     async def ask(peer_id: PeerId, maddrs: tuple[str, ...]) -> None:
-        nonlocal answer, hearsay
+        nonlocal answer, hearsay, misfit
         try:
             link = await links.connect(peer_id, list(maddrs))
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
@@ -92,23 +95,25 @@ async def ask_settings(
             told = error
         finally:
             asking.remove(peer_id)
+        answered.add(peer_id)
         if peer_id in chosen:
             answer = told
-            nursery.cancel_scope.cancel()
         elif isinstance(told, ConfigError):
             logger.warning("%s", told)
-            refused.add(peer_id)
         elif ours is not None and told != ours:
             logger.warning("peer %s trains run %r with other settings than ours", peer_id, run_id)
-            refused.add(peer_id)
+        elif not fits(told):
+            misfit = misfit or told
         else:
             hearsay = hearsay or told
-            end_if_enough()
-
-    def end_if_enough() -> None:
-        """Stop asking when somebody has answered and no chosen member is left to wait for."""
-        if hearsay is not None and not any(peer_id in chosen and not failures[peer_id] for peer_id in members):
+        if is_enough():
             nursery.cancel_scope.cancel()
+
+    def is_enough() -> bool:
+        """Whether no peer is left whose answer would count for more than those that we have."""
+        waiting = any(peer_id in chosen and not failures[peer_id] for peer_id in members.keys() - answered)
+        everybody = members.keys() <= answered
+        return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and everybody)
 
     looking = ErrorLog(logger).containing("looking for members")
     async with observer_links(transport, run_id) as links:
@@ -120,16 +125,18 @@ async def ask_settings(
                         members = await find_members(directory, run_id, transport.peer_id)
                     if not members and not asking and trio.current_time() - started > LOOK_S:
                         break
-                    end_if_enough()
-                    idle = members.keys() - asking - refused
+                    if is_enough():
+                        break
+                    idle = members.keys() - asking - answered
                     turn = sorted(idle, key=lambda peer_id: (failures[peer_id], peer_id not in chosen, peer_id))
                     for peer_id in turn[: ASKED_AT_ONCE - len(asking)]:
                         asking.add(peer_id)
                         nursery.start_soon(ask, peer_id, members[peer_id][0])
                     await trio.sleep(0.3)
+                nursery.cancel_scope.cancel()
     if isinstance(answer, ConfigError):
         raise answer
-    return answer or hearsay
+    return answer or hearsay or misfit
 
 
 async def list_members(transport: Transport, directory: Directory, run_id: str) -> list[MemberInfo]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import IndexSpace, Plan
+from p2ptrain.protocol import inbox
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import (
     Arrival,
@@ -561,3 +562,19 @@ def test_a_landing_changes_everything_unless_it_keeps_the_weights(kind: str, eve
     bench.step()
     assert bench.exchange.take_changes().everything == everything
     assert not bench.exchange.take_changes().everything
+
+
+def test_the_inbox_is_bounded_in_bytes_and_one_fragment_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.zeros(2, 64)
+    monkeypatch.setattr(inbox, "MAX_INBOX_BYTES", 3 * values.nbytes)
+    bench = Bench()
+    bench.steps(2)
+    for sender in "bcdef":
+        bench.receive(sender)
+    report = bench.step()
+    assert (report.merged, report.skipped) == (3, {"inbox_full": 2})
+    monkeypatch.setattr(inbox, "MAX_INBOX_BYTES", 1)
+    for sender in "bc":
+        bench.receive(sender)
+    report = bench.step()
+    assert (report.merged, report.skipped) == (1, {"inbox_full": 1})

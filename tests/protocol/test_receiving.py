@@ -22,7 +22,7 @@ from p2ptrain.protocol.links.links import MAX_GREETING, MAX_GREETING_OF_ONE, MAX
 from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
-from tests.protocol.swarm import run_virtual
+from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, endpoints, hello_of, linked_pair, start_endpoint, until
 
 MIB = 1024 * 1024
@@ -287,6 +287,56 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.Monk
                 await b.links.live["a"].send_bulk(Answer(number, True, "x"), bytes(3000), Traffic.STATE)
             await link.lost.wait()
             assert "more answers have come than are taken" in link.lost_reason
+
+    run_virtual(main)
+
+
+def test_answers_of_state_are_bounded_over_all_partners() -> None:
+    async def main() -> None:
+        async with swarm(RUN, shapes=[("head", (64, 64))]) as s:
+            for name in "abcd":
+                s.start(name, founder=name == "a")
+            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
+            donor = s.peers["a"].node
+            donor._state_answers.total_tokens = 3
+            serving = most = answered = 0
+
+            async def serve(link: Link, request: Request) -> None:
+                nonlocal serving, most
+                serving += 1
+                most = max(most, serving)
+                await trio.sleep(0.1)
+                link.send(Answer(request.request, True, "chunk"))
+                serving -= 1
+
+            async def ask(name: str) -> None:
+                nonlocal answered
+                answer, _ = await s.peers[name].node.links.request(
+                    s.peers[name].node.links.live["a"], "chunk", timeout_s=30
+                )
+                answered += answer.found
+
+            donor._server.serve = serve  # type: ignore[method-assign]
+            async with trio.open_nursery() as nursery:
+                for name in "bcd":
+                    for _ in range(5):
+                        nursery.start_soon(ask, name)
+            assert (most, answered) == (3, 15)
+
+    run_virtual(main)
+
+
+def test_strikes_are_remembered_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MAX_STRUCK", 3)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with endpoints(network, "a") as (a,):
+            for number in range(5):
+                stream = await network.transport(f"hostile {number}").open_stream("a", [])
+                await stream.send_all(encode_frame(Ack()))
+                assert await stream.receive_some() == b""
+            assert a.links.strikes == {f"hostile {number}": 1 for number in (2, 3, 4)}
 
     run_virtual(main)
 

@@ -277,7 +277,7 @@ WORDS = {
     "settings": "of the run and the machine; flags, variables, TOML, presets",
     "protocol": "links, gossip, rounds, state sync: trio only, no clock or socket of its own",
     "network": "transport and DHT over libp2p: the only package that imports hivemind",
-    "memory_network": "the same in memory, with faults",
+    "memory_network": "transport and directory in memory, with faults",
     "peer": "connects a training loop to a node on the network thread",
     "monitor": "live view, Prometheus, dashboard, doctor",
     "api": "p2ptrain.join, for the user's own training loop",
@@ -319,6 +319,62 @@ def layers() -> str:
     return d.svg()
 
 
+def ways() -> str:
+    """A fragment's and a round's way through a peer: one lane for each part, one arrow for each call or message."""
+    lanes = [
+        ("exchange", "training thread"),
+        ("protocol/gossip", "network thread"),
+        ("protocol/rounds", "network thread"),
+        ("algorithms", "worker thread"),
+        ("protocol/links", "network thread"),
+    ]
+    fragment = [
+        (1, 0, "offer_push: blocks of the next slots"),
+        (0, 1, "on_push: their values, read in step()"),
+        (1, 3, "encode (int8)"),
+        (1, 4, "Fragment, to one random peer"),
+        (4, 1, "Fragment: slots, size and epoch are checked"),
+        (1, 3, "decode, find its blocks"),
+        (1, 0, "deliver: mixed in the next step()"),
+    ]
+    round_ = [
+        (0, 2, "on_due: H steps are done"),
+        (2, 4, "Due; consensus: Call"),
+        (2, 0, "want_snapshot"),
+        (0, 2, "on_snapshot: weights, copied in step()"),
+        (2, 4, "consensus: Join"),
+        (2, 3, "encode anchor − weights, by chunks"),
+        (2, 4, "Contribution: chunks, to reducers"),
+        (4, 2, "Contribution: each chunk is checked"),
+        (2, 3, "averaging: reduce"),
+        (2, 4, "consensus: Propose"),
+        (4, 2, "parts of the mean, checked by hash"),
+        (2, 4, "consensus: Ready, Commit"),
+        (2, 3, "outer step on the anchor"),
+        (2, 0, "land: takes effect in the next step()"),
+        (2, 3, "hashes of the new state"),
+    ]
+    left, gap, top, row = 100, 190, 76, 27
+    height = top + row * (len(fragment) + len(round_) + 2)
+    d = Drawing(left + gap * (len(lanes) - 1) + 100, height, "The way of a fragment and of a round through a peer")
+    x = [left + gap * i for i in range(len(lanes))]
+    for at, (part, thread) in zip(x, lanes, strict=True):
+        d.text(at, 28, part, anchor="middle", mono=True, size=12)
+        d.text(at, 45, thread, anchor="middle", size=11, colour=QUIET)
+        d.line((at, 56), (at, height - 16), colour=LINE)
+    y = float(top)
+    for title, colour, steps in (("A fragment", BLUE, fragment), ("A round", GREEN, round_)):
+        d.text(12, y, title, bold=True, colour=colour)
+        for start, end, words in steps:
+            y += row
+            middle, wide = (x[start] + x[end]) / 2, 5.8 * len(words)
+            d.box(middle - wide / 2, y - 17, wide, 14, line=PAPER)
+            d.arrow(x[start], y, x[end], y, colour=colour)
+            d.text(middle, y - 6, words, anchor="middle", size=11)
+        y += row * 1.2
+    return d.svg()
+
+
 def pictures() -> dict[str, str]:
     """Every picture, by file name."""
     return {
@@ -328,6 +384,7 @@ def pictures() -> dict[str, str]:
         "joining.svg": joining(),
         "epochs.svg": epochs(),
         "layers.svg": layers(),
+        "ways.svg": ways(),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import pytest
@@ -132,3 +133,21 @@ def test_a_crowd_that_comes_and_goes_is_forgotten() -> None:
         live.take(View((Sighting(f"p{n}", True, "training"),), ()), time.time())
     assert len(live.swarm.peers) == MOST_PEERS
     assert len(live.sightings) <= MOST_PEERS
+
+
+def test_a_loss_that_has_diverged_breaks_nothing() -> None:
+    """JSON has no NaN and no infinity: a page that cannot be written would stand still."""
+    swarm, live = watched(2, 10)
+    peer = swarm.peers[ids(2)[0]]
+    for loss in (math.nan, math.inf, -math.inf, 1e308):
+        # From its event log, and as a peer's own view takes it.
+        for _ in range(2):
+            peer.event_log.write("step", step=20, loss=loss, tokens=1, step_s=0.1, exchange_s=0.0)
+        swarm.now_s += 3.0
+        live.take(swarm.take(), swarm.now_s)
+        if loss != 1e308:
+            event = {"step": 20, "loss": loss, "tokens": 1, "step_s": 0.1, "exchange_s": 0.0}
+            live.swarm.apply(1, {"event": "step", "t": swarm.now_s, **event})
+        page = snapshot.overview(live, swarm.now_s)
+        json.dumps([page, curves(live, RANGES[0], swarm.now_s)], allow_nan=False)
+        assert math.isfinite(page["loss"])

@@ -27,6 +27,7 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import Changes, StepReport
+from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.node_runner import NodeRunner
@@ -100,7 +101,7 @@ class Peer:
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             """A node; each is told from those before it by its incarnation."""
-            own = f"{incarnation}-{number}" if number else incarnation
+            own = incarnation_of(incarnation, number)
             return Node(
                 network.transport, network.directory, self._exchange, self._parts, self.run,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,

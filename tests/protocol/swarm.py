@@ -22,6 +22,7 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange import Exchange
 from p2ptrain.protocol.exchange_types import StepReport
 from p2ptrain.protocol.faults import Faults
+from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.node import NO_FAULTS, Node
 from p2ptrain.protocol.node_runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
@@ -157,8 +158,8 @@ class Swarm:
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             return Node(
                 transport, self.network.directory(peer_id), exchange, NoBuffers(), run,
-                incarnation=f"{incarnation}-{number}" if number else incarnation, may_found=may_found,
-                restored=restored, compute=compute, events=record, event_log=event_log, rng=rng, faults=faults,
+                incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
+                compute=compute, events=record, event_log=event_log, rng=rng, faults=faults,
             )  # fmt: skip
 
         if restarts:

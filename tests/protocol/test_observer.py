@@ -358,3 +358,23 @@ def test_observers_get_events_and_nothing_else() -> None:
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
+
+
+def test_a_node_that_is_built_anew_goes_on_with_its_event_log() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s, watching(s) as watch:
+            s.start("a", founder=True)
+            peer = s.start("b", restarts=True)
+            await s.until(lambda: all(len(p.rounds("committed")) >= 3 for p in s.peers.values()))
+            await trio.sleep(3)
+            failed_s, node = trio.current_time(), peer.current
+            node._fail(ZeroDivisionError("a bug"))
+            await s.until(lambda: peer.current is not node and peer.current.ready.is_set())
+            await s.until(lambda: any(r["t"] > failed_s + 10 for r in peer.rounds("committed")))
+            await trio.sleep(5)
+            assert watch.look().members["b"].linked
+            rounds = [(event["lineage"], event["round"]) for event in watch.of("b", "round")]
+            assert len(rounds) == len(set(rounds))
+            assert {incarnation for who, incarnation in watch.events if who == "b"} == {node.incarnation}
+
+    run_virtual(main)

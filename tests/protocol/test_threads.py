@@ -18,6 +18,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.node import Node
 from p2ptrain.protocol.node_runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
@@ -69,8 +70,8 @@ class ThreadedPeer:
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             return Node(
                 transport, network.directory(name), self.exchange, NoBuffers(), RUN,
-                incarnation=f"{name}.{number}", may_found=may_found, restored=restored, compute=compute,
-                events=record, event_log=EventLog(time.time), rng=random.Random(name),
+                incarnation=incarnation_of(f"{name}.1", number), may_found=may_found, restored=restored,
+                compute=compute, events=record, event_log=EventLog(time.time), rng=random.Random(name),
             )  # fmt: skip
 
         self.runner = NodeRunner(build, self.exchange, compute, may_found=founder, restored=None)

@@ -18,6 +18,7 @@ from p2ptrain.error_log import Containment, ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import Event, Page, parse_page
+from p2ptrain.protocol.incarnation import process_of
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
@@ -74,7 +75,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Batch:
-    """New events of a peer, in their order; `incarnation` is another after it was restarted."""
+    """New events of a peer, in their order; `incarnation` is another after its process was restarted."""
 
     peer_id: PeerId
     incarnation: str
@@ -251,8 +252,9 @@ class Observer:
 
     async def _follow(self, links: Links, link: Link, watched: _Watched) -> None:
         """Ask one member for its events until the link is lost."""
-        if watched.incarnation != link.hello.incarnation:
-            watched.incarnation, watched.last, watched.refused, watched.trouble = link.hello.incarnation, 0, False, ""
+        process = process_of(link.hello.incarnation)
+        if watched.incarnation != process:
+            watched.incarnation, watched.last, watched.refused, watched.trouble = process, 0, False, ""
         watched.left = False
         while not link.lost.is_set() and not watched.refused:
             wait_s = ASK_EVERY_S

@@ -39,6 +39,8 @@ REFRESH_MADDRS_S = 15.0
 # A daemon that has not answered so many times in a row, each for CONTROL_TIMEOUT_S, hangs and is ended. Only awake time
 # counts: on a machine that slept it answers at once.
 MAX_UNANSWERED = 3
+# Before we relay again after an error of our own.
+RELAY_AGAIN_S = 1.0
 # Those whom we dial first have just been dialled, and answer within a round trip; more than this does not hold us up.
 FIRST_PLACES_S = 2.0
 
@@ -195,10 +197,11 @@ class LibP2P:
                 await self._refresh_maddrs()
 
     async def _serve_relay(self, relay: Relay) -> None:
-        try:
-            await relay.serve()
-        except* Exception as errors:
-            self._errors.note("relaying for others; it is left until the next daemon", errors)
+        relaying = self._errors.containing("relaying for other peers")
+        while True:
+            with relaying:
+                await relay.serve()
+            await trio.sleep(RELAY_AGAIN_S)
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from p2ptrain.api import DiLoCo, Sparta, join
     from p2ptrain.errors import ConfigError, RunMismatchError
     from p2ptrain.peer.peer import Peer
-    from p2ptrain.protocol.exchange_types import RoundReport, StepReport
+    from p2ptrain.protocol.exchange.types import RoundReport, StepReport
     from p2ptrain.simulation.experiment import Experiment
     from p2ptrain.simulation.swarm import simulate
 
@@ -26,10 +26,10 @@ _HOMES = {
     "DiLoCo": "p2ptrain.api",
     "Experiment": "p2ptrain.simulation.experiment",
     "Peer": "p2ptrain.peer.peer",
-    "RoundReport": "p2ptrain.protocol.exchange",
+    "RoundReport": "p2ptrain.protocol.exchange.types",
     "RunMismatchError": "p2ptrain.errors",
     "Sparta": "p2ptrain.api",
-    "StepReport": "p2ptrain.protocol.exchange",
+    "StepReport": "p2ptrain.protocol.exchange.types",
     "join": "p2ptrain.api",
     "simulate": "p2ptrain.simulation.swarm",
 }

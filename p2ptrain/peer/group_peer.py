@@ -24,7 +24,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.step_values import plain_loss, plain_samples
-from p2ptrain.protocol.exchange_types import Changes, RoundReport, StepReport
+from p2ptrain.protocol.exchange.types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
 
 # While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.

@@ -25,12 +25,12 @@ from p2ptrain.peer.step_values import plain_loss, plain_samples
 from p2ptrain.peer.watch import Watch, off_loop
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import Changes, StepReport
-from p2ptrain.protocol.incarnation import incarnation_of
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
-from p2ptrain.protocol.node import Node
-from p2ptrain.protocol.node_runner import NodeRunner
+from p2ptrain.protocol.node.incarnation import incarnation_of
+from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 

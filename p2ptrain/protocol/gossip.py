@@ -23,8 +23,8 @@ from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import Arrival, Epoch, Push, PushPlan
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES

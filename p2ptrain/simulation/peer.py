@@ -13,9 +13,9 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.event_log.event_log import EventLog
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import StepReport
-from p2ptrain.protocol.node import Node
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import StepReport
+from p2ptrain.protocol.node.node import Node
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.training.data import Corpus, Shards

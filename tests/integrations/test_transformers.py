@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.integrations.transformers import STATE_FILE, P2PCallback
-from p2ptrain.protocol.exchange_types import StepReport
+from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.config import RunConfig
 from tests.fakes import FakePeer
 

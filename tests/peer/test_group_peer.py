@@ -18,7 +18,7 @@ import p2ptrain
 from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
-from p2ptrain.protocol.exchange_types import Changes, RoundReport, StepReport
+from p2ptrain.protocol.exchange.types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
 from tests.fakes import FakePeer
 

@@ -19,12 +19,12 @@ from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import StepReport
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.incarnation import incarnation_of
-from p2ptrain.protocol.node import NO_FAULTS, Node
-from p2ptrain.protocol.node_runner import NodeRunner
+from p2ptrain.protocol.node.incarnation import incarnation_of
+from p2ptrain.protocol.node.node import NO_FAULTS, Node
+from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import IndexSpace, Plan
 from p2ptrain.protocol import inbox
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import (
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
+from p2ptrain.protocol.exchange.types import (
     Arrival,
     Epoch,
     Landing,
@@ -24,7 +25,6 @@ from p2ptrain.protocol.exchange_types import (
     Snapshot,
     SnapshotWanted,
 )
-from p2ptrain.protocol.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
 from p2ptrain.settings.config import RunConfig
 
 SPACE = IndexSpace([("matrix", (30, 64)), ("bias", (70,))])

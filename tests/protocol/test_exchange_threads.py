@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import Arrival, Epoch, Landing, PushPlan, Snapshot, SnapshotWanted
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import Arrival, Epoch, Landing, PushPlan, Snapshot, SnapshotWanted
 from p2ptrain.settings.config import RunConfig
 
 SPACE = IndexSpace([("weight", (2, 64))])

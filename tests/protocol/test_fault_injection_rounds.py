@@ -15,7 +15,6 @@ import pytest
 import trio
 
 from p2ptrain import memory_network as network
-from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds import commit, consensus, fetching
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.averaging.parts import Parts
@@ -26,6 +25,7 @@ from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.events import Averaged, Event, Held, MemberFailed, Prepared, Tick
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.state_sync.anchor import AnchorState

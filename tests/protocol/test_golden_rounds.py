@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import trio
 
-from p2ptrain.protocol.exchange_types import RoundReport
+from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.wire.messages import Head
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, TestPeer, run_virtual, swarm

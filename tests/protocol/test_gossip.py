@@ -22,8 +22,8 @@ from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import Epoch
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.faults import NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.link import Link, Traffic

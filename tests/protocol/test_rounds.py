@@ -11,7 +11,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.outer import outer_step
-from p2ptrain.protocol.exchange_types import RoundReport, Snapshot
+from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
 from p2ptrain.protocol.wire.messages import Attempt, Call, Record
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 

@@ -134,7 +134,7 @@ def test_the_example_in_small_is_told(tmp_path: Path) -> None:
 
 
 def test_a_broken_promise_stops_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from p2ptrain.protocol import node
+    from p2ptrain.protocol.node import node
 
     honest = node.Node.round_ended
 

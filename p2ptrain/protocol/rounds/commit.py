@@ -15,7 +15,7 @@ import trio
 
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.exchange_types import Epoch, Landing, RoundReport
+from p2ptrain.protocol.exchange.types import Epoch, Landing, RoundReport
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.contribution import OwnContribution

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import Message

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.exchange_types import Epoch, Landing, RoundReport, Snapshot
+from p2ptrain.protocol.exchange.types import Epoch, Landing, RoundReport, Snapshot
 from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.rounds import consensus, policy
 from p2ptrain.protocol.rounds.attempts import Attempts

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.parts import PartStore
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.commit import check_decodes
+from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.wire.messages import Record
 from p2ptrain.protocol.wire.transport import Compute, PeerId

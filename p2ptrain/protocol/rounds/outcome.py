@@ -10,12 +10,12 @@ from typing import Protocol
 import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.exchange_types import Landing, RoundReport
-from p2ptrain.protocol.parts import KEEP_ALL_S
+from p2ptrain.protocol.exchange.types import Landing, RoundReport
 from p2ptrain.protocol.rounds.commit import Committer, check_record
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.liveness import Liveness
+from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import Head, Record
 

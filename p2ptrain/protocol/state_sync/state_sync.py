@@ -16,8 +16,8 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import Epoch, Landing
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import Epoch, Landing
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership

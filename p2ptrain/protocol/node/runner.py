@@ -13,10 +13,10 @@ import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import ConfigError, NetworkFailedError
-from p2ptrain.protocol.exchange import Exchange
+from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.node import Node
-from p2ptrain.protocol.restarts import Restarts
+from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.node.restarts import Restarts
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.transport import Compute
 

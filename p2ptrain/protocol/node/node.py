@@ -19,8 +19,8 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
-from p2ptrain.protocol.exchange import Exchange
-from p2ptrain.protocol.exchange_types import RoundReport
+from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic

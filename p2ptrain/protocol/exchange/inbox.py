@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from p2ptrain.protocol.exchange_types import Arrival
+from p2ptrain.protocol.exchange.types import Arrival
 
 # Fragments waiting for the next step, and their bytes. 64 partners at one fragment a step; beyond that the oldest are
 # dropped. The largest fragment has 4 MiB on the wire, 16 MiB here (guess).

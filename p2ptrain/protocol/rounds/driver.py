@@ -248,8 +248,8 @@ class RoundDriver:
         match message:
             case Inquire():
                 self._receive(sender, message)
-            case Call() | Commit() if self.resolving:
-                # Of the round after the one that is landing here: taken up once it has landed.
+            case Call() | Commit() if self.resolving or self._is_one_ahead(message):
+                # Of the round after the one whose outcome we are about to take: taken up once it has landed.
                 self._deferred[type(message)] = (sender, message)
             case Due():
                 if self._caller.election.note_due(sender, message, self.head):
@@ -258,8 +258,12 @@ class RoundDriver:
                 pass
             case Call():
                 self._on_call(sender, message)
-            case Propose() | Ready() | Commit() | Abort() | Accepted():
+            case Propose() | Ready() | Abort() | Accepted():
                 self._receive(sender, message)
+            case Commit(record=record):
+                self._receive(sender, message)
+                if self._state.learner.heard:
+                    self._outcomes.prefetch(record, self.head.state_sha256)
             case Join():
                 self._receive(sender, message)
                 if message.attempt.leader == self.context.peer_id and message.attempt.counter == self._state.highest:
@@ -272,6 +276,10 @@ class RoundDriver:
                 self._attempts.deliver(sender, message, payload)
             case _:
                 raise WireError(f"{type(message).__name__} is no round message")
+
+    def _is_one_ahead(self, message: Call | Commit) -> bool:
+        of = message if isinstance(message, Call) else message.record
+        return (of.lineage, of.round) == (self.head.lineage, self._state.round + 1)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""

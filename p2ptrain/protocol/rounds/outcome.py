@@ -126,6 +126,19 @@ class Outcomes:
         assert self._nursery is not None
         await self._fetcher.fetch(record, self._liveness.trainers(), self._nursery)
 
+    def prefetch(self, record: Record, parent_sha256: str) -> None:
+        """Fetch the parts of a record of which it is not shown yet that it was committed, unless others come in."""
+        if not self._fetcher.needed and self._nursery is not None:
+            self._nursery.start_soon(self._prefetch, record, parent_sha256)
+
+    async def _prefetch(self, record: Record, parent_sha256: str) -> None:
+        try:
+            await self.fetch(record, parent_sha256)
+        except (RoundFailedError, PeerLostError, WireError) as error:
+            logger.debug("round %d: not here yet: %s", record.round, error)
+        except Exception:
+            logger.exception("the parts of round %d could not be fetched", record.round)
+
     def resolve(self, record: Record, parent_sha256: str) -> None:
         """Bring this outcome home, in a task: what cannot be had any more ends in `fall_behind`."""
         assert self._nursery is not None

@@ -14,6 +14,8 @@ from p2ptrain.training.data import VOCAB_SIZE, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
@@ -70,7 +72,6 @@ def test_a_codec_sends_as_many_bytes_as_it_says(plain: Records, settings: dict[s
     assert records.final_loss < 4.2
 
 
-@pytest.mark.slow
 def test_what_top_k_does_not_send_is_sent_later() -> None:
     """With the error buffer, rounds that send 2 % still bring peers to one model that learns as well."""
     settings = {"steps": 120, "sync_every": 10, "outer_optimizer": "sgd", "outer_lr": 1.0}
@@ -80,7 +81,6 @@ def test_what_top_k_does_not_send_is_sent_later() -> None:
     assert sparse.correlations()[-1][1] > 0.99
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -105,7 +105,6 @@ def test_a_way_to_gossip_keeps_peers_together(settings: dict[str, Any]) -> None:
     assert together.correlations()[-1][1] > apart.correlations()[-1][1]
 
 
-@pytest.mark.slow
 def test_the_full_average_sends_to_everybody() -> None:
     common = {"peers": 4, "sync_every": 40, "fragment_fraction": 0.02}
     one, everybody = (run(**common, topology=topology) for topology in ("push", "all"))
@@ -120,7 +119,6 @@ def test_peers_of_a_run_with_shards_train_on_their_own() -> None:
     assert all(len(event["contributors"]) == 3 for event in records.rounds)
 
 
-@pytest.mark.slow
 def test_intervals_grow_or_shrink_over_the_run() -> None:
     def first_interval(schedule: str) -> float:
         times = [event["t"] for event in run(steps=120, sync_schedule=schedule).rounds]

@@ -57,6 +57,7 @@ def _shards(run: RunConfig) -> Shards:
     return shards
 
 
+@pytest.mark.slow
 def test_clusters_are_kinds_of_text() -> None:
     shards = _shards(RUN)
     assert [len(set(KINDS[shards.shard_of == shard])) for shard in range(3)] == [1, 1, 1]
@@ -64,6 +65,7 @@ def test_clusters_are_kinds_of_text() -> None:
     assert shards.sizes == tuple(BLOCK_TOKENS * np.count_nonzero(kind == KINDS) for kind in kind_of_shard)
 
 
+@pytest.mark.slow
 def test_clusters_do_not_depend_on_what_went_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "STEPS", 30)
     features: list[np.ndarray] = []

@@ -14,23 +14,23 @@ from p2ptrain.settings.table import NETWORK_SETTINGS, SETTINGS, Settings
 
 SECTIONS = {"The network": NETWORK_SETTINGS, "The run": (SETTINGS["run_id"],)}
 DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
-# How soon Ctrl-C is seen.
+# How often to check for Ctrl-C, in seconds.
 POLL_S = 0.2
 
 
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
 def bootstrap(settings: Settings) -> None:
-    """Help peers to find and to reach each other, without training.
+    """Run a node that helps peers to find and reach each other, but does not train.
 
-    A run lives on while any peer does, but the address that people were told may be that of a peer that left. A
-    bootstrap node keeps one address: its identity is kept in a file (p2ptrain-bootstrap/identity.key), so give it a
-    fixed port. With a public address it also passes on what peers behind NAT send to each other (--relay-peers).
+    Peers come and go; a bootstrap node gives a run one stable address. It keeps its identity in a file
+    (p2ptrain-bootstrap/identity.key); give it a fixed port. With a public address it also relays traffic between
+    peers behind NAT (--relay-peers).
 
     \b
-    On a machine that others can reach:
+    On a machine that the peers can reach:
         p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001
-    Then, wherever training is to happen, the line that it prints:
+    On each machine that trains, the line that it prints:
         p2ptrain join --initial-peers /ip4/203.0.113.7/tcp/4001/p2p/Qm…
     """
     from p2ptrain.peer.session import NetworkSession

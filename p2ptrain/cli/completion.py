@@ -1,4 +1,4 @@
-"""`p2ptrain completion`: what makes a shell complete our commands, options, and names of models and files."""
+"""`p2ptrain completion`: shell completion of commands, options, model names and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from p2ptrain.settings.presets import MODELS, PRESETS
 from p2ptrain.settings.table import Setting
 
 SHELLS = ("bash", "zsh", "fish")
-# Where click looks for a shell's question; it follows from the name of the command.
+# Environment variable in which click gets completion requests; derived from the command's name.
 VARIABLE = "_P2PTRAIN_COMPLETE"
 NAMES = {"model": MODELS, "preset": tuple(PRESETS), "device": ("auto", "cpu", "cuda", "mps")}
 
@@ -22,7 +22,7 @@ Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script by which a shell completes p2ptrain's commands and options.
+    """Print a script that makes a shell complete p2ptrain's commands and options.
 
     \b
     For bash, at the end of ~/.bashrc:
@@ -38,7 +38,7 @@ def completion(context: click.Context, shell: str) -> None:
 
 
 def completer(setting: Setting) -> Completer | None:
-    """What completes a setting's value: its names, or files where it takes one; None where neither is known."""
+    """Return a completer for a setting's value (known names, files or directories), or None if it has none."""
     words = setting.metavar.split("|")
     names = NAMES.get(setting.name) or tuple(word for word in words if not word.isupper())
     takes_file, takes_directory = "FILE" in words, "DIR" in words
@@ -48,7 +48,7 @@ def completer(setting: Setting) -> Completer | None:
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
         if not found and (takes_file or takes_directory):
-            # bash shows either names or files.
+            # bash can show either names or files, not both.
             found = [CompletionItem(incomplete, type="file" if takes_file else "dir")]
         return found
 

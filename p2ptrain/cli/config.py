@@ -1,4 +1,4 @@
-"""`p2ptrain config`: what the settings are, where each came from, and the page that explains them."""
+"""`p2ptrain config`: show the settings with their sources, or print their reference page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from p2ptrain.settings.table import Settings
 
 @click.group()
 def config() -> None:
-    """Look at the settings."""
+    """Show the settings, or print their reference page.
+
+    \b
+        p2ptrain config show
+        p2ptrain config reference
+    """
 
 
 @config.command(cls=settings_command(SECTIONS))
 @takes_settings(SECTIONS)
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show(settings: Settings, as_json: bool) -> None:
-    """Show the settings that `p2ptrain join` would use here, and where each came from.
+    """Show the settings that `p2ptrain join` would use, and the source of each.
 
-    It takes the same options as `p2ptrain join`.
+    Takes the same options as `p2ptrain join`.
 
     \b
         p2ptrain config show -c peer.toml --steps 500
@@ -40,7 +45,7 @@ def show(settings: Settings, as_json: bool) -> None:
 
 @config.command()
 def reference() -> None:
-    """Print a page in Markdown on every setting: what it does, how it is given, its default and the reason for it.
+    """Print the reference of all settings as Markdown, with the reasons for the defaults.
 
     \b
         p2ptrain config reference > docs/configuration.md

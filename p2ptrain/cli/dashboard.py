@@ -1,4 +1,4 @@
-"""`p2ptrain dashboard`: a page that shows a run."""
+"""`p2ptrain dashboard`: show a run on a web page."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ SECTIONS = {
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
 def dashboard(settings: Settings) -> None:
-    """Show a run on a web page: who is there, losses, rounds, traffic, and what happened.
+    """Show a run on a web page: peers, losses, rounds, traffic and events.
 
-    Everything comes from the peers themselves, which are asked for it; nobody counts this as a peer. Only browsers on
-    this machine can see the page, unless --host says otherwise. Ctrl-C ends it.
+    The dashboard is an observer: it asks the peers for their state and is not a member of the run. Only browsers on
+    this machine can open the page, unless you give --host. Ctrl-C ends it.
 
     \b
-    A run that one of these addresses belongs to:
+    Show the run of a peer at this address:
         p2ptrain dashboard --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
-    For everybody on the network, on another port:
+    Serve the page to the whole network, on another port:
         p2ptrain dashboard --initial-peers addresses.txt --host 0.0.0.0 --port 9000
     """
     require_extra("dashboard", "p2ptrain dashboard")
     if not settings.network_config().initial_peers:
-        raise ConfigError("--initial-peers: is needed to watch a run; give the address of one of its peers")
+        raise ConfigError("--initial-peers is required; give the address of a peer of the run")
     from p2ptrain.monitor.dashboard.standalone import show_from_outside
 
     try:

@@ -1,4 +1,4 @@
-"""`p2ptrain demo`: see it work."""
+"""`p2ptrain demo`: train with several peers on this machine."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ FAILED = 1
 
 
 @click.command()
-@click.option("--peers", type=click.IntRange(2, 64), default=4, show_default=True, help="Peers that train at once.")
+@click.option("--peers", type=click.IntRange(2, 64), default=4, show_default=True, help="Number of peers.")
 @click.option(
     "--minutes", type=click.FloatRange(min=0.25, max=24 * 60), default=2.0, show_default=True,
-    help="About how long it should take.",
+    help="Approximate duration.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Another seed, another run.")
+@click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Seed of the run.")
 @click.option(
     "--out", default="p2ptrain-demo", show_default=True, metavar="DIR",
-    help="Where everything is written; an earlier demo there is replaced.",
+    help="Output directory; replaces an earlier demo.",
 )  # fmt: skip
-@click.option("--plain", is_flag=True, help="Print lines instead of a live table; the default without a terminal.")
+@click.option("--plain", is_flag=True, help="Print lines instead of a live table; default without a terminal.")
 def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
-    """Watch peers train together on this machine, lose one, and gain one.
+    """Train with several peers on this machine, kill one, and add one.
 
-    Every peer is a process of its own, as `p2ptrain join` starts it, with its own libp2p daemon, on 127.0.0.1.
-    Together they train a small GPT on the source text of Python's own library. On the way one is killed, and later
-    another joins; training goes on. At the end: losses, correlation, bytes, a picture, and the commands to do the
-    same across machines. Ctrl-C ends everything.
+    Each peer is a `p2ptrain join` process with its own libp2p daemon, on 127.0.0.1. They train a small GPT on the
+    source code of Python's library. During the run one peer is killed, and later another one joins; training goes on.
+    At the end the demo prints losses, correlation, bytes and the commands to do the same across machines, and saves a
+    plot. Ctrl-C stops all processes.
 
     \b
-    The whole story in two minutes:
+    Four peers, two minutes:
         p2ptrain demo
-    Three peers, a quarter of an hour, results elsewhere:
+    Three peers, 15 minutes, another output directory:
         p2ptrain demo --peers 3 --minutes 15 --out long-demo
     """
     require_extra("simulate", "p2ptrain demo")
     began_s = time.time()
-    click.echo(f"p2ptrain demo: {peers} peers train a small GPT on the source of Python's library.")
-    click.echo("Each is a process with its own libp2p daemon, on 127.0.0.1. Getting ready …")
+    click.echo(f"p2ptrain demo: {peers} peers train a small GPT on the source code of Python's library.")
+    click.echo("Each is a process with its own libp2p daemon, on 127.0.0.1. Starting …")
 
     from rich.console import Console
 

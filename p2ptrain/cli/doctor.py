@@ -1,4 +1,4 @@
-"""`p2ptrain doctor`: whether a peer would work on this machine, and who would reach it."""
+"""`p2ptrain doctor`: check whether a peer works on this machine, and whether other peers can reach it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WOULD_NOT_WORK = 1
 
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of lines.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def doctor(settings: Settings, as_json: bool) -> None:
-    """Say whether a peer would work here, and whether others can reach it.
+    """Check whether a peer works on this machine, and whether other peers can reach it.
 
-    A line for each check: ✓ as it should be, ! a peer works, but not as well as it could, ✗ a peer would not work;
-    and below it what to do. Nothing is changed, and no run is joined. It takes about ten seconds, half a minute where
-    an initial peer cannot dial back, and ends with status 1 when a peer would not work.
+    Prints one line per check (✓ good, ! works with limits, ✗ would not work) and below it what to do. Changes nothing
+    and joins no run. Takes about ten seconds, or 30 if an initial peer cannot dial back. Exit status 1 means that a
+    peer would not work.
 
     \b
     Before a first run:

@@ -1,4 +1,4 @@
-"""`p2ptrain generate`: text from a checkpoint."""
+"""`p2ptrain generate`: write text with a trained model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from p2ptrain.settings.config import RunConfig
 
 @click.command()
 @click.argument("directory", default=f"p2ptrain-{RunConfig.run_id}", metavar="[DIR]")
-@click.option("--prompt", default="def ", show_default=True, help="What the text begins with.")
+@click.option("--prompt", default="def ", show_default=True, help="Beginning of the text.")
 @click.option("--length", type=click.IntRange(min=1), default=500, show_default=True, help="Characters to add.")
 @click.option(
     "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True,
-    help="Below 1 plays safe; 0 always takes the likeliest character.",
+    help="Sampling temperature; 0 for the most likely text.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Another seed, another text.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling.")
 def generate(directory: str, prompt: str, length: int, temperature: float, seed: int) -> None:
-    """Let a trained model write text.
+    """Write text with a trained model.
 
-    DIR is the --out directory of a p2ptrain join, of which the newest checkpoint is taken, or one checkpoint in it.
+    DIR is the --out directory of `p2ptrain join` (its newest checkpoint is used), or one checkpoint in it.
 
     \b
-    From the run that a bare `p2ptrain join` trained here:
+    With the model that `p2ptrain join` trained here:
         p2ptrain generate --prompt "class "
-    From one checkpoint of another:
+    With one checkpoint of another run:
         p2ptrain generate p2ptrain-novels/checkpoint-4000 --prompt "It was" --length 1000
     """
     from p2ptrain.training.generation import generate_text, load_model

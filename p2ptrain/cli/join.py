@@ -1,4 +1,4 @@
-"""`p2ptrain join`: start a run, or take part in one."""
+"""`p2ptrain join`: start a run or join one, and train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from p2ptrain.training.loop import Progress
 
 SECTIONS = {
-    "The run (a joiner takes these over, and need not give them)": RUN_SETTINGS,
+    "The run (settings of a new run; a joining peer adopts them)": RUN_SETTINGS,
     "The network": NETWORK_SETTINGS,
     "This machine": TRAINING_SETTINGS,
 }
@@ -25,20 +25,20 @@ SECTIONS = {
 
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
-@click.option("--plain", is_flag=True, help="Print lines instead of a live view; the default without a terminal.")
+@click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 def join(settings: Settings, plain: bool) -> None:
-    """Start a run, or take part in one, and train.
+    """Start a run or join one, and train.
 
-    Without --initial-peers a new run starts, and the line is printed that others paste to join it. A joiner takes
-    over the run's settings, weights, step and learning rate. Ctrl-C leaves the run and writes a checkpoint; the same
-    command again continues.
+    Without --initial-peers a new run starts, and prints the command with which other machines join it. A peer that
+    joins adopts the run's settings, weights, step and learning rate. Ctrl-C leaves the run and writes a checkpoint;
+    the same command continues from it.
 
     \b
-    Start a run of a small GPT on Python's own source text:
+    Start a run: a small GPT on the source code of Python's library:
         p2ptrain join
     Join it from another machine, on one CPU core:
         p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --threads 1
-    Start one on your own text and model, for 10,000 steps:
+    Start a run with your own text and model, for 10,000 steps:
         p2ptrain join --run-id novels --data texts/ --model mymodels:small_gpt --steps 10000
     """
     from p2ptrain.training.join import join_run
@@ -50,7 +50,7 @@ def join(settings: Settings, plain: bool) -> None:
 
 
 def _live_console() -> Console | None:
-    """The terminal, where it can show a live view; looking for one costs nothing where there is none."""
+    """The terminal if it can show a live view, else None; rich is imported only for a terminal."""
     if not sys.stdout.isatty():
         return None
     from rich.console import Console
@@ -80,7 +80,7 @@ def _join_live(settings: Settings, console: Console) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line. Where nobody reads any more, as after Ctrl-C in `p2ptrain join | tee log`, go on without."""
+    """Print a line. Discard output once stdout is closed, as after Ctrl-C in `p2ptrain join | tee log`."""
     try:
         click.echo(text)
     except OSError:
@@ -88,7 +88,7 @@ def _say(text: str) -> None:
 
 
 def format_progress(progress: Progress) -> str:
-    """One line of progress."""
+    """Format one progress line."""
     length = f"/{progress.total_steps}" if progress.total_steps else ""
     skipped = sum(progress.skipped.values())
     return (

@@ -1,4 +1,4 @@
-"""The command `p2ptrain` and how it fails: one line that says what to change, exit status 2, no traceback."""
+"""The command `p2ptrain`. User errors are one line that tells what to change, with exit status 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.signals import interrupt_on_signals
 from p2ptrain.version import __version__
 
-INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
+INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Train one neural network together, peer to peer.
+    """Train one neural network on many machines, peer to peer.
 
     \b
-    See peers train together on this machine, for two minutes:
+    Try it on this machine, in two minutes:
         p2ptrain demo
-    Start a run, and see it train:
+    Start a run:
         p2ptrain join
-    On other machines, paste the line that it prints:
+    Join it from other machines, with the line that it prints:
         p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
     """
 
@@ -52,7 +52,7 @@ def main() -> None:
     """Entry point of the command; ends the process."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("p2ptrain").setLevel(logging.INFO)
-    # Containers and service managers end a program by SIGTERM: to us it is Ctrl-C, from the first moment.
+    # Containers and service managers stop programs with SIGTERM: treat it as Ctrl-C from the start.
     interrupt_on_signals()
     try:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
@@ -62,14 +62,14 @@ def main() -> None:
     except ConfigError as error:
         _fail(str(error))
     except BrokenPipeError:
-        # Whoever read our output has gone, as `head` does; Python must not complain of it once more at its end.
+        # The reader of our output has exited, as `head` does; keep Python from reporting it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt):
         click.echo("p2ptrain: interrupted", err=True)
         sys.exit(INTERRUPTED)
     finally:
-        # The interpreter's last garbage collection would walk through all of torch: 0.8 s of CPU for nothing.
+        # Skip the garbage collection at exit: it would walk through all of torch (0.8 s of CPU).
         gc.freeze()
 
 

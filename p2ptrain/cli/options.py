@@ -1,4 +1,4 @@
-"""Click options made from the table of settings, so that help, environment and TOML cannot drift apart."""
+"""Click options made from the table of settings, so that help, environment and TOML always agree."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from p2ptrain.cli.completion import completer
 from p2ptrain.settings.table import SETTINGS, Setting, merge
 
 EVERY_WAY = (
-    "Every option can also be set in the environment (P2PTRAIN_…, such as P2PTRAIN_SYNC_EVERY) or in the TOML file "
-    "of -c (sync_every = 200). A flag wins over the environment, that over the file, and each of them over --preset."
+    "Each setting can also come from an environment variable (P2PTRAIN_SYNC_EVERY=200) or from the TOML file given "
+    "with -c (sync_every = 200). A flag overrides a variable, a variable the file, and the file --preset."
 )
 
 
@@ -37,10 +37,10 @@ class SettingsCommand(click.Command):
 
 
 def takes_settings(sections: Mapping[str, Sequence[Setting]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command's function: it gets one option per setting and `-c`, and is called with `settings`.
+    """Decorate a command's function: adds `-c` and one option per setting, and calls it with `settings`.
 
     Args:
-        sections: the settings, by the title under which the help shows them.
+        sections: settings by the title of their section in the help.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -59,7 +59,7 @@ def takes_settings(sections: Mapping[str, Sequence[Setting]]) -> Callable[[Calla
             "--config",
             "config_file",
             metavar="FILE",
-            help="TOML file with settings [or P2PTRAIN_CONFIG].",
+            help="TOML file with settings; or set P2PTRAIN_CONFIG.",
             shell_complete=lambda context, parameter, incomplete: [CompletionItem(incomplete, type="file")],
         )(decorated)
 
@@ -67,12 +67,12 @@ def takes_settings(sections: Mapping[str, Sequence[Setting]]) -> Callable[[Calla
 
 
 def settings_command(sections: Mapping[str, Sequence[Setting]]) -> type[SettingsCommand]:
-    """The class of a command with these sections, for `click.command(cls=…)`."""
+    """Return the command class with these sections, for `click.command(cls=…)`."""
     return type("SettingsCommand", (SettingsCommand,), {"sections": sections})
 
 
 def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    # Values stay text here: `settings` converts and checks those of all sources alike.
+    # Values stay text here: `merge` converts and checks the values of all sources.
     default = setting.default
     shown = " ".join(default) if isinstance(default, tuple) else default
     text = setting.help if shown in (None, "") else f"{setting.help} [default: {shown}]"

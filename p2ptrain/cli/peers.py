@@ -1,4 +1,4 @@
-"""`p2ptrain peers`: who takes part in a run."""
+"""`p2ptrain peers`: list the peers of a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WIDTH_OF_FILES = 160
 
 @click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
 @takes_settings(SECTIONS)
-@click.option("--json", "as_json", is_flag=True, help="One JSON list instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 def peers(settings: Settings, as_json: bool) -> None:
-    """Show who takes part in a run.
+    """List the peers of a run: id, role, status, step, round, speed and addresses.
 
     \b
     As a table, and as JSON for scripts:
@@ -34,7 +34,7 @@ def peers(settings: Settings, as_json: bool) -> None:
     """
     network = settings.network_config()
     if not network.initial_peers:
-        raise ConfigError("--initial-peers: is needed to ask about a run; give the address of one of its peers")
+        raise ConfigError("--initial-peers is required; give the address of a peer of the run")
     from p2ptrain.peer.session import NetworkSession
 
     run_id = str(settings.values["run_id"])
@@ -43,7 +43,7 @@ def peers(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(members, indent=2))
     elif not members:
-        click.echo(f"nobody takes part in run {run_id!r}")
+        click.echo(f"no peers found for run {run_id!r}")
     else:
         _print_table(run_id, members)
 
@@ -63,5 +63,5 @@ def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
             member["peer_id"], member["role"], member["status"], str(member["step"]), str(member["round"]),
             f"{member['speed']:.1f}", "\n".join(addresses),
         )  # fmt: skip
-    # Into a file or a pipe nothing need be folded.
+    # A file or a pipe has no width: use enough for one line per peer.
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)

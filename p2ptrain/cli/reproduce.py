@@ -1,4 +1,4 @@
-"""`p2ptrain reproduce`: the papers' experiments, small."""
+"""`p2ptrain reproduce`: the papers' experiments at small scale."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from p2ptrain.settings.extras import require_extra
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[NAME|FILE]...")
-@click.option("--seeds", type=click.IntRange(1, 20), default=1, show_default=True, help="Repeat with so many seeds.")
-@click.option("--headline", is_flag=True, help="Only the experiments that stand for the papers' main results.")
-@click.option("--list", "list_only", is_flag=True, help="Say what there is, and stop.")
+@click.option("--seeds", type=click.IntRange(1, 20), default=1, show_default=True, help="Seeds per experiment.")
+@click.option("--headline", is_flag=True, help="Run only the papers' main results.")
+@click.option("--list", "list_only", is_flag=True, help="List the experiments and exit.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-reproduction",
-              show_default=True, metavar="DIR", help="Where records, verdicts and pictures are written.")  # fmt: skip
+              show_default=True, metavar="DIR", help="Output directory for records, verdicts and plots.")  # fmt: skip
 def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: bool, out: Path) -> None:
-    """Run experiments of the SPARTA and DiLoCo papers at a scale that two cores manage.
+    """Run experiments of the SPARTA and DiLoCo papers, at a scale for two CPU cores.
 
-    Each simulates a few swarms of a small model, prints the paper's figure beside ours, and says in words whether the
-    claim holds here. Without NAME all of them run, one after the other, each for some minutes.
+    Each experiment simulates a few swarms with a small model, prints the paper's numbers beside ours, and states
+    whether the paper's claim holds here. Without NAME all experiments run, one after the other, for some minutes each.
 
     \b
-    What large intervals cost with and without SPARTA:
+    One experiment: the cost of large intervals, with and without SPARTA:
         p2ptrain reproduce s7
-    Everything, and a report:
+    All experiments, into another directory:
         p2ptrain reproduce --out report
     """
     require_extra("simulate", "p2ptrain reproduce")
@@ -42,7 +42,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
         for reproduction in chosen:
             click.echo(f"{reproduction.name:12} {reproduction.title}")
         return
-    logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # what every single peer sees is in its records
+    logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
     check_writable(out)
     for reproduction in chosen:
         check_writable(out / reproduction.name)

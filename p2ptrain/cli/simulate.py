@@ -1,4 +1,4 @@
-"""`p2ptrain simulate`: whole swarms in one process, in virtual time."""
+"""`p2ptrain simulate`: simulate a swarm in one process, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,55 +13,60 @@ from p2ptrain.settings.extras import require_extra
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--peers", type=int, metavar="K", help="Peers that train from the start.  [8]")
+@click.option("--peers", type=int, metavar="K", help="Number of peers at the start.  [8]")
 @click.option("--steps", type=int, metavar="N", help="Length of the run in inner steps.  [600]")
 @click.option("--sync-every", type=int, metavar="H", help="Inner steps between two rounds.  [100]")
-@click.option("--fragment-fraction", type=float, metavar="P", help="Share of the weights pushed at each step.  [0.02]")
-@click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other setting of a run.")
+@click.option("--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step.  [0.02]")
+@click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
 @click.option("--drop", type=float, metavar="Q", help="Probability that a peer's outer gradient of a round is lost.")
-@click.option("--loss", type=float, metavar="Q", help="Share of the fragments that do not arrive.")
-@click.option("--latency", type=float, metavar="S", help="One way, in seconds.  [0.02]")
-@click.option("--bandwidth", type=float, metavar="MBIT", help="Of each peer's uplink, in Mbit/s; 0: no limit.  [0]")
+@click.option("--loss", type=float, metavar="Q", help="Probability that a fragment is lost.")
+@click.option("--latency", type=float, metavar="S", help="One-way latency in seconds.  [0.02]")
+@click.option("--bandwidth", type=float, metavar="MBIT", help="Uplink of each peer in Mbit/s; 0 for no limit.  [0]")
 @click.option("--step-time", type=float, metavar="S", help="Virtual seconds of one inner step.  [0.1]")
 @click.option("--speeds", metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25.")
-@click.option("--schedule", metavar="STEP:ACTION:PEER,…", help="What happens when; see below.")
-@click.option("--faults-per-hour", type=float, metavar="N", help="Of virtual time, at random; see below.  [0]")
-@click.option("--faults", metavar="KIND,…", help="Of crash, pause, partition and slow.  [all of them]")
-@click.option("--fault-time", type=float, metavar="S", help="How long one lasts on average, in virtual seconds.  [20]")
-@click.option("--eval-every", type=int, metavar="N", help="Steps between two measurements.  [100]")
-@click.option("--data", metavar="SOURCE", help="stdlib, or a text file or a directory of them.  [stdlib]")
-@click.option("--seed", type=int, metavar="N", help="Of everything.  [0]")
+@click.option("--schedule", metavar="EVENT,…", help="Scheduled events; see above.")
+@click.option("--faults-per-hour", type=float, metavar="N", help="Random faults per virtual hour.  [0]")
+@click.option("--faults", metavar="KIND,…", help="Kinds of random faults; see above.  [all]")
+@click.option("--fault-time", type=float, metavar="S", help="Mean duration of a fault in virtual seconds.  [20]")
+@click.option("--eval-every", type=int, metavar="N", help="Steps between two evaluations.  [100]")
+@click.option("--data", metavar="SOURCE", help="Text: stdlib, a file or a directory.  [stdlib]")
+@click.option("--seed", type=int, metavar="N", help="Seed of the whole simulation.  [0]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-simulation",
-              show_default=True, metavar="DIR", help="Where records, table and picture are written.")  # fmt: skip
+              show_default=True, metavar="DIR", help="Output directory.")  # fmt: skip
 def simulate(file: Path | None, out: Path, **options: Any) -> None:
-    """Simulate a whole swarm in this process, in virtual time.
+    """Simulate a swarm in this process, in virtual time.
 
-    The peers run the same node, protocol and training loop as `p2ptrain join`, on a network in memory: what costs
-    days and machines in a real swarm takes minutes here, and the same seed gives the same records, byte for byte.
-    FILE is a TOML file of settings, and may hold several [[arm]]s that differ in some; they end up in one picture.
-    Flags win over the file.
+    The peers run the code of `p2ptrain join` on a network in memory. Days on many machines take minutes here, and the
+    same seed gives the same records, byte for byte. FILE is a TOML file of settings; it may hold several variants,
+    [[arm]], which are simulated and plotted together. Flags override the file.
 
     \b
     Eight peers, 600 steps, a round every 100:
         p2ptrain simulate
-    The same without gossip, one merge at the end, and a lossy uplink:
+    No fragments, one round at the end, a slow and lossy uplink:
         p2ptrain simulate --fragment-fraction 0 --sync-every 600 --bandwidth 10 --drop 0.3
     Peer 2 crashes at step 200, peer 8 joins at 300, peer 1 is half as fast from 400 on:
         p2ptrain simulate --schedule 200:crash:2,300:join:8,400:speed:1:0.5
-    Arms side by side:
+    Several variants in one plot:
         p2ptrain simulate examples/simulate.toml --out arms
-    A storm of 125 faults an hour on 32 peers, drawn from the seed:
+    32 peers with 125 random faults per hour:
         p2ptrain simulate --peers 32 --step-time 1 --faults-per-hour 125
 
     \b
-    Actions of --schedule: join, leave (says so), crash (does not), pause, resume, speed (with a factor), cut
-    (with the number of a side: only peers of one side reach each other), mend, narrow (with Mbit/s), widen.
-    Faults of a storm: crash (and started anew), pause (network and all), partition (some, up to half, from the
-    others), slow (a link of 2 Mbit/s). Its outcome: inner steps done against those of a run without faults
-    (goodput), steps that ended in no round, rounds, participation, repairs (states replaced), joins. The run is
-    stopped should two peers ever hold different bytes for one round.
-    Written to --out: a metrics stream for each peer as a real one writes it (PEER.jsonl, times in virtual
-    seconds), table.csv with losses, correlation, disagreement and bytes, happenings.csv, and curves.png.
+    Events of --schedule, each STEP:ACTION:PEER[:VALUE]:
+        join, leave, crash (leave without a message), pause, resume, speed (VALUE: factor),
+        cut (VALUE: group; peers reach only their own group), mend, narrow (VALUE: Mbit/s), widen
+    Kinds of --faults:
+        crash (and restart), pause (the whole process), partition (up to half of the peers
+        from the rest), slow (a link of 2 Mbit/s)
+    Results with faults:
+        goodput (inner steps compared with a run without faults), steps lost (in no round),
+        rounds, contributors, repairs (states replaced), joins
+    Files in --out:
+        PEER.jsonl (metrics of each peer, times in virtual seconds), happenings.csv,
+        table.csv (losses, correlation, disagreement, bytes), curves.png
+
+    The simulation stops with an error if two peers hold different bytes for one round.
     """
     require_extra("simulate", "p2ptrain simulate")
     from p2ptrain.simulation.experiment import Experiment, read_experiments
@@ -77,7 +82,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     from p2ptrain.simulation.variants import simulate_variants
     from p2ptrain.training.output_dir import check_writable
 
-    logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # what every single peer sees is in its records
+    logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
     directories = [out / experiment.directory if len(experiments) > 1 else out for experiment in experiments]
     for directory in (out, *directories):
         check_writable(directory)
@@ -93,7 +98,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """What the user gave, by the names of `Experiment.of`."""
+    """The given options, by the names of `Experiment.of`."""
     from p2ptrain.errors import ConfigError
 
     names = {"latency": "latency_s", "bandwidth": "bandwidth_mbit", "step_time": "step_s", "fault_time": "fault_s"}

@@ -1,9 +1,9 @@
-"""The settings of the command line: one table, from which flags, environment, TOML keys and `config show` are made.
+"""The settings of the command line: one table that defines flags, environment variables, TOML keys and `config show`.
 
-A setting is given by its flag, else by its variable `P2PTRAIN_…`, else in the TOML file of `-c`, else by the preset
-that was chosen, else it has the default of its dataclass in `config.py` or `peer_config.py`. Where each value came from
-is kept: only what the user gave himself is compared with the settings of a run that is joined. A preset's values are
-for a founder.
+A value comes from its flag, else from its variable `P2PTRAIN_…`, else from the TOML file given with `-c`, else from the
+chosen preset, else from the default of its dataclass in `config.py` or `peer_config.py`. The source of each value is
+kept: only values that the user gave are compared with the settings of a run that is joined. A preset applies only to a
+run that starts here.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Setting:
     Attributes:
         name: its TOML key; flag and variable follow from it.
         owner: the dataclass that it is a field of, which gives type, default and rule.
-        metavar: what stands for the value in the help.
-        help: one sentence.
-        field: name of the field, where that is not `name`.
-        founder_default: the command line's own default, where the dataclass's is meant for the Python API.
-        beside: fields that some of its values need, so that a value can be checked before the others are known.
+        metavar: placeholder of the value in the help.
+        help: one line for `--help`; starts with a noun or a verb.
+        field: name of the dataclass field, if it differs from `name`.
+        founder_default: default of the command line, if it differs from the dataclass's (used by the Python API).
+        beside: other fields that some values need, so that one value can be checked alone.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Setting:
         return kind
 
     def parse(self, given: object, origin: str) -> Value:
-        """Convert a flag's, a variable's or TOML's value, and check its rule. Raises ConfigError naming `origin`."""
+        """Convert the value of a flag, variable or TOML key, and check its rule. Raises ConfigError naming `origin`."""
         value = _convert(given, self.kind, origin)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
@@ -97,84 +97,80 @@ class Setting:
 
 
 RUN_SETTINGS = (
-    Setting("run_id", RunConfig, "NAME", "Name of the run to join or to start."),
+    Setting("run_id", RunConfig, "NAME", "Name of the run."),
     Setting("model", RunConfig, "NAME", "Built-in model, or package.module:factory.", founder_default="gpt-demo"),
     Setting("steps", RunConfig, "N", "Length of the run in inner steps; 0 for no end.", field="total_steps"),
     Setting("lr", RunConfig, "X", "Peak learning rate of the inner AdamW."),
-    Setting("warmup_steps", RunConfig, "N", "Steps of linear warm-up of the learning rate."),
+    Setting("warmup_steps", RunConfig, "N", "Steps of linear learning rate warm-up."),
     Setting("weight_decay", RunConfig, "X", "Weight decay of matrices in the inner AdamW."),
-    Setting("sync_every", RunConfig, "H", "Inner steps between two rounds (DiLoCo)."),
-    Setting("fragment_fraction", RunConfig, "P", "Share of the weights pushed at every step (SPARTA); 0 for none."),
-    Setting("fragment_selection", RunConfig, "cyclic|fresh", "Walk a shuffled partition, or draw anew at each step."),
-    Setting("fragment_codec", RunConfig, "int8|fp16", "How fragments travel."),
-    Setting("fragment_schedule", RunConfig, "fixed|ramp|decay", "P over an interval (0 to 2P) or the run (2P to 0)."),
-    Setting("fragment_delay", RunConfig, "N", "Steps that a fragment waits before it is sent."),
-    Setting("max_staleness", RunConfig, "X", "Fragments with P times delay beyond this are discarded; 0 keeps all."),
-    Setting("topology", RunConfig, "push|pairs|groups|all", "Whom fragments are pushed to."),
-    Setting("fan_out", RunConfig, "N", "Peers that one fragment is pushed to."),
-    Setting("sync_schedule", RunConfig, "fixed|grow|shrink", "H over the run: from a half to one and a half, or back."),
-    Setting("averaging", RunConfig, "parts|gather", "How outer gradients become one mean."),
-    Setting("round_codec", RunConfig, "none|fp16|int8|int4|topk", "How the outer gradients of a round travel."),
-    Setting("round_density", RunConfig, "X", "Share of the values that topk sends."),
-    Setting("prune_fraction", RunConfig, "X", "Share of each neuron's outer gradient that is not sent (int8)."),
-    Setting("round_weights", RunConfig, "tokens|equal|shard", "What an outer gradient counts by in the mean."),
-    Setting("round_mean", RunConfig, "weighted|disjoint", "How outer gradients are merged."),
+    Setting("sync_every", RunConfig, "H", "Inner steps between two rounds (H in DiLoCo)."),
+    Setting("fragment_fraction", RunConfig, "P", "Share of the weights sent at each step; 0 for none."),
+    Setting("fragment_selection", RunConfig, "cyclic|fresh", "Walk a shuffled partition, or draw at random each step."),
+    Setting("fragment_codec", RunConfig, "int8|fp16", "Encoding of fragments."),
+    Setting(
+        "fragment_schedule", RunConfig, "fixed|ramp|decay", "Keep P, ramp it per interval, or decay it in the run."
+    ),
+    Setting("fragment_delay", RunConfig, "N", "Steps to hold a fragment before sending it."),
+    Setting("max_staleness", RunConfig, "X", "Discard fragments with P · delay above this; 0 keeps all."),
+    Setting("topology", RunConfig, "push|pairs|groups|all", "Selection of the peers that get a fragment."),
+    Setting("fan_out", RunConfig, "N", "Number of peers that get each fragment."),
+    Setting("sync_schedule", RunConfig, "fixed|grow|shrink", "Keep H, or change it between H/2 and 3H/2 over the run."),
+    Setting("averaging", RunConfig, "parts|gather", "Average in parts, or send all values to all peers."),
+    Setting("round_codec", RunConfig, "none|fp16|int8|int4|topk", "Encoding of outer gradients."),
+    Setting("round_density", RunConfig, "X", "Share of the values that codec topk sends."),
+    Setting("prune_fraction", RunConfig, "X", "Share of each neuron's values to leave out (int8)."),
+    Setting("round_weights", RunConfig, "tokens|equal|shard", "Weights of the outer gradients in the mean."),
+    Setting("round_mean", RunConfig, "weighted|disjoint", "Weighted mean, or DiLoCo's disjoint merge."),
     Setting(
         "inner_moments",
         RunConfig,
         "local|averaged",
-        "Whether rounds average Adam's moments too; needs codec none.",
+        "Keep Adam's moments, or average them (codec none).",
         beside={"round_codec": "none"},
     ),
-    Setting("max_missed_rounds", RunConfig, "N", "A peer left out of more rounds in a row adopts the anchor."),
-    Setting("round_timeout_s", RunConfig, "SECONDS", "The longest that an attempt at a round may take."),
-    Setting("outer_optimizer", RunConfig, "nesterov|sgdm|sgd|adam", "What takes the outer step."),
-    Setting("outer_lr", RunConfig, "X", "Learning rate of the outer step."),
-    Setting("outer_lr_schedule", RunConfig, "constant|cosine", "The outer learning rate over the run."),
-    Setting("outer_momentum", RunConfig, "X", "Momentum of the outer step; Adam's first beta."),
-    Setting(
-        "num_shards", RunConfig, "N", "Parts of the text, of which each peer trains on one; 0 for all on all of it."
-    ),
-    Setting("sharding", RunConfig, "iid|unbalanced|clusters", "What goes into one part: by chance, or what is alike."),
+    Setting("max_missed_rounds", RunConfig, "N", "Rounds in a row to miss before adopting the anchor."),
+    Setting("round_timeout_s", RunConfig, "SECONDS", "Time limit for one attempt at a round."),
+    Setting("outer_optimizer", RunConfig, "nesterov|sgdm|sgd|adam", "Outer optimizer."),
+    Setting("outer_lr", RunConfig, "X", "Learning rate of the outer optimizer."),
+    Setting("outer_lr_schedule", RunConfig, "constant|cosine", "Schedule of the outer learning rate."),
+    Setting("outer_momentum", RunConfig, "X", "Momentum of the outer optimizer; Adam's first beta."),
+    Setting("num_shards", RunConfig, "N", "Text shards, one per peer; 0: each peer reads all text."),
+    Setting("sharding", RunConfig, "iid|unbalanced|clusters", "Split of the text: random, unequal, or by similarity."),
     Setting("run_seed", RunConfig, "N", "Seed of the initial weights, the fragments and the shards."),
 )
 NETWORK_SETTINGS = (
     Setting(
         "initial_peers", NetworkConfig, "ADDRESS|FILE",
-        "Address of a peer of the run, or a file with one a line; may be repeated. Without any, a new run starts.",
+        "Address of a peer of the run, or a file of addresses; repeatable.",
     ),
-    Setting("host_maddrs", NetworkConfig, "ADDRESS", "Address to listen on; may be repeated."),
-    Setting("announce_maddrs", NetworkConfig, "ADDRESS", "Address to tell others (port forwarding); may be repeated."),
-    Setting("identity", NetworkConfig, "FILE", "This peer's private key, made when missing. [default: in --out]"),
-    Setting("startup_timeout_s", NetworkConfig, "SECONDS", "How long the libp2p daemon may take to start."),
-    Setting("peer_timeout_s", NetworkConfig, "SECONDS", "The longest that a silent peer counts as there."),
-    Setting("relay_peers", NetworkConfig, "N", "Peers behind NAT that others may reach through this one; 0 for none."),
-    Setting("write_addresses", PeerConfig, "FILE", "Write this peer's addresses there, for others' --initial-peers."),
+    Setting("host_maddrs", NetworkConfig, "ADDRESS", "Address to listen on; repeatable."),
+    Setting("announce_maddrs", NetworkConfig, "ADDRESS", "Address to announce (port forwarding); repeatable."),
+    Setting("identity", NetworkConfig, "FILE", "Private key file, created if missing. [default: in --out]"),
+    Setting("startup_timeout_s", NetworkConfig, "SECONDS", "Time limit for the libp2p daemon to start."),
+    Setting("peer_timeout_s", NetworkConfig, "SECONDS", "Seconds without a message before a peer is considered lost."),
+    Setting("relay_peers", NetworkConfig, "N", "Peers behind NAT to relay traffic for; 0 for none."),
+    Setting("write_addresses", PeerConfig, "FILE", "File to write this peer's addresses to, for --initial-peers."),
 )  # fmt: skip
 TRAINING_SETTINGS = (
-    Setting(
-        "preset", PeerConfig, "NAME", f"A paper's settings for a new run, which yours go over: {', '.join(PRESETS)}."
-    ),
-    Setting("data", PeerConfig, "stdlib|FILE|DIR", "Text to train on: Python's own library source, or your own."),
-    Setting("init_from", PeerConfig, "DIR|FILE", "First weights of a new run: a checkpoint, or a .safetensors file."),
-    Setting("batch_size", PeerConfig, "N", "Windows of text per inner step."),
-    Setting("device", PeerConfig, "DEVICE", "auto, cpu, cuda, cuda:1, mps …"),
-    Setting("threads", PeerConfig, "N", "CPU threads for torch; 0 leaves it to torch."),
-    Setting("out", PeerConfig, "DIR", "Identity, metrics and checkpoints. [default: p2ptrain-<run id>]"),
-    Setting("metrics", PeerConfig, "FILE", "One JSON line per event. [default: metrics.jsonl in --out]"),
-    Setting("prometheus", PeerConfig, "[HOST:]PORT", "Serve figures for Prometheus there; on 127.0.0.1 without HOST."),
-    Setting("seed", PeerConfig, "N", "Seed of this peer's own share of the text. [default: from its identity]"),
-    Setting("shard", PeerConfig, "N", "Part of the text to train on, from 0. [default: from its identity]"),
-    Setting("eval_every", PeerConfig, "N", "Steps between two measurements on the held-out text."),
-    Setting("checkpoint_minutes", PeerConfig, "MINUTES", "Time between two checkpoints."),
-    Setting(
-        "dashboard", PeerConfig, "PORT", "Serve a page that shows the run on this port, to this machine's browsers."
-    ),
+    Setting("preset", PeerConfig, "NAME", f"A paper's settings as defaults of a new run: {', '.join(PRESETS)}."),
+    Setting("data", PeerConfig, "stdlib|FILE|DIR", "Training text: Python's library source, or yours."),
+    Setting("init_from", PeerConfig, "DIR|FILE", "Initial weights of a new run: checkpoint or .safetensors file."),
+    Setting("batch_size", PeerConfig, "N", "Text windows per inner step."),
+    Setting("device", PeerConfig, "DEVICE", "Device to train on: auto, cpu, cuda, cuda:1, mps."),
+    Setting("threads", PeerConfig, "N", "CPU threads for torch; 0 for torch's own default."),
+    Setting("out", PeerConfig, "DIR", "Directory for key, metrics, checkpoints. [default: p2ptrain-<run id>]"),
+    Setting("metrics", PeerConfig, "FILE", "File of events, as JSON lines. [default: metrics.jsonl in --out]"),
+    Setting("prometheus", PeerConfig, "[HOST:]PORT", "Serve Prometheus metrics there; HOST defaults to 127.0.0.1."),
+    Setting("seed", PeerConfig, "N", "Seed of this peer's text sampling. [default: from its identity]"),
+    Setting("shard", PeerConfig, "N", "Text shard to train on, from 0. [default: from its identity]"),
+    Setting("eval_every", PeerConfig, "N", "Steps between two evaluations on held-out text."),
+    Setting("checkpoint_minutes", PeerConfig, "MINUTES", "Minutes between two checkpoints."),
+    Setting("dashboard", PeerConfig, "PORT", "Serve the run's dashboard on this port, for this machine's browsers."),
 )
 PAGE_SETTINGS = (
-    Setting("host", PageConfig, "ADDRESS", "Address to serve the page on; 0.0.0.0 shows it to everybody."),
+    Setting("host", PageConfig, "ADDRESS", "Address to serve the page on; 0.0.0.0 for all networks."),
     Setting("port", PageConfig, "PORT", "Port to serve the page on; 0 for any free one."),
-    Setting("page_names", PageConfig, "NAME", "Name of this machine by which browsers ask for the page; repeatable."),
+    Setting("page_names", PageConfig, "NAME", "Host name to accept in browsers' requests; repeatable."),
 )
 SETTINGS = {setting.name: setting for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS, *PAGE_SETTINGS)}
 
@@ -185,18 +181,18 @@ class Settings:
 
     Attributes:
         values: every setting of the table, by name.
-        sources: where each came from: "default", "preset NAME", a flag, a variable, or "FILE: key".
+        sources: source of each value: "default", "preset NAME", a flag, a variable, or "FILE: key".
     """
 
     values: Mapping[str, Value]
     sources: Mapping[str, str]
 
     def explicit(self, name: str) -> bool:
-        """Whether the user gave this setting himself."""
+        """Whether the user gave this setting."""
         return self.sources[name] != DEFAULT and not self.from_preset(name)
 
     def from_preset(self, name: str) -> bool:
-        """Whether this setting has its value from the chosen preset."""
+        """Whether the value of this setting comes from the chosen preset."""
         return self.sources[name] == f"{PRESET} {self.values[PRESET]}"
 
     def explicit_run(self) -> dict[str, Any]:
@@ -207,7 +203,7 @@ class Settings:
         return given
 
     def resolve_run(self, adopted: RunConfig | None) -> RunConfig:
-        """The run's settings: those adopted, checked against what the user gave; or those of a new run.
+        """The run's settings: the adopted ones, checked against the user's; or those of a new run.
 
         Raises:
             RunMismatchError: the user gave a setting that differs from the adopted one.
@@ -219,7 +215,7 @@ class Settings:
         return resolve_run({**founder, "data": "stdlib", **preset, **self.explicit_run()}, None)
 
     def network_config(self) -> NetworkConfig:
-        """The network half. Files of addresses are read now; raises ConfigError when one cannot be used."""
+        """The network settings. Reads address files; raises ConfigError when one cannot be used."""
         values = self._fields_of(NetworkConfig)
         return NetworkConfig(**{**values, "initial_peers": read_initial_peers(values["initial_peers"])})
 
@@ -239,7 +235,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
     Args:
         flags: by setting name; None or an empty sequence where a flag was not given.
         environ: the process's environment. An empty variable counts as not given.
-        config_file: path given with `-c`; falls back to the variable P2PTRAIN_CONFIG.
+        config_file: path given with `-c`; None uses the variable P2PTRAIN_CONFIG.
 
     Raises:
         ConfigError: an unknown key or variable, or a value that breaks its setting's rule.
@@ -274,8 +270,8 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The hint of a message about an unknown name: the nearest known one, or all of them."""
-    # "sync-every" should find "sync_every", and "Lr" "lr".
+    """Hint for an unknown name: the closest known name, or all of them."""
+    # "sync-every" should find "sync_every", and "Lr" should find "lr".
     near = difflib.get_close_matches(name.replace("-", "_").lower(), [k.lower() for k in known], n=1)
     for candidate in known:
         if near and candidate.lower() == near[0]:
@@ -297,9 +293,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _convert(given: object, kind: type, origin: str) -> Value:
-    """Convert to the setting's type, without checking its rule. Text comes from flags and variables."""
+    """Convert to the setting's type, without checking its rule. Flags and variables give text."""
     if kind is tuple:
-        # Flags are tuples. No multiaddr contains a blank or a comma, so that one variable can hold several.
+        # Flags are tuples. No multiaddr contains a space or a comma, so one variable can hold several.
         if isinstance(given, (str, tuple)):
             text = given if isinstance(given, str) else " ".join(given)
             return tuple(text.replace(",", " ").split()) or ""

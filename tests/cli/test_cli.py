@@ -1,4 +1,4 @@
-"""The commands as a user meets them: help that teaches, results, and failures of one line with status 2."""
+"""The commands: help with examples, results, and errors of one line with exit status 2."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]
 
 
 def _run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
+    """Run the real command in another process."""
     return _python("-m", "p2ptrain", *arguments, **environ)
 
 
@@ -99,7 +99,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["join", "--data", "none"], "--data none: no such file or directory; give text, or leave it out"),
         (["join", "--model", "gpt-dmo"], "did you mean gpt-demo?"),
         (["join", "-c", "none.toml"], "cannot read config file none.toml"),
-        (["peers"], "--initial-peers: is needed"),
+        (["peers"], "--initial-peers is required; give the address of a peer"),
         (["generate", "none"], "none: no checkpoint there"),
         (["simulate", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory); give one"),
         (["reproduce", "s7", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory)"),
@@ -125,7 +125,7 @@ def test_an_unknown_variable_is_a_mistake_too() -> None:
     )
 
 
-def test_config_show_tells_value_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_show_prints_value_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("peer.toml").write_text("lr = 0.1\nsteps = 5\n", encoding="utf-8")
     monkeypatch.setenv("P2PTRAIN_STEPS", "6")
     arguments = ("config", "show", "-c", "peer.toml", "--threads", "3")
@@ -179,9 +179,9 @@ def test_a_bootstrap_node_without_its_daemon_does_not_stay(session: type[FakeNet
     assert "p2pd" in str(result.exception)
 
 
-def test_peers_shows_who_takes_part(session: type[FakeNetworkSession]) -> None:
+def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     arguments = ("peers", "--initial-peers", MADDR)
-    assert _output(*arguments) == "nobody takes part in run 'p2ptrain'\n"
+    assert _output(*arguments) == "no peers found for run 'p2ptrain'\n"
     assert json.loads(_output(*arguments, "--json")) == []
     session.present = (FakeMember(), FakeMember(peer_id="QmThird", step=41))
     members = json.loads(_output(*arguments, "--json"))

@@ -1,4 +1,4 @@
-"""Shell completion: the scripts, and what a shell that asks is told."""
+"""Shell completion: the scripts, and the answers to a shell's requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from p2ptrain.training.models import PRESETS as SHAPES
 
 
 def _completed(line: str) -> list[str]:
-    """What bash is told for a line of which the last word is being typed: `plain,gpt-demo`, or `file,` for files."""
+    """The completions that bash gets for the last word of a line: `plain,gpt-demo`, or `file,` for files."""
     words = line.split(" ")
     environ = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_P2PTRAIN_COMPLETE": "bash_complete"}
     result = CliRunner().invoke(cli, [], prog_name="p2ptrain", env=environ)

@@ -1,4 +1,4 @@
-"""p2ptrain as `pip install p2ptrain` leaves it: what comes with an extra is hidden from a process of its own."""
+"""p2ptrain without extras: each test hides the packages of all extras from a subprocess."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 # A module that is None in sys.modules can be neither found nor imported.
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({[name for names in EXTRAS.values() for name in names]!r}))\n"
 COMMAND = HIDE + "from p2ptrain.cli.main import main; main()"
-# Every module but those that draw or serve something.
+# Every module except those that plot or serve something.
 IMPORT_THE_REST = HIDE + (
     "import importlib, pkgutil, p2ptrain\n"
     "for found in pkgutil.walk_packages(p2ptrain.__path__, 'p2ptrain.'):\n"
@@ -28,7 +28,7 @@ IMPORT_THE_REST = HIDE + (
     "    if not any(part in found.name for part in optional):\n"
     "        importlib.import_module(found.name)\n"
 )
-# The packages by the names that pip knows.
+# Distribution names of the packages.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "prometheus_client": "prometheus-client"}
 STEPS = ("--steps", "2", "--threads", "1", "--device", "cpu", "--host-maddrs", "/ip4/127.0.0.1/tcp/0")
 
@@ -42,7 +42,7 @@ def _python(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ["dashboard", "--initial-peers", "x"],
@@ -60,16 +60,16 @@ def _python(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_what_needs_an_extra_says_the_line_that_installs_it(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_a_missing_extra_is_reported_with_its_pip_command(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = _python(COMMAND, *arguments, cwd=tmp_path)
-    extra = "dashboard" if "starlette" in said else "simulate"
+    extra = "dashboard" if "starlette" in message else "simulate"
     line = done.stderr.splitlines()[-1]
-    assert line == f"p2ptrain: error: {said}; install with: pip install 'p2ptrain[{extra}]'"
+    assert line == f"p2ptrain: error: {message}; install with: pip install 'p2ptrain[{extra}]'"
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
 
 
-def test_without_extras_there_is_help_and_a_peer_trains(tmp_path: Path) -> None:
+def test_without_extras_help_works_and_a_peer_trains(tmp_path: Path) -> None:
     assert "p2ptrain join" in _python(COMMAND, "--help", cwd=tmp_path).stdout
     done = _python(COMMAND, "join", *STEPS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -78,7 +78,7 @@ def test_without_extras_there_is_help_and_a_peer_trains(tmp_path: Path) -> None:
     assert written.stdout.startswith("def "), written.stderr
 
 
-def test_only_what_draws_or_serves_imports_an_extra(tmp_path: Path) -> None:
+def test_only_modules_that_plot_or_serve_import_an_extra(tmp_path: Path) -> None:
     done = _python(IMPORT_THE_REST, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

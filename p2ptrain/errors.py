@@ -1,42 +1,42 @@
-"""Every error of the project, named by whose fault it is.
+"""All errors of the project, named after the cause.
 
-A message gives the value, the rule it broke and the fix. The command line turns a `ConfigError` into one line and
-exit status 2; the others are normal life between volunteers' machines and never leave `Peer.step()`. Only a `GroupPeer`
-that has lost one of its own processes cannot go on, and raises `PeerLostError`.
+A message gives the value, the rule it broke and the fix. The command line prints a `ConfigError` as one line and exits
+with status 2. The other errors are expected between machines that come and go, and `Peer.step()` does not raise them,
+with one exception: a `GroupPeer` that has lost one of its own processes raises `PeerLostError`.
 """
 
 
 class P2PTrainError(Exception):
-    """Base of all errors raised on purpose by p2ptrain."""
+    """Base class of all errors that p2ptrain raises."""
 
 
 class ConfigError(P2PTrainError, ValueError):
-    """The user gave something that cannot work: a bad flag, file, address or model."""
+    """Wrong input from the user: a flag, file, address or model."""
 
 
 class RunMismatchError(ConfigError):
-    """A setting of this peer contradicts the run that it wants to join."""
+    """A setting of this peer contradicts the run that it is joining."""
 
 
 class UnreachableError(ConfigError):
-    """None of the peers that this one was to join through can be reached."""
+    """No initial peer can be reached."""
 
 
 class WireError(P2PTrainError):
-    """A peer sent bytes that break the wire format; it loses the connection."""
+    """A peer sent bytes that break the wire format; its connection is closed."""
 
 
 class PeerLostError(P2PTrainError):
-    """A peer cannot be reached, or went away while we waited for it; or a process of our own process group did."""
+    """A peer, or a process of our own process group, cannot be reached or was lost while we waited for it."""
 
 
 class CheckpointError(P2PTrainError):
-    """A checkpoint could not be written, or is damaged; training and the other checkpoints are unharmed."""
+    """A checkpoint could not be written, or is damaged; training and other checkpoints are not affected."""
 
 
 class RoundFailedError(P2PTrainError):
-    """One attempt at a round cannot go on; training does."""
+    """One attempt at a round failed; training continues."""
 
 
 class NetworkFailedError(P2PTrainError):
-    """The network side of this peer failed again and again, by a fault of p2ptrain's own; training can go on alone."""
+    """The network side of this peer failed repeatedly, by a bug of p2ptrain; training can go on alone."""

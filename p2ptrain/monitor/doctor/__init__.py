@@ -1,1 +1,1 @@
-"""What `p2ptrain doctor` looks at: whether a peer would work on this machine, and whether others can reach it."""
+"""The checks of `p2ptrain doctor`: whether a peer works on this machine, and whether other peers can reach it."""

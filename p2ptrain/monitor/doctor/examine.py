@@ -1,4 +1,4 @@
-"""All checks of `p2ptrain doctor`, in their order."""
+"""Run all checks of `p2ptrain doctor`, in order."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
 
-# A router that maps ports answers within seconds; one that does not never will.
+# A router that maps ports (UPnP) answers within seconds.
 MAPPING_S = 4.0
-# Start of the daemon, dials, and the question for the time, each with a limit of its own.
+# Starting the daemon, dialling and comparing clocks; each has its own shorter limit.
 PROBE_TIMEOUT_S = 90.0
 FIND_RUN_S = 5.0
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
 def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Iterator[Finding]:
-    """Every check, one after the other as it is done.
+    """Run every check and yield its finding.
 
     Args:
-        settings: as `p2ptrain join` would get them.
-        count_parameters: the number of parameters of a model, by its name.
+        settings: as for `p2ptrain join`.
+        count_parameters: returns the number of parameters of a model, by name.
 
     Raises:
-        ConfigError: something that was given makes no sense.
+        ConfigError: a setting is invalid.
     """
     config = settings.peer_config()
     run_id = str(settings.values["run_id"])
@@ -91,14 +91,14 @@ def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:
 
 
 def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tuple[RunConfig | None, Finding]:
-    """The run's settings, and whether this peer could join it."""
+    """Find the run's settings, and check whether this peer could join it."""
     from p2ptrain.peer.session import NetworkSession
 
     try:
         with NetworkSession.open(network) as session:
             run = session.find_run(run_id, FIND_RUN_S)
             members = len(session.members(run_id)) if run else 0
-    except ConfigError as error:  # a clock that is off, which has a line of its own
+    except ConfigError as error:  # a wrong clock; check_clock reports it too
         return None, reach.check_run(run_id, None, 0, error)
     try:
         settings.resolve_run(run)
@@ -108,7 +108,7 @@ def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tup
 
 
 def texts(findings: Sequence[Finding]) -> Iterator[str]:
-    """Findings as lines for a terminal: one each, and its remedy below it."""
+    """Format findings for a terminal: a line each, and the remedy below it."""
     width = max((len(finding.check) for finding in findings), default=0)
     for finding in findings:
         yield f"{finding.mark.value} {finding.check:<{width}}  {finding.text}"

@@ -1,4 +1,4 @@
-"""What one check found, and what to do about it."""
+"""The result of one check, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Mark(enum.Enum):
-    """How a check ended. FAILED: a peer would not work here; WARNING: it would, not as well as it could."""
+    """Result of a check. FAILED: a peer would not work here; WARNING: it would work with limits."""
 
     OK = "✓"
     WARNING = "!"
@@ -17,13 +17,13 @@ class Mark(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
+    """The finding of one check.
 
     Attributes:
-        check: its name, one or two words.
-        mark: how it ended.
-        text: what was found.
-        remedy: what to do, a command where there is one; "" where all is well.
+        check: name of the check, one or two words.
+        mark: result.
+        text: description of what was found.
+        remedy: what to do, if possible a command; "" if nothing.
     """
 
     check: str

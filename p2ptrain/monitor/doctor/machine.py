@@ -1,4 +1,4 @@
-"""What this machine has, read in a few milliseconds and without the network."""
+"""Read the facts about this machine, in a few milliseconds and without the network."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 
 from p2ptrain.version import __version__
 
-# Those that the versions of are asked for in every report of a bug.
+# Packages whose versions belong in a bug report.
 PACKAGES = ("torch", "hivemind")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts; None where the system does not tell.
+    """Facts about a machine; None if the system does not provide them.
 
     Attributes:
-        versions: by name, "" for a package that is not installed; Python's and ours with them.
-        cores: that this process may use.
-        threads: of torch.
-        memory_bytes: that can be had without swapping, within the limit of a container.
-        disk_bytes: free for this user where `out` is or will be.
-        writable: whether files can be made there.
-        open_files: how many this process may have open.
-        gpu: the name of the first GPU that torch sees.
-        gpu_bytes: free on it.
+        versions: by package name, including Python and p2ptrain; "" if not installed.
+        cores: CPU cores that this process may use.
+        threads: CPU threads of torch.
+        memory_bytes: memory available without swapping, within a container's limit.
+        disk_bytes: free space for this user in the file system of `out`.
+        writable: whether files can be created there.
+        open_files: limit of open files of this process.
+        gpu: name of the first GPU that torch finds.
+        gpu_bytes: free memory of that GPU.
     """
 
     versions: dict[str, str]
@@ -46,11 +46,11 @@ class Machine:
 
 
 def read_machine(out: Path, *, gpu: bool) -> Machine:
-    """Look at this machine.
+    """Read the facts about this machine.
 
     Args:
-        out: a peer's directory, which need not exist.
-        gpu: whether to look at the GPU, which takes memory of it.
+        out: a peer's output directory; it need not exist.
+        gpu: whether to query the GPU, which allocates some of its memory.
     """
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     has_gpu = gpu and torch.cuda.is_available()
@@ -89,7 +89,7 @@ def _memory_bytes() -> int | None:
     lines = (_read(Path("/proc/meminfo")) or "").splitlines()
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     limit, used = (_read(Path("/sys/fs/cgroup") / name) or "" for name in ("memory.max", "memory.current"))
-    if limit.isdecimal() and used.isdecimal():  # a container's, of version 2
+    if limit.isdecimal() and used.isdecimal():  # limit of a container (cgroup version 2)
         free.append(max(0, int(limit) - int(used)))
     return min(free, default=None)
 

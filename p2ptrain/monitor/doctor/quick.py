@@ -1,4 +1,4 @@
-"""What is wrong with this machine as far as an instant tells: said when a peer starts, and no reason not to."""
+"""A quick check of this machine when a peer starts. It only warns; it never keeps a peer from starting."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ logger = logging.getLogger(__name__)
 
 
 def quick_look(out: Path, model: str, device: str, *, num_parameters: int | None) -> list[Finding]:
-    """What is wrong with this machine, as far as an instant tells; never raises.
+    """Return the problems of this machine that can be found without the network; never raises.
 
     Args:
-        out: the peer's directory.
-        model: what it is about to train.
-        device: of `--device`.
-        num_parameters: of the model; None where they are not known before it is built.
+        out: the peer's output directory.
+        model: name of the model.
+        device: value of `--device`.
+        num_parameters: of the model; None if unknown before it is built.
     """
     try:
         machine = read_machine(out, gpu=device != "cpu")
         found = list(check_machine(machine, out=out, model=model, num_parameters=num_parameters, device=device))
-    except Exception as error:  # a look that fails must not keep a peer from training
-        logger.debug("the quick look at this machine failed: %r", error)
+    except Exception as error:  # a failing check must not keep a peer from training
+        logger.debug("the quick check of this machine failed: %r", error)
         return []
     return [finding for finding in found if finding.mark is not Mark.OK]

@@ -1,4 +1,4 @@
-"""Who reaches whom: judgements of addresses and of what a look at the network gave. Nothing here opens a socket."""
+"""Checks of addresses and reachability, as pure functions of the results of a network probe."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from p2ptrain.protocol.membership.reachability import Scope, scope_of
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 
-# Said before it is too late: clocks that nobody sets drift by seconds a week.
+# Warn early: clocks without NTP drift by seconds per week.
 UNEASY_SKEW_S = 1.0
 CLOCK_REMEDY = "sudo timedatectl set-ntp true"
 _CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")
 
 
 class Kind(enum.Enum):
-    """What an address is, as people call it."""
+    """Kinds of addresses, with their names for users."""
 
-    LOOPBACK = "this machine alone"
+    LOOPBACK = "this machine only"
     PRIVATE = "private network"
     CARRIER = "carrier-grade NAT"
     LINK = "link-local"
@@ -53,27 +53,27 @@ def kind_of(maddr: str) -> Kind:
 
 
 def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
-    """Whether what `--host-maddrs` asks for can be listened on.
+    """Check whether this machine can listen on `--host-maddrs`.
 
     Args:
-        config: how a peer would listen.
-        refusal: what `check_host_maddrs` said; None when all can be had.
+        config: network settings of the peer.
+        refusal: the error of `check_host_maddrs`; None if there was none.
     """
     wanted = ", ".join(config.host_maddrs)
     if refusal is not None:
         _, _, remedy = str(refusal).partition("; ")
         return Finding("port", Mark.FAILED, str(refusal).partition(";")[0], remedy)
     if all(maddr.rstrip("/").endswith("/0") for maddr in config.host_maddrs):
-        return Finding("port", Mark.OK, f"{wanted}: any that is free, another at each start")
+        return Finding("port", Mark.OK, f"{wanted}: a free port, chosen at each start")
     return Finding("port", Mark.OK, f"{wanted}: free")
 
 
 def check_daemon(found: Probe) -> Finding:
-    return Finding("libp2p daemon", Mark.OK, f"p2pd runs, and was ready within {found.started_s:.1f} s")
+    return Finding("libp2p daemon", Mark.OK, f"p2pd started in {found.started_s:.1f} s")
 
 
 def check_addresses(maddrs: Sequence[str]) -> Finding:
-    """What this machine is dialled under, by kind."""
+    """Check the addresses of this machine, by kind."""
     by_kind: dict[Kind, list[str]] = {}
     for maddr in maddrs:
         by_kind.setdefault(kind_of(maddr), []).append(_host(maddr))
@@ -87,15 +87,15 @@ def check_addresses(maddrs: Sequence[str]) -> Finding:
 
 
 def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
-    """Whether peers elsewhere can dial us: tried, where an initial peer would; else as far as addresses tell."""
+    """Check whether peers elsewhere can dial us: by an initial peer's dial-back, else from the addresses."""
     for peer in found.peers:
-        tried, said = peer.dialled_back
+        tried, detail = peer.dialled_back
         if tried is DialBack.REACHED:
-            return Finding("reachable", Mark.OK, f"from anywhere: {short_id(peer.peer_id)} dialled back to {said}")
+            return Finding("reachable", Mark.OK, f"from anywhere: {short_id(peer.peer_id)} dialled back to {detail}")
         if tried is DialBack.FAILED:
             text = (
-                f"not from outside: {short_id(peer.peer_id)} could not dial back, as a firewall or NAT is between; "
-                "with others that nobody can dial, this peer exchanges through those that can be"
+                f"not from outside: {short_id(peer.peer_id)} could not dial back (firewall or NAT); this peer "
+                "exchanges with other unreachable peers through reachable ones"
             )
             return Finding("reachable", Mark.WARNING, text, _forward(config, found.maddrs))
     maddrs = found.maddrs
@@ -109,21 +109,21 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
     if Kind.PUBLIC in kinds:
         public = next(maddr for maddr in maddrs if kind_of(maddr) is Kind.PUBLIC)
         listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/31337"
-        text = f"{_host(public)} is a public address; whether a firewall is before it was not tested"
+        text = f"{_host(public)} is a public address; not tested for a firewall"
         return Finding("reachable", Mark.WARNING, text, _try_it(config, listening))
     if kinds <= {Kind.LOOPBACK, Kind.LINK}:
-        return Finding("reachable", Mark.WARNING, "from this machine alone", "see addresses, above")
+        return Finding("reachable", Mark.WARNING, "from this machine only", "see addresses, above")
     return Finding(
         "reachable", Mark.WARNING,
-        "from this network; from elsewhere only by peers that have a public address, once this one has dialled them "
-        "(NAT, and no port mapped by the router)", _forward(config, maddrs),
+        "from this network; elsewhere only public peers can, after this peer has dialled them (NAT, and the router "
+        "maps no port)", _forward(config, maddrs),
     )  # fmt: skip
 
 
 def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
-    """One line for each; one that answers is enough for a peer to work."""
+    """Yield a finding for each initial peer; one that answers is enough."""
     if not peers:
-        yield Finding("initial peers", Mark.OK, "none given: join would start a run of its own")
+        yield Finding("initial peers", Mark.OK, "none given: join would start a new run")
     enough = any(peer.answered_s is not None for peer in peers)
     bad = Mark.WARNING if enough else Mark.FAILED
     for peer in peers:
@@ -131,11 +131,11 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
         if peer.failure:
             yield Finding(
                 "initial peer", bad, f"{where} cannot be reached: {peer.failure}",
-                f"on that machine, see that the peer runs and printed this address: {peer.maddrs[0]}",
+                f"check that the peer runs and that it printed this address: {peer.maddrs[0]}",
             )  # fmt: skip
         elif peer.answered_s is None:
             yield Finding(
-                "initial peer", bad, f"{where} is reached, but does not answer as part of a DHT",
+                "initial peer", bad, f"{where} is reachable, but does not answer as a DHT node",
                 "use an address that a p2ptrain peer printed",
             )  # fmt: skip
         else:
@@ -146,42 +146,42 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
 
 
 def check_clock(peers: Sequence[InitialPeer]) -> Finding:
-    """Our clock against those of the peers that answered: hivemind's DHT takes no records from one that is far off."""
+    """Compare our clock with the peers that answered; hivemind's DHT refuses records of a peer whose clock is off."""
     skews = {peer.peer_id: peer.clock_ahead_s for peer in peers if peer.clock_ahead_s is not None}
     if not skews:
-        return Finding("clock", Mark.OK, "compared with nobody's: that takes an initial peer that answers")
+        return Finding("clock", Mark.OK, "not checked: no initial peer answered")
     peer_id, worst = max(skews.items(), key=lambda item: abs(item[1]))
-    off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} that of {short_id(peer_id)}"
+    off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} {short_id(peer_id)}"
     if abs(worst) > MAX_CLOCK_SKEW_S:
-        return Finding("clock", Mark.FAILED, f"{off}; {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
+        return Finding("clock", Mark.FAILED, f"{off}; at most {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
     if abs(worst) > UNEASY_SKEW_S:
-        return Finding("clock", Mark.WARNING, f"{off}; up to {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
-    return Finding("clock", Mark.OK, f"as that of {count(len(skews), 'peer')}, to within {max(abs(worst), 0.1):.1f} s")
+        return Finding("clock", Mark.WARNING, f"{off}; at most {MAX_CLOCK_SKEW_S:g} s are allowed", CLOCK_REMEDY)
+    return Finding("clock", Mark.OK, f"within {max(abs(worst), 0.1):.1f} s of {count(len(skews), 'peer')}")
 
 
 def check_run(run_id: str, found: RunConfig | None, members: int, refusal: ConfigError | None) -> Finding:
-    """Whether the run can be joined with what was given.
+    """Check whether the run can be joined with the given settings.
 
     Args:
-        run_id: its name.
-        found: its settings; None when nobody answered for it.
-        members: how many take part.
-        refusal: what joining would be refused with.
+        run_id: name of the run.
+        found: settings of the run; None if no peer answered.
+        members: number of its peers.
+        refusal: the error that joining would raise; None if it would succeed.
     """
     if refusal is not None:
         return Finding("run", Mark.FAILED, str(refusal).partition(";")[0], str(refusal).partition("; ")[2])
     if found is None:
         return Finding(
-            "run", Mark.WARNING, f"nobody who takes part in run {run_id!r} was found: join would start it",
-            "see that --run-id is that of the others",
+            "run", Mark.WARNING, f"no peers found for run {run_id!r}: join would start it",
+            "check that --run-id is the same as on the other peers",
         )  # fmt: skip
     return Finding("run", Mark.OK, f"{run_id!r}: {count(members, 'peer')}, model {found.model or 'of a program'}")
 
 
 def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:
-    """How to be reached behind a router."""
+    """How to become reachable behind a router."""
     if any(kind_of(maddr) is Kind.CARRIER for maddr in maddrs):
-        return "the provider shares one address among many: ask for one of your own, or use IPv6"
+        return "the provider shares one address among customers: ask for a public address, or use IPv6"
     port = _fixed_port(config) or 31337
     return (
         f"forward TCP port {port} of the router to this machine, then: p2ptrain join "
@@ -194,7 +194,7 @@ def _fixed_port(config: NetworkConfig) -> str:
 
 
 def _try_it(config: NetworkConfig, maddr: str) -> str:
-    """How to find out: a node here, and a look at it from there."""
+    """How to test it: a bootstrap node here, and the doctor on a machine elsewhere."""
     listen = f"/ip4/0.0.0.0/tcp/{_port(maddr)}"
     return (
         f"here: p2ptrain bootstrap --host-maddrs {listen} · on a machine elsewhere: p2ptrain doctor "

@@ -1,4 +1,4 @@
-"""`p2ptrain doctor` itself, on real daemons, and one clock that goes wrong."""
+"""`p2ptrain doctor` with real daemons, and with a wrong clock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_machine_that_would_work(tmp_path: Path) -> None:
     assert status == 0
     lines = text.splitlines()
     assert any(line.startswith("✓ initial peer") and f"…{other.peer_id[-6:]}" in line for line in lines)
-    assert any(line.startswith("✓ clock") and "as that of 1 peer" in line for line in lines)
+    assert any(line.startswith("✓ clock") and "within 0." in line and " of 1 peer" in line for line in lines)
     assert any(line.startswith("! run") and "join would start it" in line for line in lines)
     assert lines[-1].startswith("a peer works here: ")
     assert list(tmp_path.iterdir()) == []

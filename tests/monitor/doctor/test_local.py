@@ -1,4 +1,4 @@
-"""What the doctor says of machines that it is told about, and that it looks at this one without harm."""
+"""The doctor's checks of given machines, and reading the facts of this one."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         assert {finding.mark for finding in found.values()} == {Mark.OK}
         assert not any(finding.remedy for finding in found.values())
     # 8.3 x the parameters in fp32 and the libraries; five vectors in a checkpoint, four checkpoints at once.
-    assert _findings(GOOD)["memory"].text == "16 GB free; gpt2-124m takes 4.6 GB in a round, and its batch on top"
-    assert _findings(GOOD)["disk"].text == "100 GB free for p2ptrain-r; checkpoints of gpt2-124m take 10 GB"
-    assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m takes 2.6 GB in a round, and its batch on top"
-    assert _findings(GPU)["GPU memory"].text == "140 GB free; gpt2-124m takes 2.0 GB, and its batch on top"
+    assert _findings(GOOD)["memory"].text == "16 GB free; gpt2-124m needs 4.6 GB in a round, plus its batch"
+    assert _findings(GOOD)["disk"].text == "100 GB free for p2ptrain-r; checkpoints of gpt2-124m need 10 GB"
+    assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m needs 2.6 GB in a round, plus its batch"
+    assert _findings(GPU)["GPU memory"].text == "140 GB free; gpt2-124m needs 2.0 GB, plus its batch"
 
 
 @pytest.mark.parametrize(
     ("machine", "device", "check", "mark", "text", "remedy"),
     [
-        (replace(GOOD, threads=16), "auto", "processor", Mark.WARNING, "8 cores, 16 threads", "add --threads 8"),
-        (GOOD, "cuda:1", "GPU", Mark.FAILED, "torch sees none, and --device is cuda:1", "--device cpu"),
+        (replace(GOOD, threads=16), "auto", "processor", Mark.WARNING, "8 cores, 16 torch threads", "add --threads 8"),
+        (GOOD, "cuda:1", "GPU", Mark.FAILED, "torch finds none, but --device is cuda:1", "--device cpu"),
         (replace(GOOD, memory_bytes=4_000_000_000), "auto", "memory", Mark.FAILED, "4.0 GB free", "--model"),
         (replace(GOOD, memory_bytes=5_000_000_000), "auto", "memory", Mark.WARNING, "5.0 GB free", "--batch-size 1"),
         (replace(GPU, gpu_bytes=1_000_000_000), "auto", "GPU memory", Mark.FAILED, "1.0 GB free", "nvidia-smi"),
-        (replace(GOOD, disk_bytes=9_000_000_000), "auto", "disk", Mark.WARNING, "take 10 GB", "larger disk"),
-        (replace(GOOD, writable=False), "auto", "disk", Mark.FAILED, "p2ptrain-r cannot be written", "--out"),
+        (replace(GOOD, disk_bytes=9_000_000_000), "auto", "disk", Mark.WARNING, "need 10 GB", "larger disk"),
+        (replace(GOOD, writable=False), "auto", "disk", Mark.FAILED, "p2ptrain-r is not writable", "--out"),
         (replace(GOOD, open_files=256), "auto", "open files", Mark.WARNING, "256 allowed", "ulimit -n 4096"),
         (replace(GOOD, open_files=64), "auto", "open files", Mark.FAILED, "64 allowed", "ulimit -n 4096"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_remedy(
+def test_each_problem_is_reported_with_its_remedy(
     machine: Machine, device: str, check: str, mark: Mark, text: str, remedy: str
 ) -> None:
     found = _findings(machine, device=device)
@@ -78,15 +78,15 @@ def test_what_is_wrong_is_said_with_its_remedy(
         ("Python", "3.10.12", "install Python 3.11 or newer"),
     ],
 )
-def test_versions_that_do_not_do(name: str, version: str, remedy: str) -> None:
+def test_missing_and_old_versions(name: str, version: str, remedy: str) -> None:
     finding = check_versions(replace(GOOD, versions={**GOOD.versions, name: version}))
     assert (finding.mark, finding.remedy) == (Mark.FAILED, remedy)
 
 
-def test_what_the_system_does_not_tell_is_not_held_against_it() -> None:
+def test_unknown_facts_are_no_problem() -> None:
     found = _findings(replace(GOOD, memory_bytes=None, disk_bytes=None, open_files=None), num_parameters=None)
     assert {finding.mark for finding in found.values()} == {Mark.OK}
-    assert "does not tell" in _findings(replace(GOOD, memory_bytes=None))["memory"].text
+    assert "is unknown" in _findings(replace(GOOD, memory_bytes=None))["memory"].text
 
 
 def test_this_machine_is_read(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
     assert not read_machine(tmp_path / "file", gpu=False).writable
 
 
-def test_a_quick_look_tells_only_what_is_wrong_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_look_returns_only_problems_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = iter([GOOD, replace(GOOD, threads=9)])
     monkeypatch.setattr(quick, "read_machine", lambda out, gpu: next(machines))
     assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=124_000_000) == []

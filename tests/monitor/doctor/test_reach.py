@@ -1,4 +1,4 @@
-"""What the doctor makes of addresses and of a look at the network."""
+"""The doctor's checks of addresses and of the results of a network probe."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def test_kinds_of_addresses(maddr: str, kind: Kind) -> None:
 def test_addresses_are_listed_by_kind() -> None:
     finding = check_addresses([PRIVATE, "/ip4/10.0.0.7/tcp/4001/p2p/QmMe", LOOPBACK])
     assert (finding.mark, finding.text) == (
-        Mark.OK, "private network: 192.168.1.5, 10.0.0.7; this machine alone: 127.0.0.1",
+        Mark.OK, "private network: 192.168.1.5, 10.0.0.7; this machine only: 127.0.0.1",
     )  # fmt: skip
     assert check_addresses([LOOPBACK]).mark is check_addresses([]).mark is Mark.WARNING
 
 
-def test_who_reaches_us_by_rule() -> None:
+def test_reachability_from_addresses() -> None:
     config = NetworkConfig()
     behind_nat = check_reachable(config, Probe(0.1, [PRIVATE, LOOPBACK]))
-    assert behind_nat.text.startswith("from this network; from elsewhere only by peers that have a public address")
+    assert behind_nat.text.startswith("from this network; elsewhere only public peers can")
     assert "forward TCP port 31337 of the router" in behind_nat.remedy
     fixed = NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",))
     assert "--announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/4001" in check_reachable(fixed, Probe(0.1, [PRIVATE])).remedy
-    assert "one of your own" in check_reachable(config, Probe(0.1, ["/ip4/100.64.3.4/tcp/1", PRIVATE])).remedy
-    assert check_reachable(config, Probe(0.1, [LOOPBACK])).text == "from this machine alone"
+    assert "ask for a public address" in check_reachable(config, Probe(0.1, ["/ip4/100.64.3.4/tcp/1", PRIVATE])).remedy
+    assert check_reachable(config, Probe(0.1, [LOOPBACK])).text == "from this machine only"
 
 
-def test_what_was_not_tested_is_said_with_how_to_test_it() -> None:
+def test_an_untested_address_is_reported_with_how_to_test_it() -> None:
     public = check_reachable(NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",)), Probe(0.1, [PUBLIC]))
-    assert public.text == "8.8.8.8 is a public address; whether a firewall is before it was not tested"
+    assert public.text == "8.8.8.8 is a public address; not tested for a firewall"
     assert public.remedy == (
         "here: p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001 · on a machine elsewhere: "
         "p2ptrain doctor --initial-peers /ip4/8.8.8.8/tcp/4001/p2p/ID-THAT-IT-PRINTED"
@@ -81,9 +81,9 @@ def test_what_was_not_tested_is_said_with_how_to_test_it() -> None:
     assert announced.text == "announced as /dns4/example.org/tcp/4001; not tested from outside"
 
 
-def test_who_reaches_us_where_it_was_tried() -> None:
-    def tried(result: DialBack, said: str) -> Finding:
-        peer = replace(THERE, dialled_back=(result, said))
+def test_reachability_from_a_dial_back() -> None:
+    def tried(result: DialBack, detail: str) -> Finding:
+        peer = replace(THERE, dialled_back=(result, detail))
         return check_reachable(NetworkConfig(), Probe(0.1, [PRIVATE], [GONE, peer]))
 
     reached = tried(DialBack.REACHED, "/ip4/8.8.4.4/tcp/4001")
@@ -114,17 +114,17 @@ def test_one_initial_peer_that_answers_is_enough() -> None:
     assert reached.text == "192.168.1.9 (…Abcdef) reached in 24 ms, answers in 3 ms"
     assert gone.text == "192.168.1.8 (…Uvwxyz) cannot be reached: no answer"
     assert gone.remedy.endswith("/ip4/192.168.1.8/tcp/4001/p2p/QmPeerUvwxyz")
-    assert "does not answer as part of a DHT" in other.text
+    assert "does not answer as a DHT node" in other.text
 
 
 @pytest.mark.parametrize(
     ("ahead_s", "mark", "text"),
     [
-        (0.0, Mark.OK, "as that of 1 peer, to within 0.1 s"),
-        (-0.4, Mark.OK, "to within 0.4 s"),
-        (1.5, Mark.WARNING, "1.5 s ahead of that of …Abcdef; up to 3 s are allowed"),
-        (-7.0, Mark.FAILED, "7.0 s behind that of …Abcdef; 3 s are allowed"),
-        (None, Mark.OK, "compared with nobody's"),
+        (0.0, Mark.OK, "within 0.1 s of 1 peer"),
+        (-0.4, Mark.OK, "within 0.4 s of 1 peer"),
+        (1.5, Mark.WARNING, "1.5 s ahead of …Abcdef; at most 3 s are allowed"),
+        (-7.0, Mark.FAILED, "7.0 s behind …Abcdef; at most 3 s are allowed"),
+        (None, Mark.OK, "not checked: no initial peer answered"),
     ],
 )
 def test_clocks(ahead_s: float | None, mark: Mark, text: str) -> None:

@@ -35,9 +35,9 @@ def dashboard(settings: Settings) -> None:
     require_extra("dashboard", "p2ptrain dashboard")
     if not settings.network_config().initial_peers:
         raise ConfigError("--initial-peers is required; give the address of a peer of the run")
-    from p2ptrain.monitor.dashboard.standalone import show_from_outside
+    from p2ptrain.monitor.dashboard.standalone import serve_dashboard
 
     try:
-        show_from_outside(settings, say=click.echo)
+        serve_dashboard(settings, say=click.echo)
     except KeyboardInterrupt:
         click.echo("stopped")

@@ -1,5 +1,4 @@
-"""`p2ptrain demo`: real peers on one machine train together, lose one, gain one, and show how it went.
+"""`p2ptrain demo`: peers on one machine train together, one is killed, one joins, and a report shows the results.
 
-Nothing here trains or exchanges anything: the peers are `p2ptrain join` processes, and all that is known of them is
-read from the metrics files that every peer writes, and from their checkpoints.
+The peers are `p2ptrain join` processes. The demo only starts them and reads their metrics files and checkpoints.
 """

@@ -1,4 +1,4 @@
-"""How fast the demo's peers will be on this machine, found out in about two seconds."""
+"""Measure the speed of the demo's peers on this machine, in about two seconds."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from p2ptrain.training.trainer import Trainer
 MODEL = "gpt-demo"
 WARM_UP_STEPS = 20
 MEASURE_S = 2.0
-# What a step takes in a swarm beyond the training itself: exchange, evaluation, libp2p, and what else comes to run
-# meanwhile (measured on a shared machine: 1.0 to 1.5).
+# Time of a step in a swarm, relative to training alone: exchange, evaluation, libp2p and other processes add to it
+# (measured on a shared machine: 1.0 to 1.5).
 SWARM_FACTOR = 1.3
 
 
 def measure_step_s(peers: int) -> float:
-    """Seconds that one inner step of the demo model takes while `peers` processes train at once.
+    """Seconds that one inner step of the demo model takes while `peers` processes train.
 
-    Measured beside as many busy neighbours as there will be: this counts in shared cores, CPU quotas of containers
-    and whatever else the machine does.
+    Measured while `peers - 1` other processes keep the CPU busy, so that shared cores, CPU quotas of containers and
+    the load of the machine are included.
     """
     run = RunConfig(model=MODEL)
     model = build(MODEL, vocab_size=VOCAB_SIZE, seed=0)
     trainer = Trainer(model, load_corpus("stdlib"), run, batch_size=PeerConfig.batch_size, seed=0)
     for step in range(WARM_UP_STEPS):
         trainer.step(step)
-    with _busy_neighbours(peers - 1):
+    with _busy_processes(peers - 1):
         start_s = time.monotonic()
         steps = 0
         while time.monotonic() - start_s < MEASURE_S:
@@ -43,15 +43,15 @@ def measure_step_s(peers: int) -> float:
 
 
 @contextmanager
-def _busy_neighbours(count: int) -> Iterator[None]:
-    # They end by themselves should we be killed. A session each, as peers have: Linux shares its time among sessions.
+def _busy_processes(count: int) -> Iterator[None]:
+    # They end by themselves if we are killed. Each has its own session, as peers have: Linux schedules per session.
     program = f"import time\nend = time.monotonic() + {3 * MEASURE_S}\nwhile time.monotonic() < end: pass"
     command = [sys.executable, "-I", "-S", "-c", program]
-    neighbours = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    processes = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
         yield
     finally:
-        for neighbour in neighbours:
-            neighbour.kill()
-        for neighbour in neighbours:
-            neighbour.wait()
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()

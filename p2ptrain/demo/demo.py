@@ -1,4 +1,4 @@
-"""The demo from beginning to end."""
+"""Run the demo: train, measure, report."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from p2ptrain.signals import stop_on_signals
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the user chose.
+    """Options of the demo.
 
     Attributes:
-        peers: how many train at once, 2 or more.
-        minutes: how long the demo should take.
-        seed: of the initial weights and of each peer's text.
-        out: directory that everything is written below.
-        plain: lines instead of a live table.
+        peers: number of peers, at least 2.
+        minutes: approximate duration.
+        seed: seed of the initial weights and of each peer's text.
+        out: output directory.
+        plain: print lines instead of a live table.
     """
 
     peers: int
@@ -49,14 +49,14 @@ def run_demo(options: DemoOptions, console: Console, *, began_s: float) -> Resul
     """Run the demo and show it.
 
     Args:
-        options: what the user chose.
-        console: where it is shown.
-        began_s: when the user began to wait, in seconds since the epoch.
+        options: options of the demo.
+        console: where to show it.
+        began_s: start of the command, in seconds since the epoch.
 
     Raises:
         ConfigError: the directory cannot be used.
         DemoFailedError: a process failed.
-        KeyboardInterrupt: Ctrl-C; every process is gone by then.
+        KeyboardInterrupt: Ctrl-C; all processes have ended by then.
     """
     torch.set_num_threads(1)
     with claim_demo_directory(options.out):
@@ -71,7 +71,7 @@ def run_demo(options: DemoOptions, console: Console, *, began_s: float) -> Resul
             json.dumps(dataclasses.asdict(results), indent=1, default=str), encoding="utf-8"
         )
         console.print()
-        # As it is: the commands in it must survive being copied.
+        # Not wrapped, so that the commands can be copied.
         console.out(report, highlight=False, end="")
         return results
 
@@ -87,7 +87,7 @@ def _train(
         time_left_s = 60 * options.minutes - (time.time() - began_s)
         plan = make_plan(peers=options.peers, seed=options.seed, step_s=step_s, time_left_s=time_left_s)
         swarm = SwarmView(began_s, plan.steps)
-        swarm.tell(
+        swarm.add_notice(
             time.time(),
             f"a step takes {1e3 * step_s:.0f} ms with {count(plan.peers, 'peer')} here: {plan.steps:,} steps, "
             f"a round every {plan.sync_every:,}",

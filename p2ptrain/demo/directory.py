@@ -1,4 +1,4 @@
-"""The directory of a demo, which the next demo replaces, and nothing else does."""
+"""The output directory of a demo, which only the next demo may replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOTSTRAP = "bootstrap"
 CURVES = "curves.png"
 SUMMARY = "summary.txt"
 RESULTS = "results.json"
-# What a demo writes, and so what the next one removes. Anything else there is somebody's own.
+# Files that a demo writes, and that the next demo removes. Other files are the user's.
 _WRITTEN = ("peer-*", "checkpoint-*", ".checkpoint-*", BOOTSTRAP, CURVES, SUMMARY, RESULTS)
 
 
@@ -29,11 +29,11 @@ def claim_demo_directory(out: Path) -> Iterator[None]:
     """Make `out`, lock it, and remove what an earlier demo left in it.
 
     Raises:
-        ConfigError: it is in use, cannot be written, or holds anything that is not a demo's.
+        ConfigError: it is in use or not writable, or holds files but no earlier demo.
     """
     if out.is_dir() and any(out.iterdir()) and not (out / MARKER).exists():
         raise ConfigError(
-            f"--out {out}: is not empty, and no earlier demo wrote it; give another directory, or remove this one"
+            f"--out {out} is not empty, and no earlier demo wrote it; give another directory, or remove this one"
         )
     with claim_out(str(out), RUN_ID, joins=False):
         (out / MARKER).write_text("Written by `p2ptrain demo`; the next one replaces it.\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How the demo is shown: a line for everything that happens, and on a terminal a live table of the peers below them."""
+"""Show the demo: a line for each notice and, on a terminal, a live table of the peers below them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from p2ptrain.monitor.tables import fitting, loss_text, new_table, status_text
 from p2ptrain.monitor.terminal import open_terminal
 
 PROGRESS_LINE_EVERY_S = 10.0
-# From this width on there is room for every column, and a bar is at most twice as wide.
+# Terminal width from which all columns are shown; a progress bar is at most twice as wide.
 WIDE = 110
 NARROW_COLUMNS = ("peer", "step", "loss", "tokens/s", "frag out", "in", "round", "sent", "exch ms", "status")
 WIDE_COLUMNS = (*NARROW_COLUMNS[:3], "held-out", *NARROW_COLUMNS[3:6], "skipped", *NARROW_COLUMNS[6:])
@@ -31,8 +31,8 @@ def open_display(console: Console, *, plain: bool) -> Iterator[Show]:
     """Yields a function that shows the state of the demo, to be called a few times a second.
 
     Args:
-        console: where it is shown.
-        plain: lines alone, with one of progress every ten seconds, as for files and pipes; they are never wrapped.
+        console: where to show it.
+        plain: print only lines, never wrapped, and a progress line every ten seconds; for files and pipes.
     """
     if plain:
         lines = _Lines(lambda text, style: console.print(Text(text, style), soft_wrap=True))
@@ -50,18 +50,18 @@ def open_display(console: Console, *, plain: bool) -> Iterator[Show]:
 
 
 class _Lines:
-    """Says each scheduled event once."""
+    """Prints each notice once."""
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say
-        self._told = 0
+        self._next_notice = 0
         self._next_s = PROGRESS_LINE_EVERY_S
 
     def show(self, swarm: SwarmView) -> None:
-        for happening in swarm.happenings:
-            if happening.number >= self._told:
-                self._say(f"{clock(happening.at_s):>5}  {happening.text}", happening.style)
-                self._told = happening.number + 1
+        for notice in swarm.notices:
+            if notice.number >= self._next_notice:
+                self._say(f"{clock(notice.at_s):>5}  {notice.text}", notice.style)
+                self._next_notice = notice.number + 1
 
     def show_with_progress(self, swarm: SwarmView) -> None:
         self.show(swarm)
@@ -72,21 +72,21 @@ class _Lines:
 
 
 class _Table:
-    """What `open_terminal` draws: the last picture that `show` made."""
+    """A view for `open_terminal`: the last frame that `show` rendered."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._picture: RenderableType = Text()
+        self._frame: RenderableType = Text()
         self.begun, self.ended, self.changed = (threading.Event() for _ in range(3))
 
     def show(self, swarm: SwarmView) -> None:
-        # Made here: the view changes while the terminal's thread draws.
-        self._picture = render(swarm, time.time(), width=self._console.width)
+        # Render now: the view changes while the terminal's thread draws.
+        self._frame = render(swarm, time.time(), width=self._console.width)
         self.begun.set()
         self.changed.set()
 
     def frame(self, width: int, height: int) -> RenderableType:
-        return self._picture
+        return self._frame
 
     def close(self) -> None:
         self.ended.set()
@@ -94,7 +94,7 @@ class _Table:
 
 
 def progress_line(swarm: SwarmView) -> str:
-    """Where the run stands, in one line."""
+    """The progress of the run in one line."""
     losses = " ".join(f"{peer.loss:.2f}" for peer in swarm.up if peer.loss is not None)
     correlations = swarm.correlations()
     together = f" · correlation {correlations[-1].value:.4f}" if correlations else ""
@@ -106,7 +106,7 @@ def progress_line(swarm: SwarmView) -> str:
 
 
 def render(swarm: SwarmView, now_s: float, *, width: int) -> RenderableType:
-    """Where the run stands, and a row for each peer; `now_s` in seconds since the epoch, `width` in columns."""
+    """The progress of the run and a row for each peer; `now_s` in seconds since the epoch, `width` in columns."""
     step = f"step {swarm.step:,}/{swarm.total_steps:,}"
     parts = [clock(now_s - swarm.began_s), count(len(swarm.up), "peer"), step]
     held_out = [peer.held_out_loss for peer in swarm.up if peer.held_out_loss is not None]
@@ -128,7 +128,7 @@ def render(swarm: SwarmView, now_s: float, *, width: int) -> RenderableType:
 
 
 def _cells(peer: PeerView, *, wide: bool) -> dict[str, str | Text]:
-    """By the names of the columns; only those that are known."""
+    """The known cells of a row, by column name."""
     doing = peer.doing or peer.status if peer.status == "training" else peer.status
     name = f"{peer.number}  {peer.peer_id[-6:]}" if wide else str(peer.number)
     cells: dict[str, str | Text] = {"peer": name, "status": status_text(doing)}

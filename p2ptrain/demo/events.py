@@ -10,14 +10,14 @@ from p2ptrain.protocol.event_log.events import Event
 
 
 class EventReader:
-    """Gives the events that were appended to a metrics file since the last call; the file may not exist yet."""
+    """Returns the events that were appended to a metrics file since the last call; the file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
 
     def new_events(self) -> Iterator[Event]:
-        """Whole lines only: one that is being written, or was cut off by a kill, waits for its end."""
+        """The new events. An incomplete last line is left for the next call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)

@@ -1,4 +1,4 @@
-"""Runs the demo's story: start the peers, kill one, add one, see them to the end."""
+"""Run the peers of the demo: start them, kill one, add one, and wait for their end."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ LOG = "log.txt"
 ADDRESSES = "addresses"
 IDENTITY = "identity.key"
 REFRESH_S = 0.25
-# A peer writes nothing for this long: something hangs. The wait for a last round may take a minute.
+# A peer without new metrics for this long hangs. Waiting for a last round may take a minute.
 SILENCE_S = 120.0
 
 
 class DemoFailedError(P2PTrainError):
-    """A process of the demo did not do what it should; the message ends in what it said last."""
+    """A process of the demo failed; the message ends with its last lines of output."""
 
 
 def start_bootstrap(
     out: Path, processes: list[Process], stop: Callable[[], bool], *, host_maddrs: str = LOOPBACK,
     enter: Sequence[str] = (),
 ) -> Path:  # fmt: skip
-    """Start the rendezvous node that the peers meet at, and wait for its file of addresses.
+    """Start the bootstrap node of the peers, and wait for its address file.
 
-    A node that does not train, so that any peer may die without cutting off those who come later.
+    It does not train, so that any peer may be killed and later peers can still join.
     """
     directory = out / BOOTSTRAP
     addresses = directory / ADDRESSES
@@ -54,7 +54,7 @@ def start_bootstrap(
 
 
 class Orchestrator:
-    """Owns the peers' processes and the view of them, from the first start to the last exit."""
+    """Owns the peers' processes and updates the view of the swarm, from the first start to the last exit."""
 
     def __init__(self, plan: Plan, out: Path, addresses: Path, processes: list[Process], swarm: SwarmView) -> None:
         self._plan = plan
@@ -67,11 +67,11 @@ class Orchestrator:
         self._heard_s: dict[int, float] = {}
 
     def run(self, show: Show, stop: Callable[[], bool]) -> None:
-        """Conduct until the run's length is reached and all peers have ended.
+        """Run until all peers have ended.
 
         Raises:
             DemoFailedError: a peer failed or went silent.
-            KeyboardInterrupt: `stop` said so.
+            KeyboardInterrupt: `stop` returned True.
         """
         for number in range(1, self._plan.peers + 1):
             self._start(number)
@@ -115,21 +115,21 @@ class Orchestrator:
             swarm.killed(victim, now_s)
         if swarm.late is None and swarm.killed_at is not None and swarm.step >= self._plan.join_at_step:
             self._start(self._plan.peers + 1, late=True)
-            swarm.tell(time.time(), f"peer {swarm.late} is started: it knows one address, and nothing of the run")
+            swarm.add_notice(time.time(), f"peer {swarm.late} started; it knows only the address of the bootstrap node")
         others = [process for number, process in self._peers.items() if number != swarm.late]
         if swarm.late and not swarm.joined_at and all(process.exit_status is not None for process in others):
-            # Left to itself it would begin the run anew.
+            # Without other peers it would start the run again.
             swarm.peers[swarm.late].status = "too late"
             self._peers[swarm.late].kill()
 
     def _choose_victim(self) -> int:
-        """The founder, or of two peers the one whose vote the other can do without (DESIGN.md, quorum)."""
+        """The founder; of two peers the one with the larger id, because the smaller id breaks ties of two voters."""
         if self._plan.peers == 2:
             return max(self._swarm.up, key=lambda peer: peer.peer_id).number
         return next((peer.number for peer in self._swarm.up if peer.founded), self._plan.peers)
 
     def _check(self) -> None:
-        """Raises DemoFailedError unless every peer does what it should."""
+        """Raise DemoFailedError if a peer has failed or hangs."""
         for number, process in self._peers.items():
             peer = self._swarm.peers[number]
             if peer.status in ("killed", "too late"):
@@ -137,10 +137,10 @@ class Orchestrator:
             if process.exit_status not in (None, 0):
                 raise _failure(peer.name, process)
             if process.exit_status is None and time.time() - self._heard_s[number] > SILENCE_S:
-                raise _failure(f"{peer.name} (nothing for {SILENCE_S:.0f} s)", process)
+                raise _failure(f"{peer.name} (silent for {SILENCE_S:.0f} s)", process)
 
 
-def _failure(who: str, process: Process) -> DemoFailedError:
-    status = "still runs" if process.exit_status is None else f"exit status {process.exit_status}"
-    said = "\n".join(f"    {line}" for line in process.last_lines)
-    return DemoFailedError(f"{who} failed ({status}); the last lines of {process.log}:\n{said}")
+def _failure(name: str, process: Process) -> DemoFailedError:
+    status = "still running" if process.exit_status is None else f"exit status {process.exit_status}"
+    output = "\n".join(f"    {line}" for line in process.last_lines)
+    return DemoFailedError(f"{name} failed ({status}); the last lines of {process.log}:\n{output}")

@@ -1,24 +1,24 @@
-"""How long the demo's run is, and when its accidents happen."""
+"""Plan the length of the demo's run, and when a peer is killed and another one joins."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 RUN_ID = "p2ptrain-demo"
-# Two before the kill, one without the killed peer, two with the late one, and the last, a plain average.
+# Two before the kill, one without the killed peer, two with the late peer, and the last one.
 ROUNDS = 6
 MIN_SYNC_EVERY = 25
-# Of the run's steps.
+# Shares of the run's steps.
 KILL_AT = 0.40
 JOIN_AT = 0.55
-# In a short demo all is earlier, but not before the swarm has come to life.
+# In a short demo both come earlier, but not before all peers train.
 EARLIEST_START = 0.20
-# Seconds, measured on two shared cores: from the start of the peers to their first steps, from the start of one more
-# peer beside busy ones to its first, and from the last step to the end of the demo.
+# Seconds, measured on two shared cores: from the start of the peers to their first steps; from the start of one more
+# peer to its first step while the other peers train; from the last step to the end of the demo.
 PEERS_START_S = 14.0
 LATE_START_S = 12.0
 END_S = 6.0
-# Time enough for a late peer.
+# Enough for a late peer to start and train.
 MIN_TRAINING_S = 2 * LATE_START_S
 
 
@@ -27,13 +27,13 @@ class Plan:
     """A run's length and schedule.
 
     Attributes:
-        peers: how many train at once.
-        seed: of the initial weights, the fragments and, with a peer's number, its stream of text.
-        steps: the run's length in inner steps.
+        peers: number of peers.
+        seed: seed of the initial weights, the fragments and, with a peer's number, its text.
+        steps: length of the run in inner steps.
         sync_every: H, inner steps between two rounds.
-        eval_every: inner steps between two looks at the held-out text.
-        kill_at_step: when one peer is killed.
-        join_at_step: when the process of one more is started.
+        eval_every: inner steps between two evaluations.
+        kill_at_step: step at which one peer is killed.
+        join_at_step: step at which one more peer is started.
     """
 
     peers: int
@@ -51,9 +51,9 @@ class Plan:
             "run-id": RUN_ID,
             "steps": self.steps,
             "sync-every": self.sync_every,
-            # p = 2 %: where the demo model's peers stay within 0.999 of each other (ALGORITHMS.md, section 4).
+            # p = 2 %: keeps the correlation of the demo model's peers above 0.999 (measured).
             "fragment-fraction": 0.02,
-            # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (same place).
+            # A plain mean: with fewer than 20 rounds Nesterov's momentum overshoots (measured).
             "outer-lr": 1,
             "outer-momentum": 0,
             "warmup-steps": min(50, self.steps // 8),
@@ -67,18 +67,18 @@ class Plan:
 
 
 def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float) -> Plan:
-    """Choose the run's length so that everything ends in time.
+    """Choose the length of the run so that the demo ends in time.
 
     Args:
-        peers: how many train at once.
-        seed: of the run.
-        step_s: seconds of one inner step while all of them train.
-        time_left_s: until the demo should be over, from just before the peers start.
+        peers: number of peers.
+        seed: seed of the run.
+        step_s: seconds of one inner step while all peers train.
+        time_left_s: seconds from the start of the peers to the planned end of the demo.
     """
     training_s = max(MIN_TRAINING_S, time_left_s - PEERS_START_S - END_S)
     sync_every = max(MIN_SYNC_EVERY, round(training_s / step_s / ROUNDS))
     steps = ROUNDS * sync_every
-    # The late peer's process starts so much earlier that it takes part at JOIN_AT.
+    # Start the late peer early enough that it trains at JOIN_AT.
     start_late_at = max(EARLIEST_START, JOIN_AT - LATE_START_S / training_s)
     kill_at = min(KILL_AT, start_late_at - 0.02)
     return Plan(

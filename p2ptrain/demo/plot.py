@@ -1,4 +1,4 @@
-"""The picture of a demo: losses above, correlation of the weights below, with the accidents marked."""
+"""The plot of a demo: losses above, correlation of the weights below, with marks for the kill and the join."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ GROUPS = 150
 
 
 def save_plot(swarm: SwarmView, path: Path) -> None:
-    """Write the picture as PNG."""
+    """Write the plot as PNG."""
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9, 6.5), layout="constrained")
         losses, correlation = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
         _plot_losses(losses, swarm)
         _plot_correlation(correlation, swarm)
         for axes in (losses, correlation):
-            _mark_accidents(axes, swarm)
+            _mark_events(axes, swarm)
         figure.savefig(path, dpi=130)
 
 
 def smooth(points: Iterable[tuple[float, float]], groups: int = GROUPS) -> list[tuple[float, float]]:
-    """Means of `groups` neighbouring groups of (time, loss), or of as many as there are tens of points."""
+    """Means of `groups` consecutive groups of (time, loss), of at least ten points each."""
     values = np.asarray(list(points), np.float64).reshape(-1, 2)
     parts = np.array_split(values, max(1, min(groups, len(values) // 10)))
     return [(t, loss) for t, loss in (part.mean(axis=0) for part in parts if len(part))]
@@ -61,12 +61,12 @@ def _curve(swarm: SwarmView, points: Iterable[tuple[float, float]]) -> tuple[lis
     return [t - swarm.began_s for t, _ in points], [value for _, value in points]
 
 
-def _mark_accidents(axes: Axes, swarm: SwarmView) -> None:
-    for what, event, colour in (("killed", swarm.killed_at, "#B00020"), ("joins", swarm.joined_at, "#1B7F3B")):
+def _mark_events(axes: Axes, swarm: SwarmView) -> None:
+    for label, event, colour in (("killed", swarm.killed_at, "#B00020"), ("joins", swarm.joined_at, "#1B7F3B")):
         if event is not None:
             number, t = event
             axes.axvline(t - swarm.began_s, color=colour, linewidth=1.2, linestyle="--")
             axes.annotate(
-                f"peer {number} {what}", (t - swarm.began_s, 1.0), xycoords=("data", "axes fraction"),
+                f"peer {number} {label}", (t - swarm.began_s, 1.0), xycoords=("data", "axes fraction"),
                 xytext=(4, -2), textcoords="offset points", color=colour, va="top",
             )  # fmt: skip

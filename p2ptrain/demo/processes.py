@@ -1,4 +1,4 @@
-"""The demo's processes: none outlives the demo, however it ends."""
+"""The demo's processes. All of them end with the demo, however it ends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LAST_LINES = 15
 
 
 class Process:
-    """A `p2ptrain` command that runs in the background and writes what it says to a file.
+    """A `p2ptrain` command that runs in the background, with its output in a file.
 
-    `enter` is put before the command, which it becomes: to run it on another machine.
+    `enter` is a command prefix that executes the rest, for example in a network namespace.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path, *, enter: Sequence[str] = ()) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         with log.open("wb") as output:
-            # A session of its own: a Ctrl-C in the terminal is ours alone to pass on.
+            # A separate session: Ctrl-C in the terminal reaches only us, and we stop the processes.
             self._popen = subprocess.Popen(
                 [*enter, *_command(arguments)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env=_environment(), start_new_session=True,
@@ -42,28 +42,28 @@ class Process:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; negative when a signal ended it."""
+        """None while it runs; negative if a signal ended it."""
         return self._popen.poll()
 
     @property
     def last_lines(self) -> list[str]:
-        """The end of what it said."""
+        """The last lines of its output."""
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
 
     def kill(self) -> None:
-        """End it as a power cut would."""
+        """Kill it at once."""
         self._popen.kill()
         self._popen.wait()
 
     def ask_to_leave(self) -> None:
-        """Ask it to end, as Ctrl-C would."""
+        """Ask it to end (SIGTERM, which acts as Ctrl-C)."""
         if self.exit_status is None:
             self._popen.send_signal(signal.SIGTERM)
 
 
 @contextmanager
 def running_processes() -> Iterator[list[Process]]:
-    """A list to put processes in: on the way out all of them are ended, gently at first."""
+    """Yield a list for processes; at the end of the block all of them are asked to leave, then killed."""
     processes: list[Process] = []
     try:
         yield processes
@@ -81,12 +81,12 @@ def running_processes() -> Iterator[list[Process]]:
 def _command(arguments: Sequence[str]) -> list[str]:
     command = [sys.executable, "-m", "p2ptrain", *arguments]
     if sys.platform == "linux":
-        # Should we be killed, they are too.
+        # The launcher ends the process if we are killed.
         return [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command]
     return command
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without the user's own settings of p2ptrain: a demo shows the same everywhere."""
+    """Our environment without P2PTRAIN_ variables, so that the user's settings do not change the demo."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

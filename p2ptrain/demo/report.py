@@ -1,4 +1,4 @@
-"""The last page of the demo: what came of it, in numbers and in words, and how to do it across machines."""
+"""The report at the end of the demo: results, files, and the commands to do the same across machines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WIDTH = 79
 def format_report(
     results: Results, swarm: SwarmView, plan: Plan, out: Path, *, bootstrap_id: str, took_s: float
 ) -> str:
-    """The whole page, without colours, as it is printed and saved. Only the commands are wider than a terminal."""
+    """The report as plain text. Only its commands are wider than a terminal."""
     sections = [
         _headline(swarm, took_s),
         _losses(results),
         _agreement(results, swarm),
         _traffic(results, plan),
-        f"The merged model, {results.parameters:,} weights, writes:\n{_quoted(results.text)}",
+        f"The merged model ({results.parameters:,} weights) writes:\n{_quoted(results.text)}",
         _files(results, out),
         _across_machines(plan, out, bootstrap_id),
     ]
@@ -75,7 +75,7 @@ def _traffic(results: Results, plan: Plan) -> str:
     return _prose(
         f"Payload sent per step and peer: {size(traffic.total)} (fragments {size(traffic.fragments)}, rounds "
         f"{size(traffic.rounds)}). Dense data-parallel training would send {size(traffic.dense)}, "
-        f"{traffic.dense / traffic.total:,.0f} times as much, and wait for it: a ring all-reduce of fp32 gradients at "
+        f"{traffic.dense / traffic.total:,.0f} times as much, and wait for it: ring all-reduce of fp32 gradients at "
         f"every step, 2(k−1)/k · 4N bytes with k = {plan.peers} peers and N = {results.parameters:,} weights."
     )
 
@@ -84,7 +84,7 @@ def _files(results: Results, out: Path) -> str:
     lines = {
         out / CURVES: "losses and correlation",
         results.checkpoint: "the merged model, for p2ptrain generate",
-        out / SUMMARY: "this page",
+        out / SUMMARY: "this report",
         out / "peer-*": "log, metrics and checkpoint of each peer",
     }
     width = max(len(str(path)) for path in lines)
@@ -97,16 +97,16 @@ def _across_machines(plan: Plan, out: Path, bootstrap_id: str) -> str:
     bootstrap = ["p2ptrain", "bootstrap", "--host-maddrs", f"/ip4/0.0.0.0/tcp/{PORT}", "--identity", str(identity)]
     join = ["p2ptrain", "join", "--initial-peers", address, *plan.run_flags]
     return (
-        f"The same across machines. On this one, where the others find each other:\n\n{shlex.join(bootstrap)}\n\n"
-        f"On every machine that is to train, this one too, in another terminal:\n\n{shlex.join(join)}"
+        f"To do the same across machines, start a bootstrap node on this one:\n\n{shlex.join(bootstrap)}\n\n"
+        f"and a peer on each machine, including this one, in another terminal:\n\n{shlex.join(join)}"
     )
 
 
 def lan_address() -> str:
-    """This machine's address as its network sees it; nothing is sent to find out."""
+    """The address of this machine in its network; sends nothing to find out."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation: this only looks up the route
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; UDP connect only looks up the route
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
@@ -117,7 +117,7 @@ def _prose(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """With a margin; lines that are too wide, which a young model writes, are cut."""
+    """Indent; cut lines that are too wide."""
     lines = text.expandtabs(4).splitlines()
     shortened = (line if len(line) <= WIDTH - 4 else f"{line[: WIDTH - 6].rstrip()} …" for line in lines)
     return "\n".join(f"    {line}".rstrip() for line in shortened)

@@ -1,4 +1,4 @@
-"""What came of it: measured on the checkpoints that the peers left, and on the bytes that they counted."""
+"""The results of the demo, measured from the peers' checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from p2ptrain.training.trainer import Trainer
 
 PROMPT = "def "
 SAMPLE_LENGTH = 400
-# Below it, a model this young mostly writes blanks (tried).
+# At lower temperatures a model with so little training mostly writes spaces (tried).
 TEMPERATURE = 0.9
 
 
 @dataclass(frozen=True)
 class PeerResult:
-    """One peer at the end. Losses in nats a character; `before` is its own, before the last round made them equal."""
+    """One peer at the end. Held-out losses in nats per character, before and after the last round."""
 
     number: int
     steps: int
@@ -46,8 +46,8 @@ class Traffic:
     """Payload bytes sent per inner step and peer.
 
     Attributes:
-        fragments, rounds: what the peers counted.
-        dense: what data-parallel training sends: a ring all-reduce of fp32 gradients at every step.
+        fragments, rounds: as counted by the peers.
+        dense: for comparison, dense data-parallel training: a ring all-reduce of fp32 gradients at every step.
     """
 
     fragments: float
@@ -64,15 +64,15 @@ class Results:
     """Everything that the demo reports.
 
     Attributes:
-        peers: those that were there at the end.
-        merged: held-out loss of the merged model: the anchor of the last round.
+        peers: the peers that finished.
+        merged: held-out loss of the merged model, which is the anchor of the last round.
         same_anchor: whether every peer ended with the same anchor, bit for bit.
-        correlation_mean, correlation_lowest: of the weights between any two peers while they trained; None unknown.
+        correlation_mean, correlation_lowest: pairwise correlation of the weights during training; None if unknown.
         correlation_end: the same over all weights, after the last round.
-        skipped: fragments that were not merged, by reason; `merged_fragments` those that were.
+        merged_fragments, skipped: counts of fragments; `skipped` by reason.
         parameters: number of trained weights.
         checkpoint: where the merged model was saved.
-        text: written by the merged model.
+        text: sample text of the merged model.
     """
 
     peers: tuple[PeerResult, ...]
@@ -90,10 +90,10 @@ class Results:
 
 
 def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
-    """Load what the peers saved, measure it, and save the merged model below `out`.
+    """Load the peers' checkpoints, measure them, and save the merged model in `out`.
 
     Raises:
-        DemoFailedError: no peer has saved anything, or one of them nothing that is whole.
+        DemoFailedError: no peer has saved a checkpoint, or all checkpoints of a peer are damaged.
     """
     finished = [peer for peer in swarm.peers.values() if peer.status == "finished"]
     try:
@@ -114,7 +114,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
         results.append(PeerResult(number, peer.own_steps, _before_last_round(peer), trainer.evaluate()))
 
-    # The newest, should a peer have missed the last round.
+    # Use the newest, in case a peer missed the last round.
     newest = max(checkpoints.values(), key=lambda found: (found.info["round"], found.step))
     _load_anchor(model, newest.state["peer"])
     merged = checkpoint.Checkpoint(newest.step, _merged_info(newest.info), {"model": model.state_dict()})
@@ -139,7 +139,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
 
 
 def measure_traffic(peers: list[PeerView], *, parameters: int, peers_at_once: int) -> Traffic:
-    """Bytes per inner step and peer, over all peers and their whole lives."""
+    """Bytes per inner step and peer, over all peers and all their steps."""
     steps = max(1, sum(peer.own_steps for peer in peers))
     return Traffic(
         fragments=sum(peer.fragment_bytes for peer in peers) / steps,
@@ -161,5 +161,5 @@ def _load_anchor(model: nn.Module, peer_state: dict[str, Any]) -> None:
 
 
 def _merged_info(info: Any) -> dict[str, Any]:
-    """That of a peer's checkpoint, without whose it was."""
+    """The information of a peer's checkpoint without its peer id."""
     return {name: value for name, value in info.items() if name != "peer_id"}

@@ -1,1 +1,1 @@
-"""What a run shows of itself."""
+"""Monitoring: live view, metrics for Prometheus, dashboard and doctor."""

@@ -1,4 +1,4 @@
-"""One value over time, in little memory: a day is drawn as well as a minute."""
+"""One value over time in bounded memory, by averaging old points."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from p2ptrain.protocol.event_log.downsampling import coalesce
 
-# More than a screen has columns.
+# More than the columns of a screen.
 MOST_POINTS = 2048
-# Of those, the newest are kept as they came: what happens now is looked at closely.
+# The newest points are never averaged: users look at them most closely.
 FRESH_POINTS = 512
 
 
@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """Takes points in order of time; neighbours are averaged where there are too many."""
+    """A bounded series of points, added in order of time; averages neighbouring old points when full."""
 
     def __init__(self) -> None:
         self._points: list[Point] = []

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Format numbers, sizes, times and ids for people."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`48 s`, `12 min`, `3 h 05 min`, `4 d 03 h`: as precise as a forecast deserves."""
+    """`48 s`, `12 min`, `3 h 05 min`, `4 d 03 h`: for estimates."""
     minutes = round(seconds / 60)
     if seconds < 99.5:
         return f"{seconds:.0f} s"
@@ -36,5 +36,5 @@ def duration(seconds: float) -> str:
 
 
 def short_id(peer_id: str) -> str:
-    """The end of a peer id, which differs where the beginnings are alike."""
+    """The last characters of a peer id; the first ones are often the same."""
     return f"…{peer_id[-6:]}"

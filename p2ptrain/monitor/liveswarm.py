@@ -1,4 +1,4 @@
-"""A swarm that is being watched: everybody gets a number, and whoever is lost or comes back is noticed."""
+"""An observed swarm: numbers its peers, and notes when a peer is lost or comes back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
 from p2ptrain.protocol.event_log.observer import Sighting, View
 
 GONE, LEFT = "gone", "left"
-# Everybody who was ever seen, with his curves; beyond that the one that has been gone for longest makes room.
+# Peers to remember, with their curves; beyond that the peer that has been gone for longest is forgotten.
 MOST_PEERS = 256
 
 
 @dataclass
 class LiveSwarm:
-    """What an observer's views add up to.
+    """The swarm as an observer has seen it so far.
 
     Attributes:
-        swarm: peers, rounds, correlations and scheduled events; these in seconds since the epoch.
-        sightings: how each peer was seen last, by number.
+        swarm: peers, rounds, correlations and notices; times of notices in seconds since the epoch.
+        sightings: last sighting of each peer, by number.
     """
 
     swarm: SwarmView = field(default_factory=lambda: SwarmView(began_s=0.0, total_steps=0))
@@ -29,11 +29,11 @@ class LiveSwarm:
     _next: int = 1
 
     def number_of(self, peer_id: str) -> int | None:
-        """The number of a peer that was seen; None for one that was not."""
+        """The number of a peer; None if it was never seen."""
         return self._numbers.get(peer_id)
 
     def take(self, view: View, now_s: float) -> None:
-        """Take the next view; `now_s` in seconds since the epoch."""
+        """Add the next view; `now_s` in seconds since the epoch."""
         for batch in view.batches:
             peer = self._peer(batch.peer_id)
             for event in batch.events:
@@ -52,7 +52,7 @@ class LiveSwarm:
         self._linked = linked
 
     def is_linked(self, number: int) -> bool:
-        """Whether we are in touch with a peer."""
+        """Whether we have a link to a peer."""
         return number in self._linked
 
     def _peer(self, peer_id: str) -> PeerView:
@@ -74,12 +74,12 @@ class LiveSwarm:
     def _on_linked(self, peer: PeerView, now_s: float) -> None:
         if peer.status in (GONE, LEFT):
             peer.status = "training" if peer.own_steps else "joining"
-            self.swarm.tell(now_s, f"{peer.name} is back", GOOD)
+            self.swarm.add_notice(now_s, f"{peer.name} is back", GOOD)
 
     def _on_lost(self, peer: PeerView, now_s: float) -> None:
         if peer.status == "finished" or self.sightings[peer.number].left:
             peer.status = LEFT
-            self.swarm.tell(now_s, f"{peer.name} left the run at step {peer.step:,}")
+            self.swarm.add_notice(now_s, f"{peer.name} left the run at step {peer.step:,}")
         else:
             peer.status = GONE
-            self.swarm.tell(now_s, f"{peer.name} is gone, without a goodbye, at step {peer.step:,}", BAD)
+            self.swarm.add_notice(now_s, f"{peer.name} is gone at step {peer.step:,}: connection lost", BAD)

@@ -1,7 +1,7 @@
-"""What a person at a training peer sees: how it goes here, who else is there, and what each is doing now.
+"""The live view of `p2ptrain join`: progress of this peer, and what every other peer does now.
 
-A view is a sink: it takes this peer's events on whatever thread they come, and draws a frame for the one that shows
-it (`terminal`). What others do it reads from their heartbeats, by way of the peer.
+A view is a metrics sink: it receives this peer's events on any thread, and draws frames for the thread that shows them
+(`terminal`). The state of other peers comes from their heartbeats, through the peer.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.tables import fitting, loss_text, new_table, status_text
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 
-# From these widths on there is room for more columns.
+# Terminal widths from which more columns are shown.
 WIDE, MIDDLE = 100, 72
-# Columns of a name, of "round 1234: fetching the mean", and of a number at least.
+# Widths of a name and of a status such as "round 1234: fetching the mean"; least width of a number.
 NAME, DOING, MIN_NUMBER = 8, 28, 7
 MAX_BAR = 120
-# Lines of the terminal that stay with the log, at the least, and its share.
+# Lines of the terminal reserved for the log: at least LOG_LINES, or height / LOG_SHARE.
 LOG_LINES, LOG_SHARE = 4, 4
-# So many peers are worth more room than the line that others paste.
+# Rows for this many peers take precedence over the join command.
 FEW_PEERS = 4
-# Reasons for which fragments are skipped (docs/metrics.md), in few words.
+# Short texts for the reasons of skipped fragments (docs/metrics.md).
 REASONS = {
-    "epoch": "of another round", "too_old": "too old", "superseded": "beyond one a step", "clipped": "too far off",
-    "inbox_full": "too many at once", "shed": "link too slow", "not_sent": "not ready in time",
+    "epoch": "from another round", "too_old": "too old", "superseded": "superseded", "clipped": "too far off",
+    "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",
 }  # fmt: skip
-# The time left follows the speed of this long: rounds, and peers that come and go, are in it.
+# Window of the speed that the remaining time is estimated from; long enough to contain rounds.
 SPEED_WINDOW_S = 60.0
 
 
 class WatchedPeer(Protocol):
-    """What a view asks of its peer, from its own thread."""
+    """The part of a peer that a view reads, from the view's thread."""
 
     @property
     def peer_id(self) -> str: ...
@@ -52,12 +52,12 @@ class WatchedPeer(Protocol):
 
 
 class LiveView:
-    """Owns what is shown of one peer. `write` and `follow` may be called from any thread.
+    """The live view of one peer. `write` and `follow` may be called from any thread.
 
     Attributes:
         begun: set once there is something to show.
         ended: set once the peer has left.
-        changed: set when something should be seen at once; whoever draws clears it.
+        changed: set to request a redraw; the drawing thread clears it.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
@@ -76,10 +76,10 @@ class LiveView:
         self._steps: deque[tuple[float, int]] = deque()
         self.begun, self.ended, self.changed = (threading.Event() for _ in range(3))
 
-    # --- what happens -------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Take one event of the peer."""
+        """Process one event of the peer."""
         with self._lock:
             now = self._clock()
             self._me.apply({"event": event, "t": now, **fields})
@@ -96,17 +96,17 @@ class LiveView:
                     self.close()
 
     def close(self) -> None:
-        """The peer has left."""
+        """Note that the peer has left."""
         self.ended.set()
         self.changed.set()
 
     def follow(self, peer: WatchedPeer, join_line: str) -> None:
-        """From now on show who else is there, and the line that others paste."""
+        """From now on show the other peers and the join command."""
         with self._lock:
             self._peer, self._join_line = peer, join_line
 
     def say_status(self, status: str) -> None:
-        """What the peer does while it is on its way into the run."""
+        """Show the status of a peer that is still joining."""
         with self._lock:
             self._doing = status
         self.begun.set()
@@ -118,10 +118,10 @@ class LiveView:
         while now - self._steps[0][0] > SPEED_WINDOW_S:
             self._steps.popleft()
 
-    # --- what is shown ------------------------------------------------------------------------------------------
+    # --- frames -------------------------------------------------------------------------------------------------
 
     def frame(self, width: int, height: int) -> RenderableType:
-        """The picture of this moment, for a terminal of that many columns and lines."""
+        """Draw the current state for a terminal of `width` columns and `height` lines."""
         with self._lock:
             peer, me = self._peer, self._me
             others = list(peer.others) if peer is not None else []
@@ -138,7 +138,7 @@ class LiveView:
             paste = _pasted(self._join_line, width) if peer is not None else []
             room = height - max(LOG_LINES, height // LOG_SHARE) - len(lines) - 2
             if room - len(paste) < min(FEW_PEERS, 1 + len(others)):
-                paste = []  # it stands in the log
+                paste = []  # the log has it too
             rows = max(1, room - len(paste))
             return Group(Text(), *lines, _table(me, doing, self._speed(), others, rows, width), *paste)
 
@@ -157,7 +157,7 @@ class LiveView:
         return left / speed if left > 0 and (speed := self._speed()) else None
 
     def _speed(self) -> float:
-        """Steps of the run per second, of late; 0 while not known."""
+        """Steps of the run per second over SPEED_WINDOW_S; 0 if unknown."""
         if len(self._steps) < 2:
             return 0.0
         (began_s, first), (now, last) = self._steps[0], self._steps[-1]
@@ -186,7 +186,7 @@ def _table(me: PeerView, doing: str, own_speed: float, others: list[PeerStatus],
     names = ["step", *(["rounds", "steps/s"] if width >= MIDDLE else []), *(["round trip"] if width >= WIDE else [])]
     numbers = [max(len(name), MIN_NUMBER) for name in names]
     table.add_column("peer", width=NAME, no_wrap=True)
-    # Always as wide, so that the numbers behind it stay where they are.
+    # A fixed width keeps the columns to the right in place.
     room = width - NAME - sum(numbers) - 2 * (len(numbers) + 2)
     table.add_column("doing", width=max(MIN_NUMBER, min(DOING, room)))
     for name, columns in zip(names, numbers, strict=True):
@@ -206,7 +206,7 @@ def _table(me: PeerView, doing: str, own_speed: float, others: list[PeerStatus],
 
 
 def _pasted(line: str, width: int) -> list[RenderableType]:
-    """The line that others paste; where it is wider than the terminal, in pieces that a shell puts together again."""
+    """The join command, split with backslashes if it is wider than the terminal."""
     if not line or "'" in line:  # inside quotes a shell keeps the backslashes
         return []
     pieces = []
@@ -214,4 +214,4 @@ def _pasted(line: str, width: int) -> list[RenderableType]:
         pieces.append(line[: width - 1] + "\\")
         line = line[width - 1 :]
     shown = [Text(piece, no_wrap=True, overflow="crop") for piece in (*pieces, line)]
-    return [Text(), Text("others join with:", "dim", no_wrap=True, overflow="ellipsis"), *shown]
+    return [Text(), Text("other peers join with:", "dim", no_wrap=True, overflow="ellipsis"), *shown]

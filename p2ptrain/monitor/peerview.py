@@ -1,4 +1,4 @@
-"""One peer, as its events show it: those of its metrics file, or those that it tells to whoever looks on."""
+"""The state of one peer, from the events of its metrics file or from those that it sends to observers."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from dataclasses import dataclass, field
 from p2ptrain.monitor.curve import Curve
 from p2ptrain.protocol.event_log.events import Event
 
-# Speeds are of this many seconds: long enough to read, short enough to see the kill.
+# Window of speeds in seconds: long enough to be readable, short enough to show a change.
 RECENT_S = 4.0
-# The shown loss forgets after about this many steps.
+# Factor of the exponential moving average of the loss, per step.
 SMOOTHING = 0.98
-# Reasons, or receivers of fragments, that are counted apart. There are ten reasons, and 128 links at most.
+# Bound on counted reasons and receivers; there are ten reasons and at most 128 links.
 MOST_COUNTED = 512
 
 
 @dataclass
 class PeerView:
-    """What is known of one peer. `apply` takes its events in order; memory is bounded, however many come.
+    """The known state of one peer. `apply` takes its events in order; memory is bounded.
 
     Attributes:
-        number: 1 for the first; what people see.
-        status: "starting", "joining", "training", "last round", "finished"; or what whoever follows the swarm sets:
-            "killed", "too late", "gone".
-        doing: what it says that it does, such as "round 7: sending 3/4"; empty where it does not say.
-        founded: whether the run began with it.
-        adopted: whether it has stood on the run's state since its start.
-        step: the run's step that it has reached.
+        number: number shown to users; 1 is the first peer.
+        status: "starting", "joining", "training", "last round" or "finished"; the owner of the view may set "killed",
+            "too late", "gone" or "left".
+        doing: the peer's own status, such as "round 7: sending 3/4"; empty if unknown.
+        founded: whether it founded the run.
+        adopted: whether it has adopted the run's state since its start.
+        step: the step of the run that it has reached.
         own_steps: inner steps that it made itself.
-        tokens: what it trained on.
+        tokens: tokens that it trained on.
         parameters: number of trained weights; 0 unknown.
-        loss: its smoothed training loss in nats, or None before its first step.
-        losses, held_out: loss over time in its steps, and on held-out text; seconds since the epoch, nats.
-        round: rounds that it has resolved.
-        sent, merged, skipped: fragments; `skipped` by reason.
-        sent_to: fragments by receiver, in all; `recent_to` the same in its last count (of about two seconds).
-        alive: ids of the other peers that it sees.
-        fragment_bytes, round_bytes: what it sent.
-        discarded: tokens that it trained on in vain, because rounds left it out.
-        counted_t: when its fragments were counted last.
-        began_t, heard_t: when its first and its last known event happened.
+        loss: smoothed training loss in nats; None before its first step.
+        losses, held_out: training and held-out loss over time; seconds since the epoch, nats.
+        round: number of rounds that it has resolved.
+        sent, merged, skipped: counts of fragments; `skipped` by reason.
+        sent_to: fragments by receiver, in total; `recent_to`: the same in its last report (about two seconds).
+        alive: ids of the other peers that it is linked to.
+        fragment_bytes, round_bytes: bytes that it sent.
+        discarded: tokens whose training was discarded because rounds left it out.
+        counted_t: time of its last fragment report.
+        began_t, heard_t: times of its first and last known event.
     """
 
     number: int
@@ -82,7 +82,7 @@ class PeerView:
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes part now."""
+        """Whether it is training now."""
         return self.status in ("training", "last round")
 
     @property
@@ -98,17 +98,17 @@ class PeerView:
 
     @property
     def exchange_ms(self) -> float:
-        """Mean time that an exchange held its training, of late."""
+        """Mean time per step that the exchange blocked training, over the last seconds."""
         steps = sum(steps for *_, steps in self._recent)
         return 1e3 * sum(exchange_s * steps for _, _, exchange_s, steps in self._recent) / max(1, steps)
 
     @property
     def held_out_loss(self) -> float | None:
-        """The newest, in nats."""
+        """The newest held-out loss, in nats."""
         return self.held_out.last
 
     def apply(self, event: Event) -> None:
-        """Take the next event of this peer. Unknown ones are for others."""
+        """Process the next event of this peer; ignore unknown events."""
         self.began_t = self.began_t or event["t"]
         self.heard_t = event["t"]
         match event["event"]:
@@ -147,7 +147,7 @@ class PeerView:
                 self.status = "finished"
 
     def _apply_step(self, event: Event) -> None:
-        steps = event.get("steps", 1)  # more than one where an event log folded them
+        steps = event.get("steps", 1)  # more than one if the event log merged steps
         self.step = event["step"]
         self.own_steps += steps
         self.tokens += event["tokens"]
@@ -157,7 +157,7 @@ class PeerView:
             self.loss = smoothing * (self.loss or 0.0) + (1 - smoothing) * event["loss"]
             self.losses.add(event["t"], event["loss"])
         self._recent.append((event["t"], event["tokens"], event["exchange_s"], steps))
-        # Two at least: a step of a large model may take longer than the window.
+        # Keep at least two: a step of a large model may take longer than the window.
         while len(self._recent) > 2 and self._recent[0][0] < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
             self._recent.popleft()
 

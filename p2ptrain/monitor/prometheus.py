@@ -1,7 +1,7 @@
-"""A peer's figures for Prometheus, by its own conventions: counted from the peer's events, served over HTTP.
+"""Prometheus metrics of a peer: computed from its events and served over HTTP.
 
-https://prometheus.io/docs/practices/naming/. Nothing is asked of the training thread when somebody scrapes; an event
-costs it a few additions: 2.5 µs a step (measured).
+Names follow https://prometheus.io/docs/practices/naming/. A scrape does not touch the training thread; an event costs
+it a few additions: 2.5 µs per step (measured).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from p2ptrain.version import __version__
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge
 
-# Around the 0.2 to 5 ms that an exchange takes (docs/BENCHMARKS.md), with room for a machine that swaps.
+# An exchange takes 0.2 to 5 ms (docs/BENCHMARKS.md); the upper buckets are for machines that swap.
 EXCHANGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-# From a demo on one machine to half an hour, the longest that an attempt may take by default.
+# From a demo on one machine to half an hour, the default time limit of an attempt.
 ROUND_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1800.0)
-# Scrapes under way when the peer leaves.
+# Time for running scrapes to end when the peer leaves.
 CLOSE_TIMEOUT_S = 2.0
 
 
 class PrometheusSink:
-    """Takes a peer's events and serves what they add up to at `url`, in a registry of its own.
+    """A metrics sink that serves a peer's metrics at `url`, from its own registry.
 
     Attributes:
-        url: where it can be scraped.
+        url: address to scrape.
     """
 
     def __init__(self, endpoint: str) -> None:
-        """Listen at once.
+        """Start to listen.
 
         Args:
-            endpoint: `PORT` (on loopback) or `HOST:PORT`; port 0 is any that is free.
+            endpoint: `PORT` (on loopback) or `HOST:PORT`; port 0 chooses a free one.
 
         Raises:
-            ConfigError: it is neither, or cannot be listened on, or prometheus_client is not installed.
+            ConfigError: `endpoint` is invalid or cannot be listened on, or prometheus_client is not installed.
         """
         require_extra("dashboard", "--prometheus")
         from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
@@ -61,7 +61,7 @@ class PrometheusSink:
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Count one event; those that say nothing to Prometheus are for others."""
+        """Count one event; ignore events without metrics."""
         if (take := getattr(self._figures, f"on_{event}", None)) is not None:
             take(fields)
 
@@ -74,7 +74,7 @@ class PrometheusSink:
 
 
 class _Figures:
-    """The metrics, and what each event adds to them: `on_<event>` takes the fields of one."""
+    """The metrics, and one handler per event: `on_<event>` takes the fields of one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge, Histogram, Info
@@ -91,27 +91,27 @@ class _Figures:
         self._loss = gauge("loss", "Training loss of this peer's last step, in nats.")
         self._eval_loss = gauge("eval_loss", "Newest loss on held-out data, in nats.")
         self._run_step = gauge("run_step", "The run's step that this peer has reached.")
-        self._step_s = gauge("step_seconds", "Time of an inner step without its exchange, as a moving average.")
+        self._step_s = gauge("step_seconds", "Moving average of the time of an inner step without its exchange.")
         self._exchange_s = Histogram(
-            "p2ptrain_exchange_seconds", "How long the exchange of a step held the training thread.",
+            "p2ptrain_exchange_seconds", "Time per step that the exchange blocked the training thread.",
             buckets=EXCHANGE_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self._sent = counter("fragments_sent", "Fragments sent.")
-        self._merged = counter("fragments_merged", "Fragments of others that were merged.")
-        self._skipped = counter("fragments_skipped", "Fragments left out, by reason (docs/metrics.md).", "reason")
-        self._sent_bytes = counter("sent_bytes", "Bytes of fragments and of rounds that were sent.", "traffic")
-        self._received_bytes = counter("received_bytes", "Bytes of fragments and of rounds that came.", "traffic")
-        self._rounds = counter("rounds", "Rounds that landed here (committed, solo) or were skipped.", "status")
+        self._merged = counter("fragments_merged", "Fragments of other peers that were merged.")
+        self._skipped = counter("fragments_skipped", "Fragments skipped, by reason (docs/metrics.md).", "reason")
+        self._sent_bytes = counter("sent_bytes", "Bytes sent, for fragments and for rounds.", "traffic")
+        self._received_bytes = counter("received_bytes", "Bytes received, for fragments and for rounds.", "traffic")
+        self._rounds = counter("rounds", "Rounds applied here (committed, solo) or skipped.", "status")
         self._late = counter("rounds_late", "Committed rounds without this peer's outer gradient.")
-        self._contributors = gauge("round_contributors", "Contributors of the last round that landed here.")
-        self._round = gauge("round", "Number of the last round that landed here.")
+        self._contributors = gauge("round_contributors", "Contributors of the last round applied here.")
+        self._round = gauge("round", "Number of the last round applied here.")
         self._round_s = Histogram(
-            "p2ptrain_round_seconds", "How long a round took, from joining to landing.",
+            "p2ptrain_round_seconds", "Duration of a round, from joining it to applying its result.",
             buckets=ROUND_BUCKETS_S, registry=registry,
         )  # fmt: skip
         self._peers = gauge("peers", "Live peers of the run, this one included.")
-        self._restarts = counter("daemon_restarts", "How often the libp2p daemon was replaced.")
-        # All that can be counted is there from the start, at 0: so a rate is right from the first one on.
+        self._restarts = counter("daemon_restarts", "Restarts of the libp2p daemon.")
+        # Create all series at 0, so that rates are right from the first event on.
         for status in ("committed", "solo", "skipped"):
             self._rounds.labels(status)
         for traffic in ("fragment", "round"):
@@ -164,7 +164,7 @@ class _Figures:
         self._round_s.observe(fields["wall_s"])
 
     def on_eval(self, fields: dict[str, Any]) -> None:
-        # Also recorded by users' own loops, in which nothing is sure.
+        # Training loops of users record this event too, with any fields.
         self._eval_loss.set(_number(fields.get("loss")))
 
     def on_peers(self, fields: dict[str, Any]) -> None:
@@ -181,9 +181,9 @@ def _number(value: object) -> float:
 def _explain(error: Exception) -> str:
     reason = getattr(error, "errno", None)
     if reason == errno.EADDRINUSE:
-        return "another program uses that port; choose another one, or 0 for any that is free"
+        return "another program uses that port; choose another one, or 0 for a free one"
     if reason == errno.EACCES:
-        return "ports below 1024 need special rights; choose a higher one"
+        return "ports below 1024 need special permissions; choose a higher one"
     if reason == errno.EADDRNOTAVAIL:
         return f"this machine does not have that address; give the port alone ({LOOPBACK}), or 0.0.0.0:PORT for all"
-    return f"cannot be listened on ({getattr(error, 'strerror', None) or error}); give a port, such as 9100"
+    return f"cannot listen ({getattr(error, 'strerror', None) or error}); give a port, such as 9100"

@@ -1,4 +1,4 @@
-"""One round as the peers tell of it. The promise of the round protocol is that their states are equal."""
+"""One round as its peers report it. The round protocol guarantees that their states are equal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class SkipView:
-    """A round that some peers skipped, the first of them at `t`: the reasons, by peer."""
+    """A round that some peers skipped: the first report at `t`, and the reasons by peer."""
 
     t: float
     reasons: dict[Hashable, str] = field(default_factory=dict)
@@ -16,13 +16,13 @@ class SkipView:
 
 @dataclass
 class RoundView:
-    """A round that was committed, or taken by one peer alone (`status` "solo"), the first to tell of it at `t`.
+    """A round that was committed, or made by one peer alone (`status` "solo"); first reported at `t`.
 
     Attributes:
-        contributors: ids of those whose outer gradients are in the mean.
-        wall_s: how long it took the first to tell.
-        states: the hash of its state by peer, of all that landed it.
-        late: peers that landed it without having contributed.
+        contributors: ids of the peers whose outer gradients are in the mean.
+        wall_s: duration at the peer that reported first.
+        states: hash of the state by peer, for all peers that applied it.
+        late: peers that applied it without contributing.
     """
 
     lineage: str
@@ -39,7 +39,7 @@ class RoundView:
         return len(set(self.states.values())) <= 1
 
     def land(self, peer: Hashable, state_sha256: str, *, late: bool) -> None:
-        """Note that a peer stands on it."""
+        """Note that a peer has applied this round."""
         self.states[peer] = state_sha256
         if late:
             self.late.add(peer)

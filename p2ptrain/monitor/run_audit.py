@@ -1,7 +1,7 @@
-"""What a run came through, counted from its peers' metrics streams: of real peers or of simulated ones.
+"""Audit of a run, from the metrics of its real or simulated peers: counts, joins, and a check of every round.
 
-An account takes events one by one, so that it can be kept while the run goes on; the promise of the round protocol is
-checked with each (docs/metrics.md): two peers that stand on one round of one lineage hold the same bytes.
+An audit takes events one by one, while the run goes on. With each event it checks the guarantee of the round protocol
+(docs/metrics.md): two peers on the same round of the same lineage hold the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from p2ptrain.protocol.event_log.events import Event
 
 @dataclass
 class Join:
-    """One start of a peer in a run that was there. Seconds from its `start`; None: it did not come so far."""
+    """One start of a peer in an existing run. Times in seconds since its `start` event; None if not reached."""
 
     peer: str
     started_s: float
@@ -26,16 +26,16 @@ class Join:
 
 @dataclass
 class RunAudit:
-    """Counts of a whole run; `note` takes the next event of a peer, in the order of that peer's stream.
+    """Counts of a whole run. `note` takes the next event of a peer, in the order of that peer's stream.
 
     Attributes:
-        steps: inner steps done, by all peers.
-        held_s: seconds that exchanges held training, of all peers.
+        steps: inner steps of all peers.
+        held_s: seconds that exchanges blocked training, over all peers.
         rounds: committed and solo rounds, by lineage and number.
-        skipped: rounds skipped, in the view of single peers.
-        joins: starts of peers in a run that was there, oldest first.
-        repairs: how often a peer that trained replaced its whole state by another's.
-        disagreements: what broke the promise, in words. There is none.
+        skipped: skipped rounds, counted for each peer.
+        joins: starts of peers in an existing run, oldest first.
+        repairs: how often a training peer replaced its whole state with another peer's.
+        disagreements: descriptions of violations of the guarantee; always empty unless there is a bug.
     """
 
     steps: int = 0
@@ -50,7 +50,7 @@ class RunAudit:
     _adopted: set[str] = field(default_factory=set)
 
     def note(self, peer: str, event: Event) -> None:
-        """Take one event; unknown ones are for others."""
+        """Process one event; ignore unknown events."""
         match event["event"]:
             case "start":
                 self._adopted.discard(peer)
@@ -75,8 +75,8 @@ class RunAudit:
         state, other = self._states.setdefault(key, (event["state_sha256"], peer))
         if state != event["state_sha256"]:
             self.disagreements.append(
-                f"round {event['round']} of lineage {event['lineage']}: {peer} stands on state "
-                f"{event['state_sha256'][:8]}, {other} on {state[:8]}"
+                f"round {event['round']} of lineage {event['lineage']}: {peer} has state "
+                f"{event['state_sha256'][:8]}, {other} has {state[:8]}"
             )
 
     def _on_adopt(self, peer: str, event: Event) -> None:
@@ -98,20 +98,20 @@ class RunAudit:
         if join is not None and join.round_s is None and not event["late"]:
             join.round_s = event["t"] - join.started_s
 
-    # --- what follows from it -------------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------------------
 
     @property
     def committed(self) -> list[RoundView]:
-        """Rounds of two contributors or more."""
+        """Rounds with two or more contributors."""
         return [round_ for round_ in self.rounds.values() if len(round_.contributors) > 1]
 
     @property
     def agreement(self) -> float:
-        """Share of the committed rounds of which all peers that landed them hold the same bytes; 1 without any."""
+        """Share of the committed rounds after which all peers held the same bytes; 1 if there are none."""
         committed = self.committed
         return sum(round_.agreed for round_ in committed) / len(committed) if committed else 1.0
 
     @property
     def participation(self) -> Counter[int]:
-        """How many committed rounds had how many contributors."""
+        """Number of committed rounds by number of contributors."""
         return Counter(len(round_.contributors) for round_ in self.committed)

@@ -1,6 +1,6 @@
-"""All peers together: the rounds that they agreed on, their correlation, and what happened when.
+"""The state of all peers together: rounds, correlation and notices.
 
-What the demo shows on a terminal and the dashboard in a browser; memory is bounded, however long they look on.
+The demo shows it on a terminal, the dashboard in a browser. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from p2ptrain.monitor.roundview import RoundView, SkipView
 from p2ptrain.protocol.event_log.events import Event
 
 PLAIN, GOOD, BAD = "", "green", "bold red"
-# What is kept: rounds of a day at one a minute, a screenful of scheduled events, samples of 30 peers in 15 MB.
+# Bounds: rounds of a day at one per minute, notices, samples of 30 peers in 15 MB.
 MOST_ROUNDS = 1500
-MOST_HAPPENINGS = 1000
+MOST_NOTICES = 1000
 MOST_SAMPLED = 256
 MOST_CORRELATIONS = 2048
 Values = npt.NDArray[np.float32]
@@ -30,8 +30,8 @@ Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
-class Happening:
-    """Something to tell, the `number`th, `at_s` seconds after the view began; `style` is one of PLAIN, GOOD, BAD."""
+class Notice:
+    """One line for the user, `at_s` seconds after the view began; `style` is PLAIN, GOOD or BAD."""
 
     number: int
     at_s: float
@@ -50,18 +50,18 @@ class Correlation:
 
 @dataclass
 class SwarmView:
-    """What is known of a run, and what can be told of it.
+    """The known state of a run, and the notices for the user.
 
     Attributes:
-        began_s: when looking on began, in seconds since the epoch.
-        total_steps: the run's length.
-        peers: by number, in the order in which they appeared.
+        began_s: start of the view, in seconds since the epoch.
+        total_steps: length of the run.
+        peers: by number, in order of appearance.
         rounds: committed and solo rounds, by lineage and number.
-        skips: rounds that single peers skipped, by lineage and number.
-        scheduled events: what to tell, in the order in which it was heard.
-        killed_at: number of the killed peer, and when, in seconds since the epoch.
+        skips: rounds that some peers skipped, by lineage and number.
+        notices: lines for the user, in the order in which their events arrived.
+        killed_at: number of the killed peer, and the time in seconds since the epoch.
         joined_at: number of the late peer, and when it had the swarm's weights.
-        late: number of the late peer once its process is started.
+        late: number of the late peer once its process has started.
     """
 
     began_s: float
@@ -69,21 +69,21 @@ class SwarmView:
     peers: dict[int, PeerView] = field(default_factory=dict)
     rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
     skips: dict[tuple[str, int], SkipView] = field(default_factory=dict)
-    happenings: list[Happening] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
     killed_at: tuple[int, float] | None = None
     joined_at: tuple[int, float] | None = None
     late: int | None = None
     _noticed: set[int] = field(default_factory=set)
-    _told: int = 0
+    _next_notice: int = 0
     _samples: dict[int, dict[int, tuple[float, Values]]] = field(default_factory=dict)
     _correlations: dict[int, Correlation] = field(default_factory=dict)
 
-    # --- what its owner knows -------------------------------------------------------------------------------------
+    # --- from the owner of the view -------------------------------------------------------------------------------
 
-    def tell(self, now_s: float, text: str, style: str = PLAIN) -> None:
-        self.happenings.append(Happening(self._told, now_s - self.began_s, text, style))
-        self._told += 1
-        del self.happenings[:-MOST_HAPPENINGS]
+    def add_notice(self, now_s: float, text: str, style: str = PLAIN) -> None:
+        self.notices.append(Notice(self._next_notice, now_s - self.began_s, text, style))
+        self._next_notice += 1
+        del self.notices[:-MOST_NOTICES]
 
     def started(self, number: int, *, late: bool = False) -> None:
         self.peers[number] = PeerView(number)
@@ -94,14 +94,14 @@ class SwarmView:
         """Note that a peer was killed at `now_s`, in seconds since the epoch."""
         self.peers[number].status = "killed"
         self.killed_at = (number, now_s)
-        self.tell(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}: no goodbye", BAD)
+        self.add_notice(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}", BAD)
 
-    # --- what the peers report ------------------------------------------------------------------------------------
+    # --- from the peers -------------------------------------------------------------------------------------------
 
     def apply(self, number: int, event: Event) -> None:
-        """Take the next event of a peer."""
+        """Process the next event of a peer."""
         peer = self.peers[number]
-        killed, adopted = peer.status == "killed", peer.adopted  # a killed one's last lines are still read
+        killed, adopted = peer.status == "killed", peer.adopted  # the last events of a killed peer are still read
         peer.apply(event)
         if killed:
             peer.status = "killed"
@@ -117,16 +117,16 @@ class SwarmView:
 
     def _on_adopt(self, peer: PeerView, event: Event, *, again: bool) -> None:
         if event["reason"] == "founded the run":
-            self.tell(event["t"], f"{peer.name} founded the run; the others take over its weights")
+            self.add_notice(event["t"], f"{peer.name} founded the run; the other peers adopt its weights")
         elif again:
-            self.tell(event["t"], f"{peer.name} took over the swarm's state anew: {event['reason']}")
+            self.add_notice(event["t"], f"{peer.name} adopted the swarm's state again: {event['reason']}")
         elif event["run_step"] > 0 or peer.number == self.late:
             if peer.number == self.late:
                 self.joined_at = (peer.number, event["t"])
             where = f"of round {event['round']}" if event["round"] >= 0 else "of the start"
-            self.tell(
+            self.add_notice(
                 event["t"],
-                f"{peer.name} joined late: took over the swarm's weights {where} and step {event['run_step']:,}",
+                f"{peer.name} joined late: adopted the swarm's weights {where}, step {event['run_step']:,}",
                 GOOD,
             )
 
@@ -136,16 +136,16 @@ class SwarmView:
         if event["status"] == "skipped":
             self.skips.setdefault(key, SkipView(event["t"])).reasons[peer.number] = event["reason"]
             _forget(self.skips, MOST_ROUNDS)
-            self.tell(event["t"], f"{peer.name} skipped round {number}: {event['reason']}", BAD)
+            self.add_notice(event["t"], f"{peer.name} skipped round {number}: {event['reason']}", BAD)
             return
         if key not in self.rounds:
             contributors = tuple(event["contributors"])
             self.rounds[key] = RoundView(*key, event["status"], event["t"], contributors, event["wall_s"])
             _forget(self.rounds, MOST_ROUNDS)
-            if key not in self.rounds:  # older than all that are kept
+            if key not in self.rounds:  # older than all kept rounds
                 return
             by = "by one peer alone" if event["status"] == "solo" else f"by {count(len(contributors), 'peer')}"
-            self.tell(
+            self.add_notice(
                 event["t"],
                 f"round {number} committed {by} in {event['wall_s']:.1f} s · {size(event['bytes_sent'])} sent · "
                 f"anchor {event['anchor_sha256'][:8]}",
@@ -154,7 +154,7 @@ class SwarmView:
         agreed_before = round_.agreed
         round_.land(peer.number, event["state_sha256"], late=event["late"])
         if agreed_before and not round_.agreed:
-            self.tell(event["t"], f"round {number}: {peer.name} stands on another state than the others", BAD)
+            self.add_notice(event["t"], f"round {number}: {peer.name} has a different state than other peers", BAD)
 
     def _on_peers(self, peer: PeerView, event: Event) -> None:
         if self.killed_at is None:
@@ -165,10 +165,11 @@ class SwarmView:
             complete = witnesses <= self._noticed
             self._noticed.add(peer.number)
             if not complete and witnesses <= self._noticed:
-                self.tell(event["t"], f"all others noticed within {event['t'] - killed_s:.2f} s; training goes on")
+                waited_s = event["t"] - killed_s
+                self.add_notice(event["t"], f"all other peers noticed within {waited_s:.2f} s; training goes on")
 
     def _on_sample(self, peer: PeerView, event: Event) -> None:
-        # A peer whose position was corrected by a round may take its sample a few steps after the others.
+        # A peer whose step was corrected by a round may take its sample a few steps after the other peers.
         step = event["step"] // event["every"] * event["every"]
         samples = self._samples.setdefault(step, {})
         samples[peer.number] = (event["t"], np.asarray(event["values"], np.float32))
@@ -182,11 +183,11 @@ class SwarmView:
             for old in sorted(self._correlations)[: MOST_CORRELATIONS // 2 : 2]:
                 del self._correlations[old]
 
-    # --- what follows from it -------------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Where the run stands: the median of those who train, or where the last of them stopped."""
+        """The step of the run: the median of the training peers, or the last step reached."""
         up = [peer.step for peer in self.up]
         return statistics.median_low(up) if up else max((peer.step for peer in self.peers.values()), default=0)
 
@@ -196,15 +197,15 @@ class SwarmView:
 
     @property
     def rounds_by_size(self) -> Counter[int]:
-        """How many rounds had how many contributors."""
+        """Number of rounds by number of contributors."""
         return Counter(len(round_.contributors) for round_ in self.rounds.values())
 
     def correlations(self) -> list[Correlation]:
-        """How alike the peers' weights were, wherever two or more took samples at the same step; in order of time."""
+        """Correlations at all steps at which two or more peers took samples, in order of time."""
         return sorted(self._correlations.values(), key=lambda correlation: correlation.t)
 
 
 def _forget(kept: dict[tuple[str, int], Kept], most: int) -> None:
-    """Drop the oldest beyond `most`: those of the lowest rounds, as peers' event logs do not come in order."""
+    """Drop the lowest round numbers beyond `most`; event logs of several peers arrive out of order."""
     while len(kept) > most:
         del kept[min(kept, key=lambda key: key[1])]

@@ -1,7 +1,7 @@
-"""The live view on a terminal: a frame at the bottom that is drawn anew, and everything that is said above it.
+"""The live view on a terminal: a frame at the bottom that is redrawn, with log and output lines above it.
 
-Log lines and what the program says are written above the frame and scroll away as they always do, so none is lost and
-each can be copied. Whoever says something only queues it: all drawing is done by one thread, twice a second.
+Log and output lines scroll as usual, so that none is lost and each can be copied. Callers only queue lines; one thread
+does all the drawing, twice per second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-# A frame takes 3 ms (measured), of a core that may have training to do; what is new is shown sooner.
+# A frame takes 3 ms of CPU (measured) that training could use. Changes are shown after SOONEST_S.
 REFRESH_S, SOONEST_S = 0.5, 0.1
 CLOSE_TIMEOUT_S = 5.0
 LEVEL_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
-    """What can be drawn. `frame` is called on the terminal's thread.
+    """Something to draw. `frame` is called on the terminal's thread.
 
     Attributes:
         begun: set once there is something to show.
         ended: set once nothing changes any more.
-        changed: set when something should be seen at once; the terminal clears it.
+        changed: set to request a redraw; the terminal clears it.
     """
 
     begun: threading.Event
@@ -43,7 +43,7 @@ class View(Protocol):
     changed: threading.Event
 
     def frame(self, width: int, height: int) -> RenderableType:
-        """The picture of this moment, for a terminal of that many columns and lines."""
+        """Draw the current state for a terminal of `width` columns and `height` lines."""
         ...
 
     def close(self) -> None:
@@ -52,15 +52,15 @@ class View(Protocol):
 
 
 def is_worth_it(console: Console, environ: Mapping[str, str]) -> bool:
-    """Whether there is a person in front of a terminal that can draw: not in CI, not in a pipe, not TERM=dumb."""
+    """Whether a live view makes sense: a terminal that can draw; not CI, a pipe or TERM=dumb."""
     return console.is_terminal and not console.is_dumb_terminal and not environ.get("CI")
 
 
 @contextmanager
 def open_terminal(console: Console, view: View) -> Iterator[Terminal]:
-    """Show `view` until the block is left or it has ended; then what was said last, and the last frame, stay.
+    """Show `view` until the block is left or the view has ended; the last lines and the last frame stay.
 
-    Whoever logs to the same terminal is heard above the frame meanwhile.
+    Meanwhile log records for the same terminal are written above the frame.
     """
     terminal = Terminal(console, view)
     root = logging.getLogger()
@@ -75,12 +75,12 @@ def open_terminal(console: Console, view: View) -> Iterator[Terminal]:
 
 
 class Terminal:
-    """Owns the thread that draws."""
+    """Owns the drawing thread."""
 
     def __init__(self, console: Console, view: View) -> None:
         self._console = console
         self._view = view
-        # Without a bound, as nothing may be lost; it is emptied twice a second.
+        # Unbounded, because no line may be lost; emptied twice per second.
         self._lines: queue.SimpleQueue[Text] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="p2ptrain-terminal", daemon=True)
 
@@ -88,14 +88,14 @@ class Terminal:
         self._thread.start()
 
     def say(self, text: str, style: str = "") -> None:
-        """Write a line above the frame; from any thread. Wide ones are wrapped by the terminal, so that they copy."""
+        """Write a line above the frame, from any thread. The terminal wraps long lines, so they can be copied."""
         self._lines.put(Text(text, style))
         self._view.changed.set()
-        if not self._thread.is_alive():  # the frame has been drawn for the last time
+        if not self._thread.is_alive():  # the last frame has been drawn
             self._print_lines()
 
     def close(self) -> None:
-        """Draw for the last time. May be called twice."""
+        """Draw the last frame. May be called twice."""
         self._view.close()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -108,12 +108,12 @@ class Terminal:
                     return
                 self._wait()
                 self._print_lines()
-            # Not stderr where that is a file.
+            # Leave stderr alone if it is a file.
             live = Live(
                 _Frame(self._view), console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty()
             )
             with live:
-                # Were we killed, the terminal would be left without one.
+                # Keep the cursor visible: if we are killed, the terminal would stay without one.
                 self._console.show_cursor(True)
                 while not self._view.ended.wait(SOONEST_S):
                     self._wait()
@@ -121,10 +121,10 @@ class Terminal:
                     live.refresh()
                 self._print_lines()
         except OSError:
-            # Its window was closed: nobody looks any more, and training goes on.
+            # The terminal window was closed; training goes on.
             self._console.quiet = True
         except Exception:
-            logger.exception("the live view failed: going on without")
+            logger.exception("the live view failed; training continues without it")
 
     def _wait(self) -> None:
         self._view.changed.wait(REFRESH_S)
@@ -135,12 +135,12 @@ class Terminal:
         with contextlib.suppress(queue.Empty):
             while True:
                 lines.append(self._lines.get_nowait())
-        if lines:  # all at once: each print draws the frame anew
+        if lines:  # all in one call: each print redraws the frame
             self._console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 class _Frame:
-    """The view as a renderable: as wide and as high as the terminal is now, whatever else is being printed."""
+    """The view as a renderable, always in the current size of the terminal."""
 
     def __init__(self, view: View) -> None:
         self._view = view
@@ -151,7 +151,7 @@ class _Frame:
 
 
 class _Above(logging.Handler):
-    """Log records as lines above the frame, with the time; warnings and errors in colour."""
+    """Writes log records above the frame, with the time; warnings and errors in colour."""
 
     def __init__(self, terminal: Terminal, instead_of: logging.Handler) -> None:
         super().__init__(instead_of.level)

@@ -329,7 +329,7 @@ def _say_hello(say: Callable[[str], None], peer_id: str, maddrs: list[str], run:
     say(f"{verb} run {run.run_id!r} (model {run.model}, {run.total_steps or 'endless'} steps) as peer {peer_id}")
     for maddr in maddrs:
         say(f"listening on {maddr}")
-    say("others join with:")
+    say("other peers join with:")
     say(join_line(maddrs, run.run_id, run.model))
 
 

@@ -1,4 +1,4 @@
-"""Metrics of made-up peers, in the form of the public contract, so that the demo can be tested without a swarm."""
+"""Metrics of made-up peers, in the documented format, to test the demo without a swarm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def round_(number: int, t: float, *, by: tuple[str, ...], anchor: str = "aa" * 3
     return {
         "event": "round", "t": t, "lineage": "0-x", "round": number, "status": status, "contributors": list(by),
         "anchor_sha256": anchor, "state_sha256": anchor, "late": False, "bytes_sent": 500, "wall_s": 0.4,
-        "reason": "nobody came",
+        "reason": "no quorum",
     }  # fmt: skip
 
 

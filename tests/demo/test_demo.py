@@ -1,4 +1,4 @@
-"""The real demo, small: real peers over libp2p, one killed, one late; and Ctrl-C. Nothing may be left of it."""
+"""A short real demo over libp2p, with one peer killed and one late, and Ctrl-C. No process may be left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEFT_BEHIND = "P2PDEMO_TEST"
 
 
 class Demo:
-    """A demo in a process group of its own, whose descendants can be told from all other processes."""
+    """A demo in its own process group; an environment variable marks its descendants."""
 
     def __init__(self, out: Path, *arguments: str) -> None:
         self._mark = f"{LEFT_BEHIND}={secrets.token_hex(8)}"
@@ -37,7 +37,7 @@ class Demo:
         yield from self.process.stdout
 
     def left_behind(self) -> list[str]:
-        """Command lines of processes that it started, or that those started, and that still run."""
+        """Command lines of its descendants that still run."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -70,7 +70,7 @@ def test_two_peers_train_lose_one_and_gain_one(tmp_path: Path, demos: list[Demo]
     assert demo.process.wait() == 0, text
     assert demo.left_behind() == []
 
-    for event in ("founded the run", "killed (SIGKILL) at step", "all others noticed", "peer 3 joined late"):
+    for event in ("founded the run", "killed (SIGKILL) at step", "all other peers noticed", "peer 3 joined late"):
         assert event in text
     assert "committed by 2 peers" in text
     assert (out / "summary.txt").read_text(encoding="utf-8") in text
@@ -92,11 +92,11 @@ def test_two_peers_train_lose_one_and_gain_one(tmp_path: Path, demos: list[Demo]
 def test_ctrl_c_ends_everything(tmp_path: Path, demos: list[Demo]) -> None:
     demo = Demo(tmp_path / "demo")
     demos.append(demo)
-    said = []
+    lines = []
     for line in demo.lines():
-        said.append(line)
+        lines.append(line)
         if "founded the run" in line:
             os.killpg(demo.process.pid, signal.SIGINT)
-    assert demo.process.wait() == 130, said
-    assert said[-1] == "p2ptrain: interrupted\n"
+    assert demo.process.wait() == 130, lines
+    assert lines[-1] == "p2ptrain: interrupted\n"
     assert demo.left_behind() == []

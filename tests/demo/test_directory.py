@@ -1,4 +1,4 @@
-"""A demo replaces an earlier demo's directory, and nothing else."""
+"""A demo replaces the directory of an earlier demo, and no other directory."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ def test_the_table_fits_and_shows_every_peer(width: int) -> None:
     assert ("skipped" in lines[2]) == (width >= 110)
 
 
-def test_on_a_terminal_what_happens_stands_above_the_last_table() -> None:
+def test_on_a_terminal_notices_are_above_the_last_table() -> None:
     output, swarm = Recorder(), small_swarm()
     with open_display(terminal_console(output), plain=False) as show:
         show(swarm)
-        swarm.tell(1019, "a line that is wider than the terminal " * 5)
+        swarm.add_notice(1019, "a line that is wider than the terminal " * 5)
         show(swarm)
     lines = [line for line in terminal_text(output) if line]
     (committed,) = (at for at, line in enumerate(lines) if "round 1 committed" in line)
@@ -54,7 +54,7 @@ def test_a_peer_without_steps_has_an_empty_row() -> None:
         assert _screen(swarm, width)[3].split() == ["1", "starting"]
 
 
-def test_plain_lines_are_not_wrapped_and_told_once() -> None:
+def test_plain_lines_are_not_wrapped_or_repeated() -> None:
     output = io.StringIO()
     console = Console(file=output, width=40)
     swarm = SwarmView(BEGAN_S, 100)
@@ -62,16 +62,16 @@ def test_plain_lines_are_not_wrapped_and_told_once() -> None:
     swarm.apply(1, metrics.start(1, 1001))
     swarm.apply(1, metrics.step(20, 1002))
     with open_display(console, plain=True) as show:
-        swarm.tell(1003, "something that is wider than forty columns has happened")
+        swarm.add_notice(1003, "something that is wider than forty columns has happened")
         show(swarm)
         show(swarm)
-    happened, progress = output.getvalue().splitlines()
-    assert happened == " 0:03  something that is wider than forty columns has happened"
-    # Made-up peers lived long ago, so a line of progress is due.
+    notice, progress = output.getvalue().splitlines()
+    assert notice == " 0:03  something that is wider than forty columns has happened"
+    # The made-up run is long ago, so a progress line is due.
     assert progress.endswith("  step 20 of 100 · 1 peer · losses 2.00 · 0 tokens/s")
 
 
-def test_words() -> None:
+def test_formatting() -> None:
     assert [clock(seconds) for seconds in (0, 9.6, 65, 3600)] == ["0:00", "0:10", "1:05", "60:00"]
     assert [count(n, "peer") for n in (0, 1, 1200)] == ["0 peers", "1 peer", "1,200 peers"]
     sizes = [size(n) for n in (0, 640, 999, 1000, 3149, 9949, 9950, 27_600, 999_499, 999_500, 1.2e6, 5e15)]

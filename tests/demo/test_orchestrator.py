@@ -1,4 +1,4 @@
-"""The demo's story, with peers that only write what they are told to."""
+"""The orchestrator, with fake peers that write metrics when the test says so."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class FakeProcess:
 
 
 class Script:
-    """A display that, instead of showing anything, goes on with the story: one scene per update."""
+    """A display that runs one step of a script per update, instead of showing anything."""
 
-    def __init__(self, out: Path, *scenes: Callable[[Script], object]) -> None:
+    def __init__(self, out: Path, *steps: Callable[[Script], object]) -> None:
         self._out = out
-        self._scenes = list(scenes)
+        self._steps = list(steps)
 
     def update(self, swarm: SwarmView) -> None:
-        if self._scenes:
-            self._scenes.pop(0)(self)
+        if self._steps:
+            self._steps.pop(0)(self)
 
     def say(self, number: int, *events: Event) -> None:
         """Append to the metrics of a peer."""
@@ -64,7 +64,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
     return fake.made
 
 
-def _conduct(tmp_path: Path, peers: int, script: Script, stop: Callable[[], bool] = lambda: False) -> SwarmView:
+def _run(tmp_path: Path, peers: int, script: Script, stop: Callable[[], bool] = lambda: False) -> SwarmView:
     plan = Plan(peers, seed=0, steps=100, sync_every=25, eval_every=10, kill_at_step=40, join_at_step=50)
     swarm = SwarmView(metrics.BEGAN_S, plan.steps)
     Orchestrator(plan, tmp_path, tmp_path / "addresses", [], swarm).run(script.update, stop)
@@ -85,7 +85,7 @@ def test_the_founder_is_killed_and_another_peer_started(tmp_path: Path, processe
         lambda script: script.say(4, metrics.start(4, 1060), metrics.adopt("late", 1061, round=1, run_step=55)),
         lambda script: _end(processes),
     )
-    swarm = _conduct(tmp_path, 3, script)
+    swarm = _run(tmp_path, 3, script)
     assert swarm.killed_at is not None
     assert swarm.killed_at[0] == 2
     assert swarm.joined_at == (4, 1061)
@@ -94,29 +94,29 @@ def test_the_founder_is_killed_and_another_peer_started(tmp_path: Path, processe
     assert outs == [str(peer_directory(tmp_path, number)) for number in (1, 2, 3, 4)]
 
 
-def test_of_two_peers_the_one_with_the_casting_vote_stays(tmp_path: Path, processes: list[FakeProcess]) -> None:
+def test_of_two_peers_the_one_that_breaks_ties_stays(tmp_path: Path, processes: list[FakeProcess]) -> None:
     script = Script(
         tmp_path,
         lambda script: script.all_up(2, founder=2),
         lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2)],
         lambda script: _end(processes),
     )
-    assert _conduct(tmp_path, 2, script).killed_at is not None
-    # Peer 1 has the smaller id, and so is listed first among the voters.
+    assert _run(tmp_path, 2, script).killed_at is not None
+    # Peer 1 has the smaller id, and so breaks ties of two voters.
     assert [process.exit_status for process in processes] == [0, -9]
 
 
-def test_nobody_is_killed_before_all_are_there(tmp_path: Path, processes: list[FakeProcess]) -> None:
+def test_no_peer_is_killed_before_all_have_started(tmp_path: Path, processes: list[FakeProcess]) -> None:
     script = Script(
         tmp_path,
         lambda script: script.all_up(2, founder=1),
         lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2)],
         lambda script: _end(processes),
     )
-    assert _conduct(tmp_path, 3, script).killed_at is None
+    assert _run(tmp_path, 3, script).killed_at is None
 
 
-def test_a_late_peer_that_comes_too_late_does_not_begin_anew(tmp_path: Path, processes: list[FakeProcess]) -> None:
+def test_a_late_peer_that_is_too_late_does_not_restart_the_run(tmp_path: Path, processes: list[FakeProcess]) -> None:
     script = Script(
         tmp_path,
         lambda script: script.all_up(2, founder=1),
@@ -124,17 +124,17 @@ def test_a_late_peer_that_comes_too_late_does_not_begin_anew(tmp_path: Path, pro
         lambda script: None,
         lambda script: _end(processes[:2]),
     )
-    swarm = _conduct(tmp_path, 2, script)
+    swarm = _run(tmp_path, 2, script)
     assert [process.exit_status for process in processes] == [0, -9, -9]
     assert swarm.peers[3].status == "too late"
 
 
-def test_a_peer_that_fails_is_shown_with_its_last_words(tmp_path: Path, processes: list[FakeProcess]) -> None:
+def test_a_failure_of_a_peer_shows_its_last_lines(tmp_path: Path, processes: list[FakeProcess]) -> None:
     def fail(script: Script) -> None:
         processes[1].exit_status = 2
 
     with pytest.raises(DemoFailedError) as caught:
-        _conduct(tmp_path, 2, Script(tmp_path, fail))
+        _run(tmp_path, 2, Script(tmp_path, fail))
     log = peer_directory(tmp_path, 2) / "log.txt"
     assert str(caught.value) == (
         f"peer 2 failed (exit status 2); the last lines of {log}:\n    joining\n    p2ptrain: error: out of luck"
@@ -145,10 +145,10 @@ def test_a_peer_that_hangs_is_a_failure(
     tmp_path: Path, processes: list[FakeProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orchestrator, "SILENCE_S", -1.0)
-    with pytest.raises(DemoFailedError, match=r"peer 1 .* failed \(still runs\)"):
-        _conduct(tmp_path, 2, Script(tmp_path))
+    with pytest.raises(DemoFailedError, match=r"peer 1 .* failed \(still running\)"):
+        _run(tmp_path, 2, Script(tmp_path))
 
 
 def test_ctrl_c_ends_it(tmp_path: Path, processes: list[FakeProcess]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        _conduct(tmp_path, 2, Script(tmp_path), stop=lambda: True)
+        _run(tmp_path, 2, Script(tmp_path), stop=lambda: True)

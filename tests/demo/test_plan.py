@@ -1,4 +1,4 @@
-"""The length and the schedule of a demo, and what it costs to find them out."""
+"""The length and the schedule of a demo, and the calibration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from p2ptrain.settings.table import SETTINGS, merge
 
 @pytest.mark.parametrize("step_s", [0.003, 0.012, 0.2])
 @pytest.mark.parametrize("time_left_s", [-5.0, 20.0, 115.0, 3600.0])
-def test_a_run_has_whole_rounds_and_its_accidents_in_order(step_s: float, time_left_s: float) -> None:
+def test_a_run_has_whole_rounds_and_kills_before_it_adds(step_s: float, time_left_s: float) -> None:
     plan = make_plan(peers=4, seed=0, step_s=step_s, time_left_s=time_left_s)
     assert plan.steps == ROUNDS * plan.sync_every
     assert 0 < plan.eval_every < plan.sync_every
     assert 0 < plan.kill_at_step < plan.join_at_step <= round(0.55 * plan.steps)
-    # The late peer is there before the end.
+    # The late peer trains before the end.
     assert plan.join_at_step * step_s + LATE_START_S < 0.8 * plan.steps * step_s
 
 
@@ -38,5 +38,5 @@ def test_its_flags_are_settings_of_a_run() -> None:
 
 @pytest.mark.processes
 def test_more_peers_make_slower_steps() -> None:
-    # Three times as many as there are cores, so that they share them on whatever machine.
+    # Three per core, so that they share cores on any machine.
     assert measure_step_s(1) < measure_step_s(3 * (os.cpu_count() or 1))

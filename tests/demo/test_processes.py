@@ -16,7 +16,7 @@ def _wait(process: Process) -> int:
     return process.exit_status
 
 
-def test_what_a_process_says_is_kept(tmp_path: Path) -> None:
+def test_the_output_of_a_process_is_kept(tmp_path: Path) -> None:
     process = Process(["join", "--lr", "fast"], tmp_path / "peer-1" / "log.txt")
     assert _wait(process) == 2
     assert process.last_lines == ["p2ptrain: error: --lr: 'fast' is not a number, such as 0.003"]

@@ -1,4 +1,4 @@
-"""The numbers, the picture and the page at the end, from made-up metrics and real checkpoints."""
+"""The results, the plot and the report, from made-up metrics and real checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _plan() -> Plan:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
-    """Results of three peers that ended a little apart from an anchor of seed 1."""
+    """Results of three peers whose weights differ a little from an anchor of seed 1."""
     anchor_model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=1)
     space = IndexSpace([(name, tuple(p.shape)) for name, p in anchor_model.named_parameters()])
     anchor = torch.empty(space.num_blocks, 64)
@@ -91,7 +91,7 @@ def test_smoothing_keeps_the_mean() -> None:
     assert smooth([]) == []
 
 
-def test_the_page_says_it_in_words_and_commands_that_work(results: Results) -> None:
+def test_the_report_has_results_and_commands_that_work(results: Results) -> None:
     plan, out = _plan(), Path("p2ptrain demo")
     results = dataclasses.replace(results, checkpoint=out / "checkpoint-100")
     page = format_report(results, small_swarm(), plan, out, bootstrap_id="QmBoot", took_s=119)
@@ -114,7 +114,7 @@ def test_unequal_anchors_are_not_hidden(results: Results) -> None:
     assert "NOT THE SAME" in page
 
 
-def test_the_help_teaches_with_an_example() -> None:
+def test_the_help_has_an_example() -> None:
     result = CliRunner().invoke(cli, ["demo", "--help"])
     assert result.exit_code == 0
     assert "\n      p2ptrain demo\n" in result.output

@@ -1,4 +1,4 @@
-"""What the demo makes of the peers' metrics."""
+"""The views of peers and swarm, made from the peers' metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, TOTAL_STEPS, small_swarm
 
 
-def _told(swarm: SwarmView) -> list[str]:
-    return [happening.text for happening in swarm.happenings]
+def _texts(swarm: SwarmView) -> list[str]:
+    return [notice.text for notice in swarm.notices]
 
 
 def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_peer_goes_from_starting_to_finished() -> None:
     assert seen == ["starting", "joining", "training", "last round", "finished"]
 
 
-def test_speed_and_exchange_are_those_of_late() -> None:
+def test_speed_and_exchange_are_recent() -> None:
     peer = PeerView(1)
     peer.apply(metrics.start(1, 0.0))
     peer.apply(metrics.step(1, 1.0, exchange_s=1.0))
@@ -82,42 +82,42 @@ def test_counts_add_up() -> None:
     assert peer.round == 4
 
 
-def test_the_story_is_told_in_order() -> None:
+def test_notices_are_in_order() -> None:
     swarm = small_swarm()
-    assert _told(swarm) == [
-        "peer 1 founded the run; the others take over its weights",
+    assert _texts(swarm) == [
+        "peer 1 founded the run; the other peers adopt its weights",
         "round 0 committed by 3 peers in 0.4 s · 500 B sent · anchor aaaaaaaa",
-        "peer 1 killed (SIGKILL) at step 40: no goodbye",
-        "all others noticed within 0.40 s; training goes on",
-        "peer 4 joined late: took over the swarm's weights of round 0 and step 50",
+        "peer 1 killed (SIGKILL) at step 40",
+        "all other peers noticed within 0.40 s; training goes on",
+        "peer 4 joined late: adopted the swarm's weights of round 0, step 50",
         "round 1 committed by 3 peers in 0.4 s · 500 B sent · anchor bbbbbbbb",
     ]
-    assert [happening.at_s for happening in swarm.happenings] == pytest.approx([2, 5, 8, 8.4, 10, 17])
-    assert [happening.style for happening in swarm.happenings][2:5] == [BAD, "", GOOD]
+    assert [notice.at_s for notice in swarm.notices] == pytest.approx([2, 5, 8, 8.4, 10, 17])
+    assert [notice.style for notice in swarm.notices][2:5] == [BAD, "", GOOD]
     assert swarm.killed_at == (1, 1008.0)
     assert swarm.joined_at == (4, 1010)
     assert swarm.rounds_by_size == {3: 2}
     assert swarm.step == TOTAL_STEPS
 
 
-def test_the_last_words_of_a_killed_peer_do_not_revive_it() -> None:
+def test_the_last_events_of_a_killed_peer_do_not_revive_it() -> None:
     swarm = small_swarm()
     swarm.apply(1, metrics.step(41, 1008.0))
     assert swarm.peers[1].status == "killed"
     assert swarm.peers[1].own_steps == 41
 
 
-def test_another_anchor_is_shouted_once() -> None:
+def test_a_different_anchor_is_reported_once() -> None:
     swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     for number, anchor in ((1, "aa"), (2, "bb"), (3, "bb")):
         swarm.started(number)
         swarm.apply(number, metrics.round_(7, 1001, by=("Qm1", "Qm2", "Qm3"), anchor=anchor))
-    assert _told(swarm)[1:] == ["round 7: peer 2 stands on another state than the others"]
-    assert swarm.happenings[-1].style == BAD
+    assert _texts(swarm)[1:] == ["round 7: peer 2 has a different state than other peers"]
+    assert swarm.notices[-1].style == BAD
     assert not swarm.rounds["0-x", 7].agreed
 
 
-def test_the_oldest_rounds_are_forgotten_whoever_tells_of_them_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_rounds_are_forgotten_in_any_order_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swarmview, "MOST_ROUNDS", 3)
     swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     for peer, number in ((1, 7), (1, 8), (1, 9), (2, 3), (2, 10)):
@@ -126,11 +126,11 @@ def test_the_oldest_rounds_are_forgotten_whoever_tells_of_them_and_when(monkeypa
     assert [round_ for _, round_ in swarm.rounds] == [8, 9, 10]
 
 
-def test_a_skipped_round_is_told_with_its_reason() -> None:
+def test_a_skipped_round_is_reported_with_its_reason() -> None:
     swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     swarm.started(1)
     swarm.apply(1, metrics.round_(2, 1001, by=(), status="skipped"))
-    assert _told(swarm) == ["peer 1 skipped round 2: nobody came"]
+    assert _texts(swarm) == ["peer 1 skipped round 2: no quorum"]
     assert not swarm.rounds
 
 
@@ -141,6 +141,6 @@ def test_correlation_is_of_samples_of_the_same_step() -> None:
         swarm.apply(number, metrics.sample(0, 1000 + number, [1.0, 2.0, 3.0]))
     swarm.apply(1, metrics.sample(10, 1010, [1.0, 2.0, 3.0]))
     assert [(found.step, found.t) for found in swarm.correlations()] == [(0, 1001.5)]
-    # A peer whose position a round has corrected comes by a little later.
+    # A peer whose step a round has corrected takes its sample a little later.
     swarm.apply(2, metrics.sample(13, 1011, [-1.0, -2.0, -3.0]))
     assert [round(found.value, 6) for found in swarm.correlations()] == [1.0, -1.0]

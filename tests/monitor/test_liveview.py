@@ -1,4 +1,4 @@
-"""The frame that a person at a training peer sees: what it says, and that it fits, however narrow the terminal."""
+"""The frames of the live view: their content, and that they fit into narrow terminals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Clock:
 
 
 def _view(*, total_steps: int = 2000, peer: Peer | None = None) -> LiveView:
-    """A peer that has made two hundred steps in five seconds."""
+    """The view of a peer that has made two hundred steps in five seconds."""
     clock = Clock()
     view = LiveView(clock=clock)
     view.write("start", run_id="novels", peer_id=ME, maddrs=[], run={"total_steps": total_steps, "model": "gpt-demo"})
@@ -61,14 +61,14 @@ def _shown(view: LiveView, width: int = 120, height: int = 40, *, colour: bool =
     return output.getvalue().splitlines()
 
 
-def test_it_says_how_it_goes_and_what_each_peer_does() -> None:
+def test_it_shows_progress_and_the_status_of_each_peer() -> None:
     assert [line.rstrip() for line in _shown(_view())] == [
         "",
         "run novels · step 1,200/2,000 · 20 s left · 4 peers · 6 rounds",
         "━" * 72,
         "loss 2.104 · held-out 2.079 · 10,240 tokens/s · exchange 0.4 ms a step",
         "fragments 331 out, 326 in · 5.3 MB sent",
-        "skipped 9: 7 beyond one a step, 2 of another round",
+        "skipped 9: 7 superseded, 2 from another round",
         "",
         "peer      doing                            step   rounds  steps/s  round trip",
         "this one  round 7: averaging              1,200        6     40.0",
@@ -76,7 +76,7 @@ def test_it_says_how_it_goes_and_what_each_peer_does() -> None:
         "…h5Y4wq   round 7: sending 3/4            1,201        7     37.0      104 ms",
         "…h2kLmq   downloading state 61 %              0        0                34 ms",
         "",
-        "others join with:",
+        "other peers join with:",
         LINE,
     ]
 
@@ -89,12 +89,12 @@ def test_it_fits_into_every_terminal_and_leaves_room_for_the_log(width: int, hei
     assert max(map(len, lines)) <= width
     assert len(lines) <= max(height - 4, 11)
     text = "\n".join(lines)
-    for needed in ("run novels · step 1,200/2,000", "loss 2.104", "skipped 9: 7 beyond", "this one", " more"):
+    for needed in ("run novels · step 1,200/2,000", "loss 2.104", "skipped 9: 7 superseded", "this one", " more"):
         assert needed in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_the_line_that_others_paste_is_whole_for_a_shell(width: int) -> None:
+def test_the_join_command_is_whole_for_a_shell(width: int) -> None:
     text = "\n".join(line.rstrip() for line in _shown(_view(), width, 24))
     assert LINE in text.replace("\\\n", "")
 
@@ -108,7 +108,7 @@ def test_without_colour_no_escape_is_written(monkeypatch: pytest.MonkeyPatch) ->
     assert "\x1b[32m" not in output.getvalue()  # not green
 
 
-def test_a_skipped_round_is_said_with_its_reason_until_one_lands() -> None:
+def test_a_skipped_round_is_shown_with_its_reason_until_a_round_is_committed() -> None:
     view = _view()
     fields = {"round": 6, "bytes_sent": 0, "tokens_discarded": 0}
     view.write("round", status="skipped", reason="no JOINs from a quorum", **fields)
@@ -124,7 +124,7 @@ def test_a_run_without_end_has_neither_a_bar_nor_time_left() -> None:
     assert "left" not in text
 
 
-def test_on_the_way_in_and_on_the_way_out() -> None:
+def test_a_joining_and_a_leaving_peer() -> None:
     view = LiveView()
     assert not view.begun.is_set()
     view.say_status("downloading state 61 %")
@@ -135,14 +135,14 @@ def test_on_the_way_in_and_on_the_way_out() -> None:
     assert view.ended.is_set()
     text = "\n".join(_shown(view))
     assert "left: finished" in text
-    assert "others join with" not in text
+    assert "peers join with" not in text
 
 
-def test_a_strangers_words_cannot_move_the_cursor() -> None:
+def test_text_from_peers_cannot_move_the_cursor() -> None:
     assert shown("\x1b[2Jgone\r\n" + "x" * 100) == "?[2Jgone??" + "x" * 50
 
 
-def test_time_left_is_as_precise_as_a_forecast_deserves() -> None:
+def test_time_left_is_rounded() -> None:
     assert [duration(seconds) for seconds in (0, 48, 99, 130, 5940, 11_100, 200_000)] == [
         "0 s", "48 s", "99 s", "2 min", "99 min", "3 h 05 min", "2 d 07 h",
     ]  # fmt: skip

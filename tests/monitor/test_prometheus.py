@@ -1,4 +1,4 @@
-"""Figures for Prometheus: counted from a peer's events, read back over HTTP by the official parser."""
+"""Prometheus metrics of a peer, read back over HTTP with the official parser."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_a_peers_events_add_up(sink: PrometheusSink) -> None:
 
 
 def test_a_unit_is_the_last_word_of_a_name(sink: PrometheusSink) -> None:
-    """Before `_total` of a counter: Prometheus asks for that, and its tools find units there."""
+    """Prometheus's naming rules ask for it (before `_total` for counters)."""
     with urllib.request.urlopen(sink.url, timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
-    # The official client adds `_created`, the time since when it counts.
+    # The official client adds `_created`, the time of creation.
     ours = [family.name for family in families if family.name.startswith("p2ptrain_")]
     words = [name.removesuffix("_created").split("_") for name in ours]
     with_unit = [name for name in words if {"bytes", "seconds"} & set(name)]
@@ -95,16 +95,16 @@ def test_a_unit_is_the_last_word_of_a_name(sink: PrometheusSink) -> None:
     assert all(name[-1] in ("bytes", "seconds") for name in with_unit)
 
 
-def test_what_is_not_known_is_not_a_number(sink: PrometheusSink) -> None:
+def test_unknown_values_are_nan(sink: PrometheusSink) -> None:
     assert math.isnan(_value(sink, "loss"))
     assert _value(sink, "peers") == 1
     sink.write("step", step=1, loss=None, tokens=256, step_s=0.02, exchange_s=0.001)
-    sink.write("eval", step=1, accuracy=0.5)  # of a user's own loop
+    sink.write("eval", step=1, accuracy=0.5)  # from a user's own training loop
     assert math.isnan(_value(sink, "loss"))
     assert math.isnan(_value(sink, "eval_loss"))
 
 
-def test_two_peers_in_one_process_have_figures_of_their_own(sink: PrometheusSink) -> None:
+def test_two_peers_in_one_process_have_separate_metrics(sink: PrometheusSink) -> None:
     other = PrometheusSink("127.0.0.1:0")
     other.write("step", step=1, loss=1.0, tokens=1, step_s=0.1, exchange_s=0.1)
     assert (_value(sink, "steps_total"), _value(other, "steps_total")) == (0, 1)

@@ -1,4 +1,4 @@
-"""An account of a run: what is counted, and that the promise is checked with every event."""
+"""The audit of a run: its counts, and the check of every round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def adopt(state: str = "x", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_second_state_of_one_round_breaks_the_promise() -> None:
+def test_a_second_state_of_one_round_is_a_disagreement() -> None:
     run_audit = RunAudit()
     run_audit.note("a", round_event())
     run_audit.note("b", round_event())
@@ -28,7 +28,7 @@ def test_a_second_state_of_one_round_breaks_the_promise() -> None:
     run_audit.note("c", round_event(3, "z", lineage="another"))
     assert (run_audit.disagreements, run_audit.agreement) == ([], 1.0)
     run_audit.note("c", round_event(4, "z"))
-    assert run_audit.disagreements == ["round 4 of lineage L: c stands on state z, b on y"]
+    assert run_audit.disagreements == ["round 4 of lineage L: c has state z, b has y"]
     assert run_audit.agreement == 2 / 3
     run_audit.note("d", adopt("q"))
     assert len(run_audit.disagreements) == 2

@@ -1,4 +1,4 @@
-"""The live view on a terminal, as a terminal emulator shows it: nothing that is said is lost."""
+"""The live view in a terminal emulator: no line is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 80, 24
 
 
 class Recorder(io.StringIO):
-    """A console's file that is a terminal."""
+    """A console output that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -31,7 +31,7 @@ def terminal_console(output: io.StringIO) -> Console:
 
 
 def terminal_text(output: io.StringIO) -> list[str]:
-    """What a person who scrolls up sees, line by line."""
+    """All lines on the terminal, including those scrolled away."""
     screen = pyte.HistoryScreen(WIDTH, HEIGHT, history=10_000)
     stream = pyte.Stream(screen)
     stream.feed(output.getvalue().replace("\n", "\r\n"))
@@ -41,7 +41,7 @@ def terminal_text(output: io.StringIO) -> list[str]:
 
 @contextmanager
 def _logging_to_a_terminal() -> Iterator[logging.Logger]:
-    """The root logger with one handler, which writes to a terminal; yields a logger below it."""
+    """Give the root logger one handler that writes to a terminal; yields a child logger."""
     keyboard, screen = pty.openpty()
     root, level = logging.getLogger(), logging.getLogger().level
     before = root.handlers[:]
@@ -58,16 +58,16 @@ def _logging_to_a_terminal() -> Iterator[logging.Logger]:
             os.close(keyboard)
 
 
-def test_what_is_said_and_logged_stays_above_the_last_frame() -> None:
+def test_output_and_log_lines_stay_above_the_last_frame() -> None:
     output, view = Recorder(), _view()
     with _logging_to_a_terminal() as logger, open_terminal(terminal_console(output), view) as terminal:
         view.say_status("training")
-        terminal.say("others join with:")
+        terminal.say("other peers join with:")
         terminal.say(LINE)
         for number in range(100):
             logger.info("round %d committed", number)
         logger.warning("the disk is nearly full")
-        logger.info("%d %d", 1)  # a message that does not fit its arguments: said on stderr by logging itself
+        logger.info("%d %d", 1)  # wrong number of arguments: logging reports it on stderr
         view.write("stop", reason="finished")
         terminal.close()
         terminal.say("finished at step 1200, saved in p2ptrain-novels")
@@ -109,7 +109,7 @@ def test_a_view_that_fails_ends_alone() -> None:
         view.begun.set()
         terminal._thread.join(10)
         terminal.say("training goes on")
-    assert "the live view failed: going on without" in output.getvalue()
+    assert "the live view failed; training continues without it" in output.getvalue()
     assert output.getvalue().endswith("training goes on\n")
 
 

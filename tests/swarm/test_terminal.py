@@ -56,7 +56,7 @@ def test_a_run_from_beginning_to_end_as_its_terminal_shows_it(swarm: Swarm) -> N
     text = "\n".join(line.rstrip() for line in [*above, *screen.display])
     # The log and what was said, the last frame, and the last word, in this order.
     order = [
-        "others join with:",
+        "other peers join with:",
         "round 0 solo",
         "run p2ptrain · step 60/60",
         "loss ",

@@ -1,1 +1,1 @@
-"""The page that shows a run while it trains."""
+"""The web page that shows a run while it trains."""

@@ -1,7 +1,7 @@
-"""The page as an ASGI application: files, curves on request, and everything else as server-sent events.
+"""The dashboard as an ASGI application: static files, curves on request, all other state as server-sent events.
 
-Nothing can be changed through it, and nothing is loaded from elsewhere. It may be asked for under any address of this
-machine, but not under a stranger's name: a page of somebody else could read it then (DNS rebinding).
+It is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not for
+unknown host names: otherwise a foreign web page could read it (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from p2ptrain.monitor.dashboard.page_state import PageState
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 0.25
-# Something must come now and then, so that a connection that is dead is noticed.
+# Interval of keep-alive comments, which reveal dead connections.
 ALIVE_S = 15.0
-# Browsers that are told at once; each costs what one message takes.
+# Bound on concurrent event streams.
 MOST_STREAMS = 32
 CURVES_TIMEOUT_S = 5.0
 HEADERS = {
@@ -46,7 +46,7 @@ HEADERS = {
 
 
 def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
-    """The application that shows `page_state`; `names` are those of this machine, beside localhost and addresses."""
+    """The application that shows `page_state`; `names` are host names to accept besides localhost and addresses."""
     streams = anyio.CapacityLimiter(MOST_STREAMS)
 
     async def index(_: Request) -> Response:
@@ -54,13 +54,13 @@ def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
 
     async def state(request: Request) -> Response:
         if streams.available_tokens < 1:
-            return PlainTextResponse(f"{MOST_STREAMS} browsers are looking on already", 503)
+            return PlainTextResponse(f"too many open dashboards: {MOST_STREAMS} are allowed", 503)
         return StreamingResponse(_stream(page_state, streams), media_type="text/event-stream")
 
     async def curves(request: Request) -> Response:
         given = request.query_params.get("range", "0")
         if given not in map(str, RANGES):
-            return PlainTextResponse(f"range: one of {', '.join(map(str, RANGES))}", 400)
+            return PlainTextResponse(f"range: must be one of {', '.join(map(str, RANGES))}", 400)
         with anyio.move_on_after(CURVES_TIMEOUT_S):
             while not page_state.closing:
                 if (data := page_state.want_curves(int(given))) is not None:
@@ -92,13 +92,13 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
                 yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
             if quiet_s >= ALIVE_S:
                 quiet_s = 0.0
-                yield b": still here\n\n"
+                yield b": keep-alive\n\n"
             await anyio.sleep(LOOK_S)
             quiet_s += LOOK_S
 
 
 class _SafeHeaders:
-    """Adds HEADERS to every answer."""
+    """Adds HEADERS to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -113,7 +113,7 @@ class _SafeHeaders:
 
 
 class _KnownHosts:
-    """Answers only requests for an address, for localhost, or for a name of this machine."""
+    """Accepts only requests for an address, localhost, or an allowed host name."""
 
     def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app = app
@@ -124,15 +124,15 @@ class _KnownHosts:
         answer: ASGIApp = self._app
         if not is_known_host(host, self._names):
             answer = PlainTextResponse(
-                "This page is served under this machine's addresses and localhost only. To serve it under a name, "
-                "start p2ptrain with --page-names NAME.\n",
+                "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
+                "with --page-names NAME.\n",
                 403,
             )
         await answer(scope, receive, send)
 
 
 def is_known_host(host: str, names: frozenset[str]) -> bool:
-    """Whether a Host header names this machine in a way that no stranger can make up."""
+    """Whether a Host header is an address, localhost, or an allowed name."""
     name = host.lower()
     if name.startswith("["):
         name = name[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""Curves on a common grid of times: what a chart draws, however long the run and however many its peers."""
+"""Curves on a common time grid of bounded size, for the charts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from p2ptrain.monitor.liveswarm import LiveSwarm
 Json = dict[str, Any]
 Floats = npt.NDArray[np.float64]
 
-# The ranges that one can choose, in seconds; 0 is everything.
+# The selectable time ranges, in seconds; 0 for all.
 RANGES = (600, 3600, 0)
-# As many as a chart is wide in steps of three pixels. Peers keep at least as many over a run of any length.
+# One point per three pixels of a chart. Event logs keep at least as many points over a run of any length.
 POINTS = 240
-# Journals fold steps over two seconds.
+# Event logs merge the steps of two seconds.
 FINEST_S = 2.5
-# Holes up to here are steps that take long; longer ones are peers that were away.
+# Shorter gaps are long steps, and are interpolated; in longer gaps the peer was away.
 HOLE_S = 30.0
 HOLE_POINTS = 3
 
@@ -29,19 +29,19 @@ def curves(live: LiveSwarm, range_s: int, now_s: float) -> Json:
     """Loss of every peer, and the correlation of their weights, at common times.
 
     Args:
-        live: what is known.
-        range_s: how far back, in seconds; 0 for everything.
+        live: the observed swarm.
+        range_s: length of the time range, in seconds; 0 for all.
         now_s: seconds since the epoch.
 
     Returns:
-        `t`: times in seconds since the epoch; `loss`, `held_out`: values by the number of the peer, None where there is
-        none; `correlation`: the same for all together.
+        `t`: times in seconds since the epoch; `loss`, `held_out`: values by peer number, None where unknown;
+        `correlation`: values for the swarm.
     """
     peers = live.swarm.peers.values()
     begun = [peer.began_t for peer in peers if peer.began_t]
     start = max(min(begun, default=now_s - 60), now_s - range_s if range_s else 0.0)
     width = max(FINEST_S, (now_s - start) / POINTS)
-    # On multiples of the width, so that points stay where they are from one look to the next.
+    # Align to multiples of the width, so that points do not move between updates.
     first = np.floor(start / width)
     count = int(np.floor(now_s / width) - first) + 1
     grid = _Grid(first * width, width, count)
@@ -68,7 +68,7 @@ class _Grid:
     def values(
         self, points: Iterable[tuple[float, float]], *, bridge: bool = False, digits: int = 4
     ) -> list[float | None]:
-        """Means of the points around each time; holes are filled where they are short, or all if `bridge`."""
+        """Means of the points around each time; interpolates short gaps, or all gaps if `bridge`."""
         known = np.asarray(list(points), np.float64).reshape(-1, 2)
         places = np.floor((known[:, 0] - self._start) / self._width).astype(np.int64)
         inside = (places >= 0) & (places < self._count)

@@ -1,4 +1,4 @@
-"""Keeps the page up to date: takes what is new of the swarm once a second, from a thread of its own."""
+"""Serves the page and updates it once per second, from its own thread."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ REFRESH_S = 1.0
 CURVES_EVERY_S = 4.0
 
 
-class Looking(Protocol):
-    """A `Watch`, or what stands in for one."""
+class Observing(Protocol):
+    """A `Watch`, or a test double."""
 
     def take(self) -> View: ...
 
 
 class Source:
-    """Where the page's swarm comes from; whoever connects to it says how that goes. Any thread may use it.
+    """The source of the page's data, set by the owner of the connection. Any thread may use it.
 
     Attributes:
-        watch: looks at the run; None while there is no connection.
-        trouble: why there is none, in words for people.
+        watch: observes the run; None without a connection.
+        trouble: why there is no connection, for the user; "" if there is one.
     """
 
-    def __init__(self, run_id: str, watch: Looking | None = None) -> None:
+    def __init__(self, run_id: str, watch: Observing | None = None) -> None:
         self.run_id = run_id
         self.watch = watch
         self.trouble = "" if watch is not None else "connecting"
@@ -48,21 +48,21 @@ class Source:
 def showing(source: Source, page: PageConfig) -> Iterator[str]:
     """Serve the page until the block ends. Yields its address. Raises ConfigError when it cannot be served."""
     page_state = PageState()
-    keeper = _Keeper(source, page_state)
-    keeper.refresh()
+    updater = _Updater(source, page_state)
+    updater.refresh()
     with serving(make_app(page_state, (page.host, *page.page_names)), page) as url:
-        thread = threading.Thread(target=keeper.run, name="p2ptrain-dashboard", daemon=True)
+        thread = threading.Thread(target=updater.run, name="p2ptrain-dashboard", daemon=True)
         thread.start()
         try:
             yield url
         finally:
             page_state.closing = True
-            keeper.ended.set()
+            updater.ended.set()
             thread.join(REFRESH_S + 2.0)
 
 
-class _Keeper:
-    """Owns the view of the swarm."""
+class _Updater:
+    """Owns the view of the swarm and updates the page."""
 
     def __init__(self, source: Source, page_state: PageState) -> None:
         self.ended = threading.Event()
@@ -77,23 +77,23 @@ class _Keeper:
             try:
                 self.refresh()
             except Exception:
-                # A page that stands still would say nothing of why; training must not notice either way.
-                logger.exception("the page could not be brought up to date")
+                # Log why the page stops updating; training must not be affected.
+                logger.exception("updating the dashboard failed")
 
     def refresh(self) -> None:
-        """Take what is new, and show it."""
+        """Get the latest view, and update the page."""
         now_s = time.time()
         watch = self._source.watch
         if watch is not None:
             try:
                 self._live.take(watch.take(), now_s)
             except (RuntimeError, TimeoutError) as error:
-                logger.debug("nothing new of the swarm: %s", error)
+                logger.debug("no news from the swarm: %s", error)
         page_state = self._page_state
         page_state.put("run", {"run_id": self._source.run_id, "trouble": self._source.trouble})
         page_state.put("overview", snapshot.overview(self._live, now_s))
         page_state.put("rounds", snapshot.rounds(self._live))
-        page_state.put("happenings", snapshot.happenings(self._live))
+        page_state.put("notices", snapshot.notices(self._live))
         for range_s in page_state.wanted():
             if now_s - self._drawn.get(range_s, 0.0) >= CURVES_EVERY_S:
                 self._drawn[range_s] = now_s

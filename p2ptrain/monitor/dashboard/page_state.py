@@ -1,4 +1,4 @@
-"""What is shown, between the thread that watches the swarm and the server: always the newest, never a queue."""
+"""The state of the page, shared by the updating thread and the server: only the latest values, no queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-# A browser that shows curves asks for them this often; after three times nobody wants them any more.
+# Curves of a range are computed for this long after the last request; browsers request them every 5 s.
 WANTED_S = 15.0
 
 
@@ -23,7 +23,7 @@ class PageState:
         self.closing = False
 
     def put(self, name: str, value: Any) -> None:
-        """Show a new value of a part; the same value again is no news."""
+        """Set a part of the page; an equal value does not change its version."""
         data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
         with self._lock:
             if self._parts.get(name, (0, b""))[1] != data:
@@ -31,20 +31,20 @@ class PageState:
                 self._parts[name] = (self._version, data)
 
     def since(self, version: int) -> list[tuple[int, str, bytes]]:
-        """Version, name and value of the parts that are newer, oldest first."""
+        """Version, name and value of the parts newer than `version`, oldest first."""
         with self._lock:
             return sorted((at, name, data) for name, (at, data) in self._parts.items() if at > version)
 
-    # --- curves are large, and are made for those who look at them ----------------------------------------------------
+    # --- curves are large: computed only on request -------------------------------------------------------------------
 
     def want_curves(self, range_s: int) -> bytes | None:
-        """The curves over a range; None while there are none yet. They are kept fresh for a while from now on."""
+        """Request the curves of a range. Returns None until they are ready; they are updated for WANTED_S from now."""
         with self._lock:
             self._wanted[range_s] = time.monotonic()
             return self._curves.get(range_s)
 
     def wanted(self) -> list[int]:
-        """The ranges that somebody looks at. What nobody does is forgotten."""
+        """The ranges requested within WANTED_S; drops the curves of all others."""
         with self._lock:
             now = time.monotonic()
             self._wanted = {range_s: at for range_s, at in self._wanted.items() if now - at < WANTED_S}

@@ -1,4 +1,4 @@
-"""Serves the page from a thread of its own (uvicorn), for as long as a `with` block."""
+"""Serves the page with uvicorn, from its own thread, during a `with` block."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from p2ptrain.settings.peer_config import PageConfig
 logger = logging.getLogger(__name__)
 
 STOP_S = 3.0
-# Connections at once; a browser takes a few.
+# Bound on concurrent connections; a browser opens a few.
 MOST_CONNECTIONS = 200
 
 
 @contextmanager
 def serving(app: ASGIApp, page: PageConfig) -> Iterator[str]:
-    """Serve `app` until the block ends. Yields the address to type into a browser.
+    """Serve `app` until the block ends. Yields the URL for a browser.
 
     Raises:
-        ConfigError: the port is in use, or the address is none of this machine's.
+        ConfigError: the port is in use, or the address does not belong to this machine.
     """
     listener = _listen(page)
     port = listener.getsockname()[1]
@@ -61,8 +61,8 @@ def _listen(page: PageConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"the page cannot be served on {page.host}, port {page.port}: {error.strerror or error}; choose another "
-            "port (0: any free one), or an address of this machine"
+            f"cannot serve the page on {page.host}, port {page.port}: {error.strerror or error}; choose another port "
+            "(0: any free one), or an address of this machine"
         ) from None
     return listener
 

@@ -1,4 +1,4 @@
-"""What the page shows, as plain values for JSON: made of a `LiveSwarm`, in parts that change at different times."""
+"""The parts of the page as plain values for JSON, made from a `LiveSwarm`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from p2ptrain.monitor.swarmview import BAD, GOOD, PLAIN
 Json = dict[str, Any]
 
 SHOWN_ROUNDS = 60
-SHOWN_EVENTS = 120
+SHOWN_NOTICES = 120
 MOST_TEXT = 240
-# A count of fragments is of the last two seconds; older ones are no live traffic.
+# A fragment report covers two seconds (FRAGMENTS_COUNT_S); reports older than TRAFFIC_S are not live traffic.
 TRAFFIC_S = 8.0
 FRAGMENTS_COUNT_S = 2.0
 STYLES = {PLAIN: "plain", GOOD: "good", BAD: "bad"}
 
 
 def overview(live: LiveSwarm, now_s: float) -> Json:
-    """Where the run stands, and every peer."""
+    """The state of the run and of every peer."""
     swarm = live.swarm
     up = [peer for peer in swarm.up if live.is_linked(peer.number)]
     losses = [peer.loss for peer in up if peer.loss is not None]
@@ -49,19 +49,22 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
 
 
 def rounds(live: LiveSwarm) -> list[Json]:
-    """The last rounds, oldest first: those that were taken, and those that somebody skipped."""
+    """The last rounds, oldest first, including skipped ones."""
     swarm = live.swarm
     keys = sorted(swarm.rounds.keys() | swarm.skips.keys(), key=lambda key: _when(live, key))[-SHOWN_ROUNDS:]
     return [_round(live, key) for key in keys]
 
 
-def happenings(live: LiveSwarm) -> list[Json]:
-    """The last things to tell, newest first."""
-    newest = sorted(live.swarm.happenings, key=lambda happening: (happening.at_s, happening.number))[-SHOWN_EVENTS:]
+def notices(live: LiveSwarm) -> list[Json]:
+    """The last notices, newest first."""
+    newest = sorted(live.swarm.notices, key=lambda notice: (notice.at_s, notice.number))[-SHOWN_NOTICES:]
     return [
-        {"id": told.number, "t": round(told.at_s, 1), "text": told.text[:MOST_TEXT], "style": STYLES[told.style]}
-        for told in reversed(newest)
-    ]
+        {
+            "id": notice.number, "t": round(notice.at_s, 1), "text": notice.text[:MOST_TEXT],
+            "style": STYLES[notice.style],
+        }
+        for notice in reversed(newest)
+    ]  # fmt: skip
 
 
 def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
@@ -95,19 +98,19 @@ def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
 
 
 def _step(live: LiveSwarm, peer: PeerView) -> int:
-    """Its last word: event logs lag behind beats by two seconds."""
+    """The peer's latest step; heartbeats are up to two seconds newer than event logs."""
     return max(peer.step, live.sightings[peer.number].step) if live.is_linked(peer.number) else peer.step
 
 
 def _kind(peer: PeerView, linked: bool) -> str:
-    """Of a few, for colours: training, joining, finished, left, gone, unreachable."""
+    """One of training, joining, finished, left, gone and unreachable, for the colours."""
     if linked:
         return "training" if peer.is_up else "joining" if peer.status != "finished" else "finished"
     return peer.status if peer.status in (GONE, LEFT) else "unreachable"
 
 
 def _traffic(live: LiveSwarm, peer: PeerView, now_s: float) -> dict[int, float]:
-    """Fragments a second to each peer, by its number."""
+    """Fragments per second to each peer, by number."""
     if now_s - peer.counted_t > TRAFFIC_S:
         return {}
     numbers = ((live.number_of(peer_id), count) for peer_id, count in peer.recent_to.items())
@@ -115,13 +118,13 @@ def _traffic(live: LiveSwarm, peer: PeerView, now_s: float) -> dict[int, float]:
 
 
 def _rounds_so_far(rounds: list[RoundView]) -> int:
-    """By the number of the last one that was committed: those of long ago are not all told of."""
+    """Number of committed rounds, from the last round's number: old rounds are not all in the event logs."""
     committed = [round_ for round_ in rounds if round_.status == "committed"]
     return 1 + max(committed, key=lambda round_: round_.t).round if committed else 0
 
 
 def _bytes(peers: list[PeerView], up: int) -> Json:
-    """Payload per inner step and peer, over all that is known; and what dense data-parallel training would send.
+    """Payload per inner step and peer over the known run, and what dense data-parallel training would send.
 
     A ring all-reduce of fp32 gradients at every step: 2 (k - 1) / k · 4 N bytes, for k peers and N weights.
     """
@@ -142,12 +145,13 @@ def _when(live: LiveSwarm, key: tuple[str, int]) -> tuple[float, int]:
 
 
 def _round(live: LiveSwarm, key: tuple[str, int]) -> Json:
-    round_, skip = live.swarm.rounds.get(key), live.swarm.skips.get(key)
+    swarm = live.swarm
+    round_, skip = swarm.rounds.get(key), swarm.skips.get(key)
     t = _when(live, key)[0]
     by = [live.number_of(peer_id) or short_id(peer_id) for peer_id in round_.contributors] if round_ else []
     late = sorted(number for number in round_.late if isinstance(number, int)) if round_ else []
     skipped = {number: reason[:MOST_TEXT] for number, reason in skip.reasons.items()} if skip else {}
-    told = {*by, *late, *skipped}
+    reported = {*by, *late, *skipped}
     return {
         "lineage": key[0],
         "round": key[1],
@@ -157,12 +161,14 @@ def _round(live: LiveSwarm, key: tuple[str, int]) -> Json:
         "by": by,
         "late": late,
         "skipped": skipped,
-        "absent": [p.number for p in live.swarm.peers.values() if p.number not in told and _was_there(p, t, round_)],
+        "absent": [
+            p.number for p in live.swarm.peers.values() if p.number not in reported and _was_training(p, t, round_)
+        ],
         "agreed": round_.agreed if round_ else True,
     }
 
 
-def _was_there(peer: PeerView, t: float, round_: RoundView | None) -> bool:
+def _was_training(peer: PeerView, t: float, round_: RoundView | None) -> bool:
     return round_ is not None and 0 < peer.began_t < t < peer.heard_t
 
 

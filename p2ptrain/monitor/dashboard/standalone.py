@@ -1,4 +1,4 @@
-"""`p2ptrain dashboard`: the page of a run that this machine takes no part in."""
+"""`p2ptrain dashboard`: the page as an observer, without a peer in this process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from p2ptrain.settings.table import Settings
 
 logger = logging.getLogger(__name__)
 
-# Between two attempts to reach the network, at first and at last.
+# First and longest wait between two attempts to connect.
 AGAIN_S = (2.0, 30.0)
 POLL_S = 0.5
 
 
-def show_from_outside(settings: Settings, *, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; where the run cannot be reached it says so, and tries again.
+def serve_dashboard(settings: Settings, *, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C. While the run cannot be reached, the page shows why, and we try again.
 
     Raises:
         ConfigError: the page cannot be served.
@@ -28,25 +28,25 @@ def show_from_outside(settings: Settings, *, say: Callable[[str], None]) -> None
     source = Source(run_id)
     with showing(source, settings.page_config()) as url:
         say(f"run {run_id!r} is shown at {url}")
-        told, (wait_s, longest_s) = "", AGAIN_S
+        logged, (wait_s, longest_s) = "", AGAIN_S
         while True:
             began_s = time.monotonic()
             try:
-                _look(settings, source)
+                _observe(settings, source)
             except ConfigError as error:
                 source.trouble = f"{error}; trying again"
-                if told != source.trouble:
-                    told = source.trouble
-                    logger.warning("%s", told)
+                if logged != source.trouble:
+                    logged = source.trouble
+                    logger.warning("%s", logged)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s) if time.monotonic() - began_s < longest_s else AGAIN_S[0]
 
 
-def _look(settings: Settings, source: Source) -> None:
-    """Look at the run until the network is lost for good. Raises ConfigError then, or when it cannot be reached."""
+def _observe(settings: Settings, source: Source) -> None:
+    """Observe the run until the network fails. Raises ConfigError then, or if the run cannot be reached."""
     from p2ptrain.peer.session import NetworkSession  # imports hivemind, which takes a second
 
-    # Read anew each time: a file of addresses may have been written meanwhile.
+    # Read the settings each time: an address file may have changed.
     with NetworkSession.open(settings.network_config()) as session:
         watch = session.watch(source.run_id)
         source.watch, source.trouble = watch, ""

@@ -1,4 +1,4 @@
-"""A real browser without a screen: Debian's chromium, driven by selenium."""
+"""A headless browser: Debian's chromium, driven by selenium."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = "needs Debian's chromium and chromium-driver: apt-get install chromium
 
 @contextmanager
 def browser() -> Iterator[Chrome]:
-    """Yields a browser whose console is kept."""
+    """Yields a browser that records its console."""
     assert CHROMIUM is not None, MISSING
     assert DRIVER is not None, MISSING
     options = ChromeOptions()
@@ -29,7 +29,7 @@ def browser() -> Iterator[Chrome]:
     for flag in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--mute-audio"):
         options.add_argument(flag)
     if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # chromium's own refuses root
+        options.add_argument("--no-sandbox")  # chromium refuses its sandbox as root
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options, Service(DRIVER))
     try:
@@ -39,7 +39,7 @@ def browser() -> Iterator[Chrome]:
 
 
 def look(driver: Chrome, *, width: int, height: int, dark: bool) -> None:
-    """Show the page at a width and in a theme, as the system would ask for it."""
+    """Emulate a window size and the theme of the system."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500},
@@ -51,6 +51,6 @@ def look(driver: Chrome, *, width: int, height: int, dark: bool) -> None:
 
 
 def screenshot(driver: Chrome, path: Path) -> None:
-    """The whole page, however long."""
+    """Save an image of the whole page."""
     answer = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     path.write_bytes(base64.b64decode(answer["data"]))

@@ -1,3 +1,3 @@
-"""The page is looked at while real peers train."""
+"""Fixtures of swarms of real peers, for the tests of the page."""
 
 from tests.swarm.conftest import swarm as swarm

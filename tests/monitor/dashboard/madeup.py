@@ -1,4 +1,4 @@
-"""A swarm that is made up, in the form in which an observer sees a real one: as large and as old as a test wants it."""
+"""A made-up swarm of any size and age, in the form that an observer gets from a real one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DAY_S = 86_400
 
 @dataclass
 class MadeUpPeer:
-    """One peer: its event log, and where it stands."""
+    """One peer: its event log and state."""
 
     peer_id: str
     event_log: EventLog
@@ -37,7 +37,7 @@ class MadeUpPeer:
 
 @dataclass
 class MadeUpSwarm:
-    """Implements what a dashboard needs of a `Watch`. Time passes in `live`, a step of each peer after the other.
+    """Stands in for a `Watch`. Time passes in `live`, where the peers step in turn.
 
     Args:
         clock: seconds since the epoch.
@@ -49,7 +49,7 @@ class MadeUpSwarm:
     round: int = 0
 
     def start(self, *peer_ids: str, at_s: float) -> None:
-        """Peers that come at a time; the first founds the run."""
+        """Start peers; the first one founds the run."""
         self.now_s = at_s
         for peer_id in peer_ids:
             founds = not self.peers
@@ -80,11 +80,11 @@ class MadeUpSwarm:
                 self._take_round(here)
 
     def kill(self, peer_id: str) -> None:
-        """It goes without a goodbye."""
+        """Cut the link to a peer without a message from it."""
         self.peers[peer_id].linked = False
 
     def take(self) -> View:
-        """What is new."""
+        """The events since the last call."""
         batches = []
         for peer in self.peers.values():
             more = True
@@ -126,7 +126,7 @@ class MadeUpSwarm:
         peer.event_log.write("sample", step=peer.step, every=20, values=values.round(6).tolist())
 
     def _take_round(self, here: list[MadeUpPeer]) -> None:
-        """Somebody comes late to every fifth, and skips every eleventh."""
+        """Run a round. In every fifth one a peer is late; in every eleventh one a peer skips it."""
         late, skips = len(here) > 2 and self.round % 5 == 4, len(here) > 2 and self.round % 11 == 10
         out = [here[self.round % len(here)]] if late or skips else []
         contributors = [peer.peer_id for peer in here if peer not in out]
@@ -143,9 +143,9 @@ class MadeUpSwarm:
 
 
 def of_a_day(count: int, now_s: float) -> MadeUpSwarm:
-    """Peers that have lived for 24 hours with a round a minute.
+    """A swarm of 24 hours with a round per minute.
 
-    Steps of half a minute, but for the last ten minutes: event logs fold those of long ago to no finer ones.
+    Steps take 30 s except in the last ten minutes: event logs merge older steps anyway.
     """
     swarm = MadeUpSwarm()
     swarm.start(*ids(count), at_s=now_s - DAY_S)
@@ -155,7 +155,7 @@ def of_a_day(count: int, now_s: float) -> MadeUpSwarm:
 
 
 def ids(count: int) -> list[str]:
-    """Ids that look like libp2p's."""
+    """Peer ids in the format of libp2p."""
     rng = random.Random(7)
     alphabet = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
     return ["Qm" + "".join(rng.choices(alphabet, k=44)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The page's server: what it gives, to whom, and what it refuses."""
+"""The page's server: its responses, and the requests that it refuses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def get(url: str, path: str = "/", **headers: str) -> tuple[int, dict[str, str],
 
 
 def stream(url: str, *wanted: str) -> dict[str, Any]:
-    """The first of each of the wanted parts that the page is sent."""
+    """The first value of each wanted part from the event stream."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
     connection.request("GET", "/api/state")
     answer = connection.getresponse()
@@ -65,8 +65,8 @@ def stream(url: str, *wanted: str) -> dict[str, Any]:
     return found
 
 
-def test_a_browser_is_told_everything_at_once(page: str, swarm: MadeUpSwarm) -> None:
-    told = stream(page, "run", "overview", "rounds", "happenings")
+def test_a_browser_gets_the_whole_state_at_once(page: str, swarm: MadeUpSwarm) -> None:
+    told = stream(page, "run", "overview", "rounds", "notices")
     assert told["run"] == {"run_id": "novels", "trouble": ""}
     overview = told["overview"]
     assert (overview["up"], overview["step"], overview["parameters"]) == (3, 120, 850_000)
@@ -76,7 +76,7 @@ def test_a_browser_is_told_everything_at_once(page: str, swarm: MadeUpSwarm) -> 
     assert overview["bytes"]["dense"] == pytest.approx(2 * 2 / 3 * 4 * 850_000)
     assert overview["correlation"] > 0.99
     assert len(told["rounds"]) == 4
-    assert "founded the run" in told["happenings"][-1]["text"]
+    assert "founded the run" in told["notices"][-1]["text"]
 
 
 def test_curves_come_on_request(page: str) -> None:
@@ -118,11 +118,11 @@ def test_only_the_pages_own_files_are_given(page: str, path: str) -> None:
         ("1", False), ("[evil.example]", False), ("mine.evil.example", False),
     ],
 )  # fmt: skip
-def test_a_strangers_name_is_not_ours(host: str, known: bool) -> None:
+def test_unknown_host_names_are_refused(host: str, known: bool) -> None:
     assert is_known_host(host, frozenset({"mine"})) is known
 
 
-def test_a_request_under_a_strangers_name_is_refused(page: str) -> None:
+def test_a_request_for_an_unknown_host_name_gets_403(page: str) -> None:
     status, _, data = get(page, "/api/state", Host="evil.example:8080")
     assert (status, b"--page-names" in data) == (403, True)
     assert b"novels" not in data
@@ -138,7 +138,7 @@ def test_a_page_that_a_browser_still_looks_at_ends_soon(swarm: MadeUpSwarm) -> N
     connection.close()
 
 
-def test_a_port_in_use_is_said() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with (
@@ -148,7 +148,7 @@ def test_a_port_in_use_is_said() -> None:
             pass
 
 
-def test_an_address_of_another_machine_is_said() -> None:
+def test_an_address_of_another_machine_is_an_error() -> None:
     with (
         pytest.raises(ConfigError, match=r"192\.0\.2\.7.*an address of this machine"),
         showing(Source("novels"), PageConfig(host="192.0.2.7", port=0)),
@@ -156,12 +156,12 @@ def test_an_address_of_another_machine_is_said() -> None:
         pass
 
 
-def test_a_page_without_a_connection_says_so() -> None:
+def test_a_page_without_a_connection_shows_why() -> None:
     source = Source("novels")
-    source.trouble = "nobody answers"
+    source.trouble = "no peer answers"
     with showing(source, ANY_PORT) as url:
         told = stream(url, "run", "overview")
-    assert told["run"]["trouble"] == "nobody answers"
+    assert told["run"]["trouble"] == "no peer answers"
     assert told["overview"]["peers"] == []
 
 

@@ -1,6 +1,6 @@
-"""The page in a real browser: real peers of which one dies and one comes, and thirty that are made up.
+"""The page in a real browser, with real peers of which one dies and one joins, and with thirty simulated peers.
 
-Set SCREENSHOTS to a directory to keep what it looked like.
+Set SCREENSHOTS to a directory to save images of the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.swarm.processes import Process, Swarm
 
 pytestmark = pytest.mark.skipif(not REQUIRED and (CHROMIUM is None or DRIVER is None), reason=MISSING)
 
-# Only a hang lasts as long.
+# Reached only if something hangs.
 DEADLINE_S = 120.0
 WIDE, PHONE = 1440, 390
 LOOKS = [("wide", WIDE, False), ("wide", WIDE, True), ("phone", PHONE, False), ("phone", PHONE, True)]
@@ -35,7 +35,7 @@ SETTINGS = {"sync_every": 40, "eval_every": 20, "steps": 100_000, "batch_size": 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Chrome]:
-    # They log every screenshot in full.
+    # These packages log every screenshot in full.
     for name in ("selenium", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
     with browser() as driver:
@@ -44,7 +44,7 @@ def driver() -> Iterator[Chrome]:
 
 @pytest.fixture
 def chrome(driver: Chrome) -> Chrome:
-    """A browser without a page, and without complaints about the one before."""
+    """A browser with an empty page and an empty console."""
     driver.get("about:blank")
     driver.get_log("browser")
     return driver
@@ -58,7 +58,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def kinds(chrome: Chrome) -> list[str]:
-    """What the table of peers says of each, in the order of the table."""
+    """The kinds of the peers, in the order of the table."""
     return chrome.execute_script(  # type: ignore[no-any-return]
         "return [...document.querySelectorAll('#peers tbody tr')].map((row) => row.dataset.kind)"
     )
@@ -69,7 +69,7 @@ def text(chrome: Chrome, selector: str) -> str:
 
 
 def assert_looks_right(chrome: Chrome, name: str) -> None:
-    """In both themes and widths: nothing is too wide, nothing is missing, nothing complains."""
+    """In both themes and widths: nothing is too wide or missing, and the console is empty."""
     for form, width, dark in LOOKS:
         look(chrome, width=width, height=900, dark=dark)
         until(lambda dark=dark: _brightness(chrome) < 60 if dark else _brightness(chrome) > 200)
@@ -123,13 +123,13 @@ def test_a_real_swarm_loses_a_peer_and_gains_one(chrome: Chrome, swarm: Swarm) -
     swarm.until(lambda: seen() == everybody_trains)
     second.kill()
     swarm.until(lambda: kinds(chrome) == ["training", "training", "gone"])
-    assert "without a goodbye" in text(chrome, "#events")
+    assert "connection lost" in text(chrome, "#events")
     fourth = joins()
     swarm.until(lambda: kinds(chrome) == ["training", "training", "training", "gone"])
     swarm.until(lambda: "joined late" in text(chrome, "#events"))
     everybody = {row.get_attribute("data-peer") for row in chrome.find_elements(By.CSS_SELECTOR, "#peers tbody tr")}
     assert everybody == {peer.peer_id for peer in (first, second, third, fourth)}
-    # A look from outside counts for nobody.
+    # Observers are not members.
     assert all(set(event["alive"]) <= everybody for event in first.events("peers"))
     if "SCREENSHOTS" in os.environ:
         time.sleep(45)
@@ -196,7 +196,7 @@ def test_it_can_be_used_by_keyboard_and_read_out(chrome: Chrome) -> None:
         assert_no_complaints(chrome)
 
 
-def test_hostile_words_stay_words(chrome: Chrome) -> None:
+def test_hostile_text_stays_text(chrome: Chrome) -> None:
     with made_up(2, 100) as (url, swarm):
         bad = "<img src=x onerror=\"document.title='owned'\">"
         for peer in swarm.peers.values():
@@ -212,12 +212,12 @@ def test_hostile_words_stay_words(chrome: Chrome) -> None:
         assert_no_complaints(chrome)
 
 
-def test_a_page_of_nobody_and_one_whose_server_goes_say_so(chrome: Chrome) -> None:
+def test_an_empty_page_and_a_lost_server_are_reported(chrome: Chrome) -> None:
     source = Source("novels")
-    source.trouble = "nobody answers; trying again every 2 s"
+    source.trouble = "no peer answers; trying again every 2 s"
     with showing(source, PageConfig(port=0)) as url:
         chrome.get(url)
-        until(lambda: "nobody answers" in text(chrome, "#trouble"))
+        until(lambda: "no peer answers" in text(chrome, "#trouble"))
         assert_looks_right(chrome, "empty")
         assert all(note.is_displayed() for note in chrome.find_elements(By.CSS_SELECTOR, ".empty"))
-    until(lambda: "lost the connection" in text(chrome, "#connection"))
+    until(lambda: "connection lost" in text(chrome, "#connection"))

@@ -1,4 +1,4 @@
-"""What the page shows of a swarm, and that a day of it stays small."""
+"""The data of the page: its content, and its size after a day."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_a_peer_that_dies_and_one_that_comes_late() -> None:
     live.take(swarm.take(), swarm.now_s)
     kinds = {peer["id"]: peer["kind"] for peer in snapshot.overview(live, swarm.now_s)["peers"]}
     assert (kinds[dead], kinds[late]) == ("gone", "training")
-    told = [happening["text"] for happening in snapshot.happenings(live)]
-    assert "peer 2 is gone, without a goodbye, at step 100" in told
-    assert any("peer 4 joined late: took over the swarm's weights" in text for text in told)
+    texts = [notice["text"] for notice in snapshot.notices(live)]
+    assert "peer 2 is gone at step 100: connection lost" in texts
+    assert any("peer 4 joined late: adopted the swarm's weights" in text for text in texts)
     swarm.peers[dead].linked = True
     live.take(swarm.take(), swarm.now_s)
-    assert snapshot.happenings(live)[0]["text"] == "peer 2 is back"
+    assert snapshot.notices(live)[0]["text"] == "peer 2 is back"
     swarm.peers[dead].linked, swarm.peers[dead].left = False, True
     live.take(swarm.take(), swarm.now_s)
-    assert snapshot.happenings(live)[0]["text"] == "peer 2 left the run at step 100"
+    assert snapshot.notices(live)[0]["text"] == "peer 2 left the run at step 100"
 
 
 def test_rounds_say_who_took_part_in_which_way() -> None:
@@ -59,8 +59,8 @@ def test_rounds_say_who_took_part_in_which_way() -> None:
 
 
 @pytest.mark.slow
-def test_what_thirty_peers_tell_is_small() -> None:
-    """Looked at from the first minute on, as a page that stays open does."""
+def test_the_data_of_thirty_peers_is_small() -> None:
+    """Observed from the first minute on, by a page that stays open."""
     swarm, live = MadeUpSwarm(), LiveSwarm()
     swarm.start(*ids(30), at_s=START_S)
     for _ in range(16):
@@ -73,7 +73,7 @@ def test_what_thirty_peers_tell_is_small() -> None:
 
 @pytest.mark.slow
 def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
-    """As a page sees it that is opened after it: from what the event logs have kept."""
+    """Observed by a page that is opened after a day: from the peers' event logs."""
     swarm, live = of_a_day(30, START_S), LiveSwarm()
     view = swarm.take()
     assert all(len(json.dumps(batch.events, separators=(",", ":"))) < 3_000_000 for batch in view.batches)
@@ -81,23 +81,23 @@ def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
     overview = snapshot.overview(live, swarm.now_s)
     assert (overview["up"], overview["rounds"]) == (30, DAY_S // 60)
     made = sum(peer.step for peer in swarm.peers.values())
-    assert overview["bytes"]["steps"] == pytest.approx(made, rel=0.001)  # but for those that are being folded
+    assert overview["bytes"]["steps"] == pytest.approx(made, rel=0.001)  # except steps that are still being merged
     shown = curves(live, 0, swarm.now_s)
     assert shown["t"][-1] - shown["t"][0] == pytest.approx(DAY_S, rel=0.01)
     assert all(value is not None for values in shown["loss"].values() for value in values[1:-1])
-    # Of samples, every peer keeps those of the same hundred moments.
+    # All peers keep the samples of the same hundred steps.
     assert all(value is not None for value in shown["correlation"][POINTS // 10 : -2])
     assert_small(live, swarm.now_s)
 
 
 def assert_small(live: LiveSwarm, now_s: float) -> None:
-    for part in (snapshot.overview(live, now_s), snapshot.rounds(live), snapshot.happenings(live)):
+    for part in (snapshot.overview(live, now_s), snapshot.rounds(live), snapshot.notices(live)):
         assert len(json.dumps(part)) < 40_000
     for range_s in RANGES:
         assert len(json.dumps(curves(live, range_s, now_s))) < 200_000
 
 
-def test_curves_keep_holes_where_a_peer_was_away() -> None:
+def test_curves_keep_gaps_while_a_peer_was_away() -> None:
     swarm, live = watched(2, 300)
     away = ids(2)[1]
     swarm.kill(away)

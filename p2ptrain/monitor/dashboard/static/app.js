@@ -1,9 +1,9 @@
-// The page: takes what the server sends, and hands it to the panels.
+// Entry point of the page: receives the state from the server and updates the panels.
 
 import { Charts } from "./charts.js";
 import { onThemeChange } from "./colours.js";
 import { $, setText } from "./dom.js";
-import { showEvents } from "./events.js";
+import { showNotices } from "./events.js";
 import { Graph } from "./graph.js";
 import { showBytes, showPeers, showTiles } from "./peers.js";
 import { showRounds } from "./rounds.js";
@@ -11,7 +11,7 @@ import { showRounds } from "./rounds.js";
 const CURVES_EVERY_MS = 5000;
 const THEMES = ["auto", "light", "dark"];
 
-const state = { overview: null, rounds: [], happenings: [], run: { run_id: "", trouble: "" } };
+const state = { overview: null, rounds: [], notices: [], run: { run_id: "", trouble: "" } };
 const charts = new Charts();
 const graph = new Graph($("graph"));
 
@@ -37,15 +37,15 @@ const draw = {
   run: showRun,
   overview: showOverview,
   rounds: () => { showRounds(state.rounds, state.overview); charts.mark(state.rounds); },
-  happenings: () => showEvents(state.happenings),
+  notices: () => showNotices(state.notices),
 };
 
 function connect() {
   const source = new EventSource("/api/state");
   source.onopen = () => connection("live", "live");
   source.onerror = () => {
-    connection("lost", "lost the connection, trying again");
-    // Browsers try again by themselves, unless the server refused.
+    connection("lost", "connection lost, trying again");
+    // Browsers reconnect automatically, unless the server refused.
     if (source.readyState === EventSource.CLOSED) setTimeout(connect, 3000);
   };
   for (const name of Object.keys(draw)) {
@@ -67,7 +67,7 @@ async function fetchCurves() {
     const answer = await fetch(`/api/curves?range=${charts.range}`);
     if (answer.ok) charts.show(await answer.json());
   } catch {
-    // The stream of the state says that the connection is lost.
+    // The event stream reports the lost connection.
   }
 }
 

@@ -1,11 +1,11 @@
-// Loss and correlation over time, drawn by uPlot, and the same as tables.
+// Loss and correlation over time, as uPlot charts and as tables.
 
 import { colour, token } from "./colours.js";
 import { $, el, table } from "./dom.js";
 import { clock, decimal } from "./format.js";
 
 const TIMES_IN_TABLES = 8;
-// Marks of rounds that are closer, in pixels, would only be a hatching.
+// Least distance of round marks in pixels; closer ones are not drawn.
 const LEAST_GAP = 12;
 
 export class Charts {
@@ -65,7 +65,7 @@ export class Charts {
     this.tables();
   }
 
-  // One button for each peer, which takes its curve out and in again.
+  // One button per peer, which hides or shows its curve.
   legend(peers) {
     const box = $("legend");
     for (const peer of peers) {
@@ -153,7 +153,7 @@ class Chart {
     };
   }
 
-  // A curve that has gone through the roof must not press the others flat.
+  // Limit the axis, so that one diverged curve does not flatten the other curves.
   span(low, high) {
     if (low == null) return [0, 1];
     const values = this.plot ? this.plot.data.slice(1).flat().filter((value) => value != null).sort((a, b) => a - b) : [];

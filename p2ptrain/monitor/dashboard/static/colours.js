@@ -1,4 +1,4 @@
-// One colour for each peer, told apart by everyone as far as eight go (after Okabe and Ito), then spread over the hues.
+// One colour per peer: eight that colour-blind people can tell apart (after Okabe and Ito), then a spread of hues.
 
 const LIGHT = ["#0072b2", "#c44e00", "#00805d", "#b0478a", "#8f6a00", "#6f57a8", "#4d4d4d", "#2f8fb0"];
 const DARK = ["#56aee8", "#ff9057", "#3fcb9f", "#e79bca", "#efbb45", "#bba3ea", "#cfcfcf", "#8fd6ea"];

@@ -1,4 +1,4 @@
-// Small helpers. Text from peers only ever becomes a text node.
+// DOM helpers. Text from peers only becomes text nodes, never HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -19,7 +19,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-// Only what changed is touched, so that a selection or a screen reader's place survives.
+// Leaves unchanged text alone, to keep selections and the position of screen readers.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

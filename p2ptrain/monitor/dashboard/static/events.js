@@ -1,4 +1,4 @@
-// What happened, newest first. Only what is remarkable is read out.
+// The list of notices, newest first. Screen readers announce only coloured ones.
 
 import { $, el } from "./dom.js";
 import { clock } from "./format.js";
@@ -6,20 +6,20 @@ import { clock } from "./format.js";
 let shown = new Map();
 let first = true;
 
-export function showEvents(happenings) {
-  $("events-empty").hidden = happenings.length > 0;
+export function showNotices(notices) {
+  $("events-empty").hidden = notices.length > 0;
   const list = $("events");
   const kept = new Map();
-  happenings.forEach((told, i) => {
-    let item = shown.get(told.id);
+  notices.forEach((notice, i) => {
+    let item = shown.get(notice.id);
     if (!item) {
-      item = el("li", { class: told.style }, el("time", { datetime: new Date(told.t * 1000).toISOString() }, clock(told.t)), el("span", {}, told.text));
-      if (!first && told.style !== "plain") announce(told.text);
+      item = el("li", { class: notice.style }, el("time", { datetime: new Date(notice.t * 1000).toISOString() }, clock(notice.t)), el("span", {}, notice.text));
+      if (!first && notice.style !== "plain") announce(notice.text);
     }
-    kept.set(told.id, item);
+    kept.set(notice.id, item);
     if (list.children[i] !== item) list.insertBefore(item, list.children[i] ?? null);
   });
-  while (list.childElementCount > happenings.length) list.lastElementChild.remove();
+  while (list.childElementCount > notices.length) list.lastElementChild.remove();
   shown = kept;
   first = false;
 }

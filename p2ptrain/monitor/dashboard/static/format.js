@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Format numbers, sizes and times for people.
 
 const whole = new Intl.NumberFormat("en");
 

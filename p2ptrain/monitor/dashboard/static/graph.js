@@ -1,4 +1,4 @@
-// The swarm: peers on a circle, and the fragments that travel between them.
+// The swarm: peers on a circle, and the fragments sent between them.
 
 import { colour } from "./colours.js";
 import { $, setText, svg } from "./dom.js";
@@ -6,9 +6,9 @@ import { compact } from "./format.js";
 
 const CENTRE = [200, 170];
 const RADII = [145, 128];
-// Those who are gone stay in sight for a while.
+// How long lost peers stay visible.
 const FADE_S = 180;
-// Dots under way at once; a dot stands for a fragment while there are few of them.
+// Most dots at a time; at low rates each dot is one fragment.
 const MOST_DOTS = 80;
 const FLIGHT_MS = 1100;
 const DOTS_PER_S = 1.5;
@@ -36,8 +36,8 @@ export class Graph {
     this.link(shown);
     const rate = shown.reduce((sum, peer) => sum + Object.values(peer.to).reduce((a, b) => a + b, 0), 0);
     setText($("traffic"), shown.length ? `${compact(Math.round(rate))} fragments/s` : "");
-    const there = shown.filter((peer) => peer.kind === "training").length;
-    this.root.setAttribute("aria-label", `${shown.length} peers, ${there} of them training; ${Math.round(rate)} fragments a second between them`);
+    const training = shown.filter((peer) => peer.kind === "training").length;
+    this.root.setAttribute("aria-label", `${shown.length} peers, ${training} of them training; ${Math.round(rate)} fragments per second between them`);
   }
 
   place(shown) {

@@ -1,20 +1,20 @@
-// The tiles on top, the table of peers, and the bytes.
+// The summary tiles, the table of peers, and the bytes panel.
 
 import { colour } from "./colours.js";
 import { $, el, setText } from "./dom.js";
 import { ago, compact, decimal, integer, size } from "./format.js";
 
 const REASONS = {
-  epoch: "of another round", too_old: "too old", superseded: "superseded", clipped: "too far off", inbox_full: "inbox full",
-  lost: "lost", shed: "link too slow", not_sent: "not sent in time", not_finite: "not finite",
+  epoch: "from another round", too_old: "too old", superseded: "superseded", clipped: "too far off", inbox_full: "inbox full",
+  lost: "lost", shed: "link too slow", not_finite: "not finite",
 };
 
 export function showTiles(o) {
   const length = o.total_steps ? ` of ${integer(o.total_steps)}` : "";
   const dense = ratio(o.bytes);
   const tiles = [
-    ["Peers", integer(o.up), o.seen > o.up ? `${o.seen} seen so far` : "taking part"],
-    ["Step", integer(o.step), length ? length.trim() : "without an end"],
+    ["Peers", integer(o.up), o.seen > o.up ? `${o.seen} seen so far` : "training"],
+    ["Step", integer(o.step), length ? length.trim() : "no end"],
     ["Loss", decimal(o.loss, 3), o.held_out == null ? "nats, training" : `nats · held-out ${decimal(o.held_out, 3)}`],
     ["Speed", compact(o.tokens_per_s), "tokens/s, all peers"],
     ["Rounds", integer(o.rounds), o.rounds ? (o.agreed ? "so far, states equal" : "STATES DIFFER") : "committed"],
@@ -63,7 +63,7 @@ const isHere = (peer) => peer.kind === "training" || peer.kind === "joining" || 
 
 const LABELS = ["", "now", "step", "loss", "held-out", "tokens/s", "exchange ms", "fragments", "skipped", "sent", "round trip ms"];
 
-// With roles said, since on phones the rows are laid out as cards, which are no table to a browser any more.
+// Explicit roles: on phones the rows become cards, and browsers then no longer treat them as a table.
 function makeRow() {
   const cells = LABELS.map((label, i) => (i === 0
     ? el("th", { scope: "row", role: "rowheader" }, el("span", { class: "swatch", "aria-hidden": "true" }), el("span", { class: "n" }), el("code"))
@@ -98,7 +98,7 @@ function fillRow(row, peer, now) {
 function status(peer, now) {
   if (peer.kind === "gone") return `gone, last heard ${ago(now - peer.heard)}`;
   if (peer.kind === "left") return `left ${ago(now - peer.heard)}`;
-  if (peer.kind === "unreachable") return peer.doing || "out of reach";
+  if (peer.kind === "unreachable") return peer.doing || "unreachable";
   return peer.kind;
 }
 
@@ -125,10 +125,10 @@ export function showBytes(o) {
     dd.children[0].style.width = `${Math.max(0.5, Math.min(100, 100 * share)).toFixed(1)}%`;
     setText(dd.children[1], value > 0 ? size(value) : "–");
   });
-  setText(box.children[1], `${size(10 ** least)} to ${size(10 ** most)}, each tenfold the same width`);
+  setText(box.children[1], `logarithmic scale from ${size(10 ** least)} to ${size(10 ** most)}`);
   const times = ratio(o.bytes);
   setText(box.children[2], times
-    ? `Dense data-parallel training would send ${integer(times)} times as much, and wait for it: a ring all-reduce of fp32 gradients `
+    ? `Dense data-parallel training would send ${integer(times)} times as much, and wait for it: ring all-reduce of fp32 gradients `
       + `at every step, 2(k−1)/k · 4N bytes with k = ${o.up} peers and N = ${integer(o.parameters)} weights. Sent so far: ${size(sent)}.`
-    : `Sent so far: ${size(sent)}. The comparison needs two peers at least.`);
+    : `Sent so far: ${size(sent)}. The comparison needs at least two peers.`);
 }

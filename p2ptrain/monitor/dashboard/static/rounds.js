@@ -1,11 +1,11 @@
-// Who took part in which round: a table, so that it can be looked at and read out.
+// Who took part in which round, as a table that screen readers can read.
 
 import { colour } from "./colours.js";
 import { $, el, setText } from "./dom.js";
 import { ago, clock, decimal } from "./format.js";
 
 const SHOWN = 60;
-const WORDS = { by: "contributed", late: "came late", skipped: "skipped", absent: "left out", none: "not there" };
+const WORDS = { by: "contributed", late: "late", skipped: "skipped", absent: "left out", none: "offline" };
 
 let drawn = "";
 
@@ -18,8 +18,8 @@ export function showRounds(all, overview) {
   setText($("last-round"), describe(last, overview.now));
   const involved = new Set(rounds.flatMap((round) => [...round.by, ...round.late, ...round.absent, ...Object.keys(round.skipped).map(Number)]));
   const known = overview.peers.filter((peer) => involved.has(peer.n)).map((peer) => peer.n);
-  const strangers = [...involved].filter((who) => typeof who === "string").sort();
-  const people = [...known, ...strangers];
+  const unknown = [...involved].filter((who) => typeof who === "string").sort();
+  const people = [...known, ...unknown];
   const signature = JSON.stringify([rounds, people, colour(1)]);
   if (signature === drawn) return;
   drawn = signature;

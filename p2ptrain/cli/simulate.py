@@ -17,7 +17,7 @@ from p2ptrain.settings.extras import require_extra
 @click.option("--steps", type=int, metavar="N", help="Length of the run in inner steps.  [600]")
 @click.option("--sync-every", type=int, metavar="H", help="Inner steps between two rounds.  [100]")
 @click.option("--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step.  [0.02]")
-@click.option("--set", "others", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
+@click.option("--set", "extra", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
 @click.option("--drop", type=float, metavar="Q", help="Probability that a peer's outer gradient of a round is lost.")
 @click.option("--loss", type=float, metavar="Q", help="Probability that a fragment is lost.")
 @click.option("--latency", type=float, metavar="S", help="One-way latency in seconds.  [0.02]")
@@ -103,7 +103,7 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
     names = {"latency": "latency_s", "bandwidth": "bandwidth_mbit", "step_time": "step_s", "fault_time": "fault_s"}
     given = {names.get(name, name): value for name, value in options.items() if value not in (None, ())}
-    for text in given.pop("others", ()):
+    for text in given.pop("extra", ()):
         name, found, value = text.partition("=")
         if not found:
             raise ConfigError(f"--set {text}: must be NAME=VALUE, such as round_codec=int8")

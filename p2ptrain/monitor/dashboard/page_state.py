@@ -44,7 +44,7 @@ class PageState:
             return self._curves.get(range_s)
 
     def wanted(self) -> list[int]:
-        """The ranges requested within WANTED_S; drops the curves of all others."""
+        """The ranges requested within WANTED_S; drops the curves of other ranges."""
         with self._lock:
             now = time.monotonic()
             self._wanted = {range_s: at for range_s, at in self._wanted.items() if now - at < WANTED_S}

@@ -66,17 +66,17 @@ def stream(url: str, *wanted: str) -> dict[str, Any]:
 
 
 def test_a_browser_gets_the_whole_state_at_once(page: str, swarm: MadeUpSwarm) -> None:
-    told = stream(page, "run", "overview", "rounds", "notices")
-    assert told["run"] == {"run_id": "novels", "trouble": ""}
-    overview = told["overview"]
+    parts = stream(page, "run", "overview", "rounds", "notices")
+    assert parts["run"] == {"run_id": "novels", "trouble": ""}
+    overview = parts["overview"]
     assert (overview["up"], overview["step"], overview["parameters"]) == (3, 120, 850_000)
     assert [peer["n"] for peer in overview["peers"]] == [1, 2, 3]
     assert {peer["id"] for peer in overview["peers"]} == set(swarm.peers)
     assert all(set(peer["to"]) <= {"1", "2", "3"} for peer in overview["peers"])
     assert overview["bytes"]["dense"] == pytest.approx(2 * 2 / 3 * 4 * 850_000)
     assert overview["correlation"] > 0.99
-    assert len(told["rounds"]) == 4
-    assert "founded the run" in told["notices"][-1]["text"]
+    assert len(parts["rounds"]) == 4
+    assert "founded the run" in parts["notices"][-1]["text"]
 
 
 def test_curves_come_on_request(page: str) -> None:
@@ -160,9 +160,9 @@ def test_a_page_without_a_connection_shows_why() -> None:
     source = Source("novels")
     source.trouble = "no peer answers"
     with showing(source, ANY_PORT) as url:
-        told = stream(url, "run", "overview")
-    assert told["run"]["trouble"] == "no peer answers"
-    assert told["overview"]["peers"] == []
+        parts = stream(url, "run", "overview")
+    assert parts["run"]["trouble"] == "no peer answers"
+    assert parts["overview"]["peers"] == []
 
 
 class Broken:

@@ -114,23 +114,23 @@ def test_a_real_swarm_loses_a_peer_and_gains_one(chrome: Chrome, swarm: Swarm) -
     swarm.until(lambda: "committed by" in text(chrome, "#events"))
     # A peer's own page shows the same, itself included.
     own = swarm.until(lambda: first.output.partition("the run is shown at ")[2].split())[0]
-    everybody_trains = {peer.peer_id: "training" for peer in (first, second, third)}
+    all_training = {peer.peer_id: "training" for peer in (first, second, third)}
 
     def seen() -> dict[str, str]:
         return {peer["id"]: peer["kind"] for peer in stream(own, "overview")["overview"]["peers"]}
 
     # Two pages do not learn of a peer at the same moment.
-    swarm.until(lambda: seen() == everybody_trains)
+    swarm.until(lambda: seen() == all_training)
     second.kill()
     swarm.until(lambda: kinds(chrome) == ["training", "training", "gone"])
     assert "connection lost" in text(chrome, "#events")
     fourth = joins()
     swarm.until(lambda: kinds(chrome) == ["training", "training", "training", "gone"])
     swarm.until(lambda: "joined late" in text(chrome, "#events"))
-    everybody = {row.get_attribute("data-peer") for row in chrome.find_elements(By.CSS_SELECTOR, "#peers tbody tr")}
-    assert everybody == {peer.peer_id for peer in (first, second, third, fourth)}
+    all_peers = {row.get_attribute("data-peer") for row in chrome.find_elements(By.CSS_SELECTOR, "#peers tbody tr")}
+    assert all_peers == {peer.peer_id for peer in (first, second, third, fourth)}
     # Observers are not members.
-    assert all(set(event["alive"]) <= everybody for event in first.events("peers"))
+    assert all(set(event["alive"]) <= all_peers for event in first.events("peers"))
     if "SCREENSHOTS" in os.environ:
         time.sleep(45)
     assert_looks_right(chrome, "real")

@@ -136,7 +136,7 @@ class Records:
         return [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
 
     def write(self, directory: Path) -> None:
-        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `happenings.csv`."""
+        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `events.csv`."""
         directory.mkdir(parents=True, exist_ok=True)
         for peer, events in self.events.items():
             lines = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
@@ -145,7 +145,7 @@ class Records:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.table())
-        with (directory / "happenings.csv").open("w", encoding="utf-8", newline="") as file:
+        with (directory / "events.csv").open("w", encoding="utf-8", newline="") as file:
             happened = csv.writer(file, lineterminator="\n")
             happened.writerow(("t", "action", "peer", "value"))
             for scheduled_event in self.experiment.scheduled_events:

@@ -128,7 +128,7 @@ def test_the_example_in_small_is_told(tmp_path: Path) -> None:
     assert "100%" in told.splitlines()[1]
     assert f"{first.goodput:.2%}" in told
     first.write(tmp_path)
-    lines = (tmp_path / "happenings.csv").read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / "events.csv").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "t,action,peer,value"
     assert len(lines) == 1 + len(storm.scheduled_events)
 

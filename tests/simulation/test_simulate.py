@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_records_byte_for_byte(tmp_path: Path) -> N
         )
         contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
     assert contents[0] == contents[1]
-    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv", "happenings.csv"}
+    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv", "events.csv"}
 
 
 def test_another_seed_is_another_run_and_the_callers_randomness_is_left_alone() -> None:

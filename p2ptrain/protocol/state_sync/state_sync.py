@@ -200,7 +200,7 @@ class StateSync:
                 self._rng.shuffle(donors)
                 asked = await ask_head(host.links, donors[0])
                 await download.run(asked, donors)
-                self._model.load_buffers(await ask_buffers(host.links, donors[0], asked.state_sha256))
+                self._model.load_buffers(await ask_buffers(host.links, donors[0]))
                 head = asked
             except (PeerLostError, WireError) as error:
                 logger.info("state download: %s", error)

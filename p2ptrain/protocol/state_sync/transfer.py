@@ -49,8 +49,9 @@ MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 class StateServer:
     """Answers requests for this peer's head, manifest and chunks from live memory, and for its model's buffers.
 
-    Buffers change at every training step. They are packed once for each state and kept until another is asked for, so
-    that the pieces that a joiner gets belong together.
+    Buffers change at every training step. They are packed when the first piece is asked for, at most once for each
+    state that we stand on, and kept until they are packed again. The answer names the packing (by that state), and
+    whoever wants its next piece repeats that name: pieces of two packings do not mix.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class StateServer:
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer one request, or say that it cannot be answered now. A peer without state never donates."""
-        payload = None
-        if self._head().lineage and not self._busy():
+        payload, note = None, request.what
+        if request.what == "buffers":
+            payload, note = await self._buffers_piece(request)
+        elif self._head().lineage and not self._busy():
             payload = await self._payload(request)
             if self._busy():
                 payload = None
-        answer = Answer(request.request, payload is not None, request.what)
+        answer = Answer(request.request, payload is not None, note)
         await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
     async def _payload(self, request: Request) -> bytes | None:
@@ -92,23 +95,21 @@ class StateServer:
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
             case "chunk" if current and 0 <= request.index < self._state.num_chunks:
                 return await self._compute(self._state.chunk(request.index).tobytes)
-            case "buffers" if request.index >= 0:
-                start = request.index * BUFFER_PIECE_BYTES
-                packed = await self._packed_buffers(request.subject)
-                # The piece behind the last full one may be empty: it says that there are no more.
-                if packed is not None and start <= len(packed):
-                    return packed[start : start + BUFFER_PIECE_BYTES]
         return None
 
-    async def _packed_buffers(self, state_sha256: str) -> bytes | None:
-        """The buffers as they were when they were first asked for with this state; None for one that we are not on."""
+    async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
+        """A piece of the packed buffers, and what it is a piece of; None where it is not there (any more)."""
         async with self._packing:
-            if state_sha256 != self._packed_of:
-                if state_sha256 != self._head().state_sha256:
-                    return None
+            now = self._head()
+            if request.index == 0 and now.lineage and self._packed_of != now.state_sha256:
                 self._packed = await self._compute(self._buffers)
-                self._packed_of = state_sha256
-            return self._packed
+                self._packed_of = now.state_sha256
+        start = request.index * BUFFER_PIECE_BYTES
+        # The piece behind the last full one may be empty: it says that there are no more.
+        there = self._packed_of and 0 <= start <= len(self._packed)
+        if not there or (request.index and request.subject != self._packed_of):
+            return None, request.what
+        return self._packed[start : start + BUFFER_PIECE_BYTES], self._packed_of
 
 
 def num_pages(num_chunks: int) -> int:
@@ -124,14 +125,15 @@ async def ask_head(links: Links, link: Link) -> Head:
     return unpack_head(payload)
 
 
-async def ask_buffers(links: Links, link: Link, state_sha256: str) -> bytes:
-    """The serialized buffers of a partner's model on this state. Raises PeerLostError, WireError."""
-    data = bytearray()
+async def ask_buffers(links: Links, link: Link) -> bytes:
+    """The serialized buffers of a partner's model. Raises PeerLostError, WireError."""
+    data, packing = bytearray(), ""
     while len(data) <= MAX_BUFFERS_BYTES:
         index = len(data) // BUFFER_PIECE_BYTES
-        answer, payload = await links.request(link, "buffers", state_sha256, index, timeout_s=CHUNK_TIMEOUT_S)
+        answer, payload = await links.request(link, "buffers", packing, index, timeout_s=CHUNK_TIMEOUT_S)
         if not answer.found:
-            raise PeerLostError(f"{link.peer_id} gives no buffers of this state now")
+            raise PeerLostError(f"{link.peer_id} gives no buffers now, or has packed them anew")
+        packing = answer.note
         if len(payload) > BUFFER_PIECE_BYTES:
             raise WireError(f"{len(payload)} bytes of buffers, expected at most {BUFFER_PIECE_BYTES}")
         data += payload

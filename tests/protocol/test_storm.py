@@ -24,6 +24,12 @@ def test_storm(seed: int) -> None:
     weather(Storm.of(seed))
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_storm_of_a_run_that_gathers(seed: int) -> None:
+    weather(Storm.of(seed, "gather"))
+
+
 def test_a_storm_is_the_same_every_time() -> None:
     storm = Storm.of(3)
     first, second = (weather(storm) for _ in range(2))

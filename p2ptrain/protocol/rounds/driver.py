@@ -214,11 +214,12 @@ class RoundDriver:
     async def adopt_record(self, sender: PeerId, record: Record) -> None:
         """Bring a round home that we missed, by the record that another peer gave us.
 
-        Returns once it has landed, or when it cannot be shown that it was committed; at once if it is not the next.
+        Returns once it has landed, or when it cannot be shown that it was committed, or its parts are gone; at once if
+        it is not the next.
         """
         head = self.head
         self.deliver(sender, Commit(record))
-        while self.head is head and (self.resolving or self._state.learner.heard):
+        while self.head is head and (self.resolving or self._state.learner.heard) and self._outcomes.lacking != record:
             await self._changed.wait()
 
     def _begin(self, head: Head) -> consensus.State:

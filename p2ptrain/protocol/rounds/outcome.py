@@ -44,6 +44,7 @@ class Outcomes:
 
     Attributes:
         resolving: whether an outcome is being brought home, or the state replaced.
+        lacking: a record of which somebody says that it was committed, and whose parts are nowhere to be had.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Outcomes:
         ended: Callable[[], None],
     ) -> None:
         self.resolving = False
+        self.lacking: Record | None = None
         self._context = context
         self._taker = taker
         self._liveness = liveness
@@ -79,7 +81,7 @@ class Outcomes:
         """We stand at another head: what was under way for the one before is of no use."""
         self._committer.forget()
         self._fetcher.cancel()
-        self._retries = 0
+        self._retries, self.lacking = 0, None
 
     @property
     def interrupted(self) -> bool:
@@ -135,7 +137,10 @@ class Outcomes:
         try:
             await self.fetch(record, parent_sha256)
         except (RoundFailedError, PeerLostError, WireError) as error:
-            logger.debug("round %d: not here yet: %s", record.round, error)
+            logger.debug("round %d: %s", record.round, error)
+            if isinstance(error, PeerLostError):
+                self.lacking = record
+                self._ended()
         except Exception:
             logger.exception("the parts of round %d could not be fetched", record.round)
 

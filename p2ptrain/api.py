@@ -103,17 +103,14 @@ def join(
 ) -> Peer | GroupPeer:
     """Join a run with a model of your own, or start a run if no initial peers are given.
 
-    Blocks until the model has the run's state: seconds, plus the time to download all weights. It gives up if no
-    initial peer answers within 25 s, or after two minutes without progress of the download.
+    Blocks until the model has the run's state. Without initial peers that takes a second or two. With them: at most
+    25 s to reach one, 5 s to find the run, and then as long as the download of its state takes (the parameters' fp32
+    bytes, twice with an outer optimizer's moment). It gives up after 120 s without progress. `on_status` reports the
+    progress, and Ctrl-C ends it.
 
     Trainable parameters are exchanged, tied ones once. Frozen parameters must be equal on all peers. Persistent buffers
     are downloaded when joining and stay local after that. Parameters may be of any float type and on any device. Their
     storage is never replaced, so optimizers, AMP and torch.compile that were set up before keep working.
-
-    It blocks until the model stands on the run's state. Without initial peers that takes a second or two. With them:
-    at most 25 s to reach one, 5 s to find the run, and then as long as the download of its state takes (the
-    parameters' fp32 bytes, times two with an outer optimizer's moment); it gives up when nothing has come for 120 s.
-    `on_status` tells how far it is, and Ctrl-C ends it.
 
     Args:
         model: overwritten with the run's weights when joining a live run.

@@ -30,7 +30,7 @@ from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.incarnation import incarnation_of
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.node.runner import NodeRunner
+from p2ptrain.protocol.node.runner import KeptBuffers, NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 
@@ -102,8 +102,10 @@ class Peer:
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             """A node; each is told from those before it by its incarnation."""
             own = incarnation_of(incarnation, number)
+            trains = number > 0 and self._runner.settled.ready.is_set()
+            model = KeptBuffers(self._parts) if trains else self._parts
             return Node(
-                network.transport, network.directory, self._exchange, self._parts, self.run,
+                network.transport, network.directory, self._exchange, model, self.run,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
                 peer_timeout_s=peer_timeout_s, chosen=chosen, errors=self._errors,

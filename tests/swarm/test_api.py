@@ -198,7 +198,11 @@ def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> N
         first, second = Loop(cnn_a, a), Loop(cnn_b, b)
         train_until(lambda: first.rounds and first.rounds[-1].status == "committed", first, second)
         watch = a.watch()
+        # Both stand on one state: the new node takes it from the other peer.
+        train_until(lambda: a.anchor_sha256 == b.anchor_sha256 and a.status == b.status == "training", first, second)
         maddrs, node, round_ = a.maddrs, a._runner.node, a.round
+        loaded: list[bytes] = []
+        a._parts.load_buffers = loaded.append  # type: ignore[method-assign]
 
         def fail() -> None:
             node._fail(ZeroDivisionError("a bug of ours"))
@@ -215,9 +219,12 @@ def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> N
         )
         train_until(lambda: any(m.peer_id == b.peer_id and m.linked for m in watch.take().members), first, second)
         watch.stop()
+        assert loaded == []  # a forward pass may be using the buffers
         assert a.founded
     told = [json.loads(line) for line in records.read_text().splitlines()]
     assert any("restarting" in line["status"] for line in told if line["event"] == "status")
+    reasons = [line["reason"] for line in told if line["event"] == "adopt"]
+    assert reasons[1] in ("adopted the swarm's state", "the swarm stands where our checkpoint does")
 
 
 def test_a_state_is_taken_up_again_after_a_restart() -> None:

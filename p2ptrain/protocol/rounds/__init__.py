@@ -9,10 +9,10 @@ Three parts that meet at small seams:
 - **How gradients become a mean** is a strategy: `averaging` has the interface and one file for each. The consensus
   never sees which one is used.
 - **The driver** joins both to links, clock and the training thread. `driver` takes messages and time to the consensus
-  and carries out its effects, in tasks of its own nursery (`attempts`): `member` takes part in one attempt (`snapshot`
-  and `contribution` are what it brings, `transfer` and `collection` how chunks go out and come in), `leader` leads the
-  averaging of one, `outcome` brings a decided round home (`fetching` its bytes, `commit` its outer step and landing).
-  `calling` says when we are due and when we lead; `liveness` is who is there.
+  (through `runner`) and carries out its effects, in tasks of its own nursery (`attempts`): `member` takes part in one
+  attempt (`snapshot` and `contribution` are what it brings, `transfer` and `collection` how chunks go out and come in),
+  `leader` leads the averaging of one, `outcome` brings a decided round home (`fetching` its bytes, `commit` its outer
+  step and landing). `calling` says when we are due and when we lead; `liveness` is who is there.
 
 The way of one round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers → Reduce → Reduced →
 `record` → Propose → fetch, Ready → Commit → outer step → landing in `peer.step()`.

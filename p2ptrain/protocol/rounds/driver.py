@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -20,18 +19,16 @@ import trio
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, RoundReport, Snapshot
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.rounds import consensus, policy
+from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.calling import Caller
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import (
     Average,
-    Averaged,
     Broadcast,
     Effect,
     Event,
     Fetch,
-    Held,
     LeaderEnded,
     LeaderFailed,
     Learned,
@@ -39,8 +36,6 @@ from p2ptrain.protocol.rounds.events import (
     MemberEnded,
     MemberFailed,
     Prepare,
-    Prepared,
-    Received,
     Send,
     Tick,
     Unproven,
@@ -48,6 +43,8 @@ from p2ptrain.protocol.rounds.events import (
 from p2ptrain.protocol.rounds.lineage import LineageWatch, new_lineage
 from p2ptrain.protocol.rounds.liveness import Liveness, Peers
 from p2ptrain.protocol.rounds.outcome import Outcomes, RoundEvents
+from p2ptrain.protocol.rounds.round_state import State, begin, deadline_s
+from p2ptrain.protocol.rounds.runner import ConsensusRunner
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, Silences
 from p2ptrain.protocol.wire.messages import (
@@ -104,12 +101,11 @@ class RoundDriver:
             context.run, context.exchange, context.state, context.links.counters, context.compute, faults
         )
         self._outcomes = Outcomes(context, self._taker, self._liveness, events, self.set_head, self._on_outcome_ended)
+        no_head = Head("", "", -1, "", "", (), 0, 0, None)
+        self._consensus = ConsensusRunner(self._begin(no_head), self._carry_out, self._wake)
         self._attempts = Attempts(
-            context, self._taker, self._silences, fetch=self._fetch, tell=self.tell, apply=self._apply
+            context, self._taker, self._silences, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
         )
-        self._state = self._begin(Head("", "", -1, "", "", (), 0, 0, None))
-        self._queue: deque[Event] = deque()
-        self._pumping = False
         self._called_s = self._rest_until_s = 0.0
         self._attempts_failed = 0
         self._leaving = False
@@ -139,9 +135,13 @@ class RoundDriver:
         return self._state.head
 
     @property
-    def round_state(self) -> consensus.State:
+    def round_state(self) -> State:
         """The state of the round after the head."""
         return self._state
+
+    @property
+    def _state(self) -> State:
+        return self._consensus.state
 
     @property
     def reach(self) -> int:
@@ -180,7 +180,7 @@ class RoundDriver:
         """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before."""
         self._give_up("we stand on another state now")
         same_lineage = head.lineage == self.head.lineage
-        self._state = self._begin(head)
+        self._consensus.state = self._begin(head)
         self._caller.election.begin(head, same_lineage=same_lineage)
         self._lineage_watch.excuse()
         self._forget_snapshot()
@@ -222,8 +222,8 @@ class RoundDriver:
         while self.head is head and (self.resolving or self._state.learner.heard) and self._outcomes.lacking != record:
             await self._changed.wait()
 
-    def _begin(self, head: Head) -> consensus.State:
-        return consensus.begin(*self._liveness.own, head, self.context.timeouts.limits(0.0, 0.0))
+    def _begin(self, head: Head) -> State:
+        return begin(*self._liveness.own, head, self.context.timeouts.limits(0.0, 0.0))
 
     def _wake(self) -> None:
         self._changed.set()
@@ -248,7 +248,7 @@ class RoundDriver:
             policy.check_join(message)
         match message:
             case Inquire():
-                self._receive(sender, message)
+                self._consensus.receive(sender, message)
             case Call() | Commit() if self.resolving or self._is_one_ahead(message):
                 # Of the round after the one whose outcome we are about to take: taken up once it has landed.
                 self._deferred[type(message)] = (sender, message)
@@ -260,18 +260,18 @@ class RoundDriver:
             case Call():
                 self._on_call(sender, message)
             case Propose() | Ready() | Abort() | Accepted():
-                self._receive(sender, message)
+                self._consensus.receive(sender, message)
             case Commit(record=record):
-                self._receive(sender, message)
+                self._consensus.receive(sender, message)
                 if self._state.learner.heard:
                     self._outcomes.prefetch(record, self.head.state_sha256)
             case Join():
-                self._receive(sender, message)
+                self._consensus.receive(sender, message)
                 if message.attempt.leader == self.context.peer_id and message.attempt.counter == self._state.highest:
                     # Also one that comes after the window: the next window is longer.
                     self._caller.election.note_spread(trio.current_time() - self._called_s)
             case Withdraw() | Refuse() | Roster():
-                self._receive(sender, message)
+                self._consensus.receive(sender, message)
                 self._attempts.deliver(sender, message, payload)
             case Reduce() | Arrived() | Reduced() | Contribution():
                 self._attempts.deliver(sender, message, payload)
@@ -285,7 +285,7 @@ class RoundDriver:
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""
         self._attempts.note_lost(peer_id)
-        self._apply(Lost(peer_id))
+        self._consensus.apply(Lost(peer_id))
         self._wake()
 
     def _on_call(self, sender: PeerId, call: Call) -> None:
@@ -297,8 +297,8 @@ class RoundDriver:
         if sender in self._silences.passed_over(now):
             return
         limits = self.context.timeouts.limits(self._caller.window_s(), self._liveness.round_trip_s())
-        self._state = dataclasses.replace(self._state, limits=limits)
-        self._receive(sender, call)
+        self._consensus.limit(limits)
+        self._consensus.receive(sender, call)
         election = self._caller.election
         election.counter = max(election.counter, min(call.attempt.counter, self._state.highest))
 
@@ -318,43 +318,6 @@ class RoundDriver:
             logger.exception("the snapshot of round %d is lost", self._state.round)
 
     # --- consensus ------------------------------------------------------------------------------------------------
-
-    def _receive(self, sender: PeerId, message: Message) -> None:
-        """Take a message to the consensus. Raises WireError where it breaks a rule."""
-        self._queue.append(Received(sender, message))
-        self._pump()
-
-    def _apply(self, event: Event) -> None:
-        """Take an event of our own to the consensus; nothing is raised."""
-        self._queue.append(event)
-        try:
-            self._pump()
-        except Exception:
-            logger.exception("%s could not be taken in", type(event).__name__)
-            match event:
-                case Prepared(attempt, _) | Held(attempt, _):
-                    self._apply(MemberFailed(attempt, "unexpected error"))
-                case Averaged(attempt, _):
-                    self._apply(LeaderFailed(attempt, "unexpected error"))
-
-    def _pump(self) -> None:
-        """Take in what is queued, and do what the consensus says. What that causes is queued behind it."""
-        if self._pumping:
-            return
-        self._pumping = True
-        before = self._state
-        try:
-            while self._queue:
-                event = self._queue.popleft()
-                self._state, effects = consensus.step(self._state, event, trio.current_time())
-                for effect in effects:
-                    self._carry_out(effect, event)
-        finally:
-            self._pumping = False
-            if (before.member, before.proposer, before.learner) != (
-                self._state.member, self._state.proposer, self._state.learner
-            ):  # fmt: skip
-                self._wake()
 
     def _carry_out(self, effect: Effect, cause: Event) -> None:
         """Do one thing that the consensus wants. An error in it costs the attempt that it belongs to."""
@@ -387,9 +350,9 @@ class RoundDriver:
             logger.exception("%s could not be done", type(effect).__name__)
             match effect:
                 case Prepare(attempt, _) | Fetch(attempt, _):
-                    self._queue.append(MemberFailed(attempt, "unexpected error"))
+                    self._consensus.apply(MemberFailed(attempt, "unexpected error"))
                 case Average(attempt, _):
-                    self._queue.append(LeaderFailed(attempt, "unexpected error"))
+                    self._consensus.apply(LeaderFailed(attempt, "unexpected error"))
 
     def _on_member_ended(self, effect: MemberEnded, cause: Event) -> None:
         if self._attempts.followed != effect.attempt:
@@ -426,9 +389,9 @@ class RoundDriver:
         self._attempts.end_member()
         self._attempts.end_leader()
         if self._state.proposer is not None:
-            self._apply(LeaderFailed(self._state.proposer.attempt, reason))
+            self._consensus.apply(LeaderFailed(self._state.proposer.attempt, reason))
         if self._state.member is not None:
-            self._apply(MemberFailed(self._state.member.attempt, reason))
+            self._consensus.apply(MemberFailed(self._state.member.attempt, reason))
 
     def _skip(self, reason: str) -> None:
         """Nothing changes but the time of the next round; what was learnt stays in the weights."""
@@ -479,18 +442,18 @@ class RoundDriver:
         if now < self._rest_until_s:
             return self._rest_until_s - now
         self._called_s = now
-        self._apply(self._caller.lead())
+        self._consensus.apply(self._caller.lead())
         return LOOK_S
 
     async def _keep_time(self) -> None:
         """Tell the consensus when one of its deadlines has passed."""
         while True:
             changed = self._changed
-            with trio.move_on_at(consensus.deadline_s(self._state)):
+            with trio.move_on_at(deadline_s(self._state)):
                 await changed.wait()
-            if trio.current_time() >= consensus.deadline_s(self._state):
-                self._apply(Tick())
-                if trio.current_time() >= consensus.deadline_s(self._state):
+            if trio.current_time() >= deadline_s(self._state):
+                self._consensus.apply(Tick())
+                if trio.current_time() >= deadline_s(self._state):
                     await trio.sleep(STALL_POLL_S)  # it failed
 
     async def _watch_stalls(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from p2ptrain.protocol.rounds.consensus import Limits
+from p2ptrain.protocol.rounds.round_state import Limits
 from p2ptrain.protocol.wire.transport import PeerId
 
 # A sender without a chunk for this long is left out, or for four round trips where that is more (DESIGN.md).

@@ -298,14 +298,20 @@ def test_a_leader_that_calls_and_says_nothing_more_holds_nobody_up() -> None:
     three_and_x(test)
 
 
-def test_a_leader_that_calls_again_and_again_and_says_nothing_more_is_not_followed_any_more() -> None:
+@pytest.mark.parametrize("says", ["nothing", "roster", "nonsense"])
+def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_followed_any_more(says: str) -> None:
     async def test(s: Swarm, x: Member) -> None:
         began = trio.current_time()
 
         async def call_forever() -> None:
             while True:
                 counter = 1 + max(p.node.engine.round_state.acceptor.promised.counter for p in s.peers.values())
-                x.tell(x.call(counter, window_s=1e9))
+                call = x.call(counter, window_s=1e9)
+                x.tell(call)
+                parts = s.peers["a"].node.engine.context.averaging.plan(["x"], s.peers["a"].node.state.num_blocks)
+                if says != "nothing":
+                    parts = parts if says == "roster" else ()
+                    x.tell(Roster(call.lineage, call.round, call.attempt, (*s.peers, "x"), parts))
                 await trio.sleep(0.1)
 
         async with trio.open_nursery() as nursery:

@@ -127,6 +127,8 @@ class Attempts:
         match message:
             case Roster(attempt=attempt) | Reduce(attempt=attempt):
                 if member is not None and attempt == member.attempt and sender == attempt.leader:
+                    if isinstance(message, Roster):
+                        self._context.averaging.check_plan(message, self._context.state.num_blocks)
                     member.deliver(message)
             case Contribution(attempt=attempt):
                 if member is not None and attempt == member.attempt:

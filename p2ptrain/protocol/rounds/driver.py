@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -94,8 +95,9 @@ class RoundDriver:
         self._rng = rng
         self._exchange = context.exchange
         self._liveness = Liveness((context.peer_id, context.incarnation), context.links, peers)
-        self._silences = Silences()
-        self._caller = Caller(context, self._liveness, self._silences)
+        self._leaders, self._reducers = Silences(), Silences()
+        self._in_vain: Counter[PeerId] = Counter()
+        self._caller = Caller(context, self._liveness, self._leaders)
         self._lineage_watch = LineageWatch(self._liveness)
         self._taker = SnapshotTaker(
             context.run, context.exchange, context.state, context.links.counters, context.compute, faults
@@ -104,7 +106,7 @@ class RoundDriver:
         no_head = Head("", "", -1, "", "", (), 0, 0, None)
         self._consensus = ConsensusRunner(self._begin(no_head), self._carry_out, self._wake)
         self._attempts = Attempts(
-            context, self._taker, self._silences, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
+            context, self._taker, self._reducers, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
         )
         self._called_s = self._rest_until_s = 0.0
         self._attempts_failed = 0
@@ -290,11 +292,10 @@ class RoundDriver:
 
     def _on_call(self, sender: PeerId, call: Call) -> None:
         now, member = trio.current_time(), self._state.member
-        own = member is not None and member.attempt.leader == sender and member.attempt < call.attempt
-        if own and member is not None and not member.planned:
-            # It called before, and has neither gone on with that attempt nor ended it.
-            self._note_silent(sender)
-        if sender in self._silences.passed_over(now):
+        if member is not None and member.attempt.leader == sender and member.attempt < call.attempt:
+            # It called before, and has not ended that attempt.
+            self._pass_over(sender)
+        if sender in self._leaders.passed_over(now):
             return
         limits = self.context.timeouts.limits(self._caller.window_s(), self._liveness.round_trip_s())
         self._consensus.limit(limits)
@@ -302,10 +303,11 @@ class RoundDriver:
         election = self._caller.election
         election.counter = max(election.counter, min(call.attempt.counter, self._state.highest))
 
-    def _note_silent(self, leader: PeerId) -> None:
+    def _pass_over(self, leader: PeerId) -> None:
+        """Follow this leader for a while no more: its attempts come to nothing."""
         if leader != self.context.peer_id:
-            logger.info("%s called a round and said nothing more", leader)
-            self._silences.note(leader, trio.current_time(), SILENT_LEADER_S)
+            logger.info("%s called rounds that came to nothing", leader)
+            self._leaders.note(leader, trio.current_time(), SILENT_LEADER_S)
 
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         # One that was asked for before the head moved on belongs to no round any more.
@@ -358,8 +360,11 @@ class RoundDriver:
         if self._attempts.followed != effect.attempt:
             return
         self._attempts.end_member()
-        if isinstance(cause, Tick):
-            self._note_silent(effect.attempt.leader)
+        leader = effect.attempt.leader
+        if self._state.member is None:
+            self._in_vain[leader] += 1
+        if isinstance(cause, Tick) or self._in_vain[leader] >= MAX_ATTEMPTS:
+            self._pass_over(leader)
         if self._state.member is None:
             # Not superseded by another attempt.
             self._attempts_failed += 1
@@ -377,9 +382,9 @@ class RoundDriver:
         self._wake()
 
     def _on_learned(self, record: Record) -> None:
-        attempt = self._state.acceptor.attempt
-        if attempt is not None:
-            self._silences.excuse(attempt.leader)
+        # Rounds go on: whoever leads the next one gets another chance.
+        self._leaders.forget()
+        self._in_vain.clear()
         self._attempts.end_member()
         self._attempts.end_leader()
         self._outcomes.resolve(record, self.head.state_sha256)

@@ -92,9 +92,9 @@ class Silences:
             lasts_s = min(max(least_s, 2 * lasts_s), MAX_SILENT_S)
             self._until[peer_id] = now + lasts_s, lasts_s
 
-    def excuse(self, peer_id: PeerId) -> None:
-        """It did what was asked of it."""
-        self._until.pop(peer_id, None)
+    def forget(self) -> None:
+        """Pass over nobody."""
+        self._until.clear()
 
     def passed_over(self, now: float) -> set[PeerId]:
         """Who is neither followed nor asked to average now."""

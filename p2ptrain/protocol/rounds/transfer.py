@@ -28,8 +28,7 @@ class Transfer:
     def __init__(
         self, context: RoundContext, roster: Roster, taker: SnapshotTaker, early: EarlyChunks, tell: Tell
     ) -> None:
-        """Takes over the chunks that came early. Raises WireError on a plan that cannot be."""
-        context.averaging.check_plan(roster, context.state.num_blocks)
+        """Takes over the chunks that came early. The plan has been checked."""
         self.reducing = False
         self._context = context
         self._roster = roster

@@ -80,12 +80,16 @@ def _train(
     options: DemoOptions, console: Console, began_s: float, stop: Callable[[], bool]
 ) -> tuple[Plan, SwarmView, str]:
     with running_processes() as processes:
+        start_s = time.monotonic()
         addresses = start_bootstrap(options.out, processes, stop)
+        bootstrap_s = time.monotonic() - start_s
         step_s = measure_step_s(options.peers)
         if stop():
             raise KeyboardInterrupt
         time_left_s = 60 * options.minutes - (time.time() - began_s)
-        plan = make_plan(peers=options.peers, seed=options.seed, step_s=step_s, time_left_s=time_left_s)
+        plan = make_plan(
+            peers=options.peers, seed=options.seed, step_s=step_s, time_left_s=time_left_s, bootstrap_s=bootstrap_s
+        )
         swarm = SwarmView(began_s, plan.steps)
         swarm.add_notice(
             time.time(),

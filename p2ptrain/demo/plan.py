@@ -20,6 +20,10 @@ LATE_START_S = 12.0
 END_S = 6.0
 # Enough for a late peer to start and train.
 MIN_TRAINING_S = 2 * LATE_START_S
+# From the start of the bootstrap node to its addresses, on the same machine: how much longer it takes now is how much
+# longer everything takes that is started. Beyond MAX_SLOWNESS a demo would become too long.
+BOOTSTRAP_START_S = 3.0
+MAX_SLOWNESS = 4.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Plan:
         return 1000 * self.seed + number
 
 
-def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float) -> Plan:
+def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, bootstrap_s: float) -> Plan:
     """Choose the length of the run so that the demo ends in time.
 
     Args:
@@ -74,12 +78,14 @@ def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float) -> Pl
         seed: seed of the run.
         step_s: seconds of one inner step while all peers train.
         time_left_s: seconds from the start of the peers to the planned end of the demo.
+        bootstrap_s: seconds that the start of the bootstrap node took.
     """
-    training_s = max(MIN_TRAINING_S, time_left_s - PEERS_START_S - END_S)
+    slowness = min(MAX_SLOWNESS, max(1.0, bootstrap_s / BOOTSTRAP_START_S))
+    training_s = max(slowness * MIN_TRAINING_S, time_left_s - slowness * (PEERS_START_S + END_S))
     sync_every = max(MIN_SYNC_EVERY, round(training_s / step_s / ROUNDS))
     steps = ROUNDS * sync_every
     # Start the late peer early enough that it trains at JOIN_AT.
-    start_late_at = max(EARLIEST_START, JOIN_AT - LATE_START_S / training_s)
+    start_late_at = max(EARLIEST_START, JOIN_AT - slowness * LATE_START_S / training_s)
     kill_at = min(KILL_AT, start_late_at - 0.02)
     return Plan(
         peers=peers,

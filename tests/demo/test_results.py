@@ -30,7 +30,7 @@ RUN = RunConfig(model="gpt-demo", data="stdlib", total_steps=100)
 
 
 def _plan() -> Plan:
-    return make_plan(peers=3, seed=5, step_s=0.01, time_left_s=100)
+    return make_plan(peers=3, seed=5, step_s=0.01, time_left_s=100, bootstrap_s=1)
 
 
 @pytest.fixture

@@ -90,6 +90,8 @@ def test_in_a_hundred_swarms_nobody_who_starts_with_the_others_stays_apart(seeds
             # On a slow link the parts of a round may be gone before a joiner has followed it: it takes the state again.
             reasons.pop("the next round cannot be followed by its record", None)
             assert reasons == {"founded the run": 1, "adopted the swarm's state": len(s.peers) - 1}
+            genesis = {event["lineage"] for p in s.peers.values() for event in p.events if event["event"] == "adopt"}
+            assert len(genesis) == 1
 
     for seed in seeds:
         run_virtual(lambda seed=seed: main(seed), seed)  # type: ignore[misc]

@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.consensus import Limits, State
+from p2ptrain.protocol.rounds import consensus, round_state
 from p2ptrain.protocol.rounds.events import (
     Average,
     Averaged,
@@ -38,6 +37,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
 )
 from p2ptrain.protocol.rounds.quorum import record_sha256
+from p2ptrain.protocol.rounds.round_state import Limits, State
 from p2ptrain.protocol.wire.messages import Abort, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
 
@@ -214,7 +214,7 @@ class Explorer:
 
     def _fresh(self, peer: str, incarnation: str) -> Local:
         scenario, frail = self.scenario, peer in self.scenario.frail
-        state = consensus.begin(peer, incarnation, scenario.head, LIMITS)
+        state = round_state.begin(peer, incarnation, scenario.head, LIMITS)
         leads = scenario.leads if peer in scenario.leaders else 0
         return Local(state, leads, scenario.kept * frail, scenario.forgotten * frail)
 
@@ -250,7 +250,7 @@ class Explorer:
             lead = Lead(tuple(self.scenario.voters), 0.0, 0.0, 0.0)
             yield self._step(dataclasses.replace(local, leads=local.leads - 1), lead, 0.0)
         if local.kept:
-            kept = dataclasses.replace(local, state=consensus.restarted(state), kept=local.kept - 1)
+            kept = dataclasses.replace(local, state=round_state.restarted(state), kept=local.kept - 1)
             yield self._intern(kept), 0, ""
         if local.forgotten:
             fresh = self._fresh(state.peer, str(int(state.incarnation) + 1))

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.consensus import Acceptor, Result, State
+from p2ptrain.protocol.rounds.consensus import Result
 from p2ptrain.protocol.rounds.learner import Learner
+from p2ptrain.protocol.rounds.round_state import Acceptor, State
 from p2ptrain.protocol.wire.messages import Attempt, Propose, Record
 from tests.protocol.explore import Explorer, Scenario
 
@@ -100,13 +101,13 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
 @pytest.mark.parametrize(
     ("rule", "fault", "scenario"),
     [
-        ("is_quorum", quorum_of_one, Scenario("abc", "ab", lean=True)),
-        ("restarted", forget_ready, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
-        ("_on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
-        ("unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
-        ("begin", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
-        ("Learner.shown", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
-        ("Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
+        ("consensus.is_quorum", quorum_of_one, Scenario("abc", "ab", lean=True)),
+        ("round_state.restarted", forget_ready, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
+        ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
+        ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
+        ("round_state.begin", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
+        ("consensus.Learner.shown", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
+        ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],
     ids=[
         "a quorum of one", "READY forgotten on restart", "a lower attempt accepted", "a reported READY ignored",
@@ -121,7 +122,7 @@ def test_a_planted_fault_is_found(
     record_property: Callable[[str, object], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr(f"{consensus.__name__}.{rule}", fault)
+    monkeypatch.setattr(f"p2ptrain.protocol.rounds.{rule}", fault)
     found = Explorer(scenario).search(LIMIT)
     assert found.conflict is not None
     what = request.node.callspec.id

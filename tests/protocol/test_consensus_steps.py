@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.consensus import Limits, State, begin, deadline_s, restarted, step
+from p2ptrain.protocol.rounds.consensus import step
 from p2ptrain.protocol.rounds.events import (
     Average,
     Averaged,
@@ -34,7 +34,15 @@ from p2ptrain.protocol.rounds.events import (
 )
 from p2ptrain.protocol.rounds.learner import ASK_AGAIN_S, MAX_ASKS, MAX_HEARD, is_shown
 from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, record_sha256, voters_of
-from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, NO_ATTEMPT
+from p2ptrain.protocol.rounds.round_state import (
+    MAX_COUNTERS_AHEAD,
+    NO_ATTEMPT,
+    Limits,
+    State,
+    begin,
+    deadline_s,
+    restarted,
+)
 from p2ptrain.protocol.wire.messages import (
     Abort,
     Accepted,

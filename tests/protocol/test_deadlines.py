@@ -16,9 +16,9 @@ from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.consensus import Limits
 from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
 from p2ptrain.protocol.rounds.leader import SENDING_SHARE, AveragingLeader
+from p2ptrain.protocol.rounds.round_state import Limits, begin, deadline_s
 from p2ptrain.protocol.rounds.timeouts import (
     FIRST_CHUNK_S,
     MARGIN,
@@ -235,7 +235,7 @@ class Host:
         self.leader: AveragingLeader | None = None
         self.attempt = Attempt(1, "a", "a.1")
         self._nursery = nursery
-        self._state = consensus.begin("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
+        self._state = begin("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
             state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}),
@@ -261,7 +261,7 @@ class Host:
 
     async def keep_time(self) -> None:
         while True:
-            await trio.sleep_until(consensus.deadline_s(self._state))
+            await trio.sleep_until(deadline_s(self._state))
             self.apply(Tick())
 
     def of(self, kind: type[Message]) -> list[tuple[float, str, Message]]:

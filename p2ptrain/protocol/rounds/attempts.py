@@ -18,20 +18,7 @@ from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import Silences
-from p2ptrain.protocol.wire.messages import (
-    Arrived,
-    Attempt,
-    Contribution,
-    Head,
-    Join,
-    Message,
-    Record,
-    Reduce,
-    Reduced,
-    Refuse,
-    Roster,
-    Withdraw,
-)
+from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -47,7 +34,7 @@ class Attempts:
 
     def __init__(
         self, context: RoundContext, taker: SnapshotTaker, silences: Silences, *,
-        fetch: Callable[[Record], Awaitable[None]], tell: Tell, apply: Callable[[Event], None],
+        fetch: Callable[[m.Record], Awaitable[None]], tell: Tell, apply: Callable[[Event], None],
     ) -> None:  # fmt: skip
         self._context = context
         self._taker = taker
@@ -64,7 +51,7 @@ class Attempts:
         self._nursery = nursery
 
     @property
-    def followed(self) -> Attempt | None:
+    def followed(self) -> m.Attempt | None:
         """The one that we take part in."""
         return self._member.attempt if self._member is not None else None
 
@@ -73,7 +60,7 @@ class Attempts:
         """What we are doing in the one that we take part in, for people; empty where there is none."""
         return self._member.stage if self._member is not None else ""
 
-    def take_part(self, effect: Prepare, head: Head) -> None:
+    def take_part(self, effect: Prepare, head: m.Head) -> None:
         """Take part in an attempt, and in no other."""
         assert self._nursery is not None
         self.end_member()
@@ -87,7 +74,7 @@ class Attempts:
         if self._member is not None and self._member.attempt == effect.attempt:
             self._member.deliver(effect)
 
-    def lead(self, effect: Average, head: Head, attempt_s: float, rtt_s: float) -> None:
+    def lead(self, effect: Average, head: m.Head, attempt_s: float, rtt_s: float) -> None:
         """Lead the averaging of our attempt."""
         assert self._nursery is not None
         self.end_leader()
@@ -96,7 +83,7 @@ class Attempts:
         )
         self._nursery.start_soon(self._average, self._leader, dict(effect.joins))
 
-    async def _average(self, leader: AveragingLeader, joins: dict[PeerId, Join]) -> None:
+    async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:
         with leader.scope:
             try:
                 self._apply(Averaged(leader.attempt, await leader.run(joins)))
@@ -119,28 +106,26 @@ class Attempts:
             self._leader.scope.cancel()
             self._leader = None
 
-    # --- what others send -----------------------------------------------------------------------------------------
-
-    def deliver(self, sender: PeerId, message: Message, payload: bytes) -> None:
+    def deliver(self, sender: PeerId, message: m.Message, payload: bytes) -> None:
         """Hand a message to the attempt that it is for. Raises WireError where it breaks the protocol."""
         member, leader = self._member, self._leader
         match message:
-            case Roster(attempt=attempt) | Reduce(attempt=attempt):
+            case m.Roster(attempt=attempt) | m.Reduce(attempt=attempt):
                 if member is not None and attempt == member.attempt and sender == attempt.leader:
                     if isinstance(message, Roster):
                         self._context.averaging.check_plan(message, self._context.state.num_blocks)
                     member.deliver(message)
-            case Contribution(attempt=attempt):
+            case m.Contribution(attempt=attempt):
                 if member is not None and attempt == member.attempt:
                     with self._containing(member):
                         member.contribute(sender, message, payload)
-            case Arrived(attempt=attempt) | Reduced(attempt=attempt):
+            case m.Arrived(attempt=attempt) | m.Reduced(attempt=attempt):
                 if leader is not None and attempt == leader.attempt:
                     leader.deliver(sender, message)
-            case Withdraw(attempt=attempt):
+            case m.Withdraw(attempt=attempt):
                 if leader is not None and attempt == leader.attempt:
                     leader.note_gone(sender, message.reason)
-            case Refuse(attempt=attempt):
+            case m.Refuse(attempt=attempt):
                 if leader is not None and attempt == leader.attempt:
                     leader.note_gone(sender, "it follows another leader")
 

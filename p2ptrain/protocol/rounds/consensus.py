@@ -32,68 +32,17 @@ import dataclasses
 from collections.abc import Collection, Iterable
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.events import (
-    Average,
-    Averaged,
-    Broadcast,
-    Effect,
-    Event,
-    Fetch,
-    Held,
-    Lead,
-    LeaderEnded,
-    LeaderFailed,
-    Learned,
-    Lost,
-    MemberEnded,
-    MemberFailed,
-    Prepare,
-    Prepared,
-    Received,
-    Send,
-    Tick,
-    Unproven,
-)
+from p2ptrain.protocol.rounds import events as ev
 from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, record_sha256
-from p2ptrain.protocol.rounds.round_state import (
-    MAX_COUNTERS_AHEAD,
-    NO_ATTEMPT,
-    Acceptor,
-    Limits,
-    Member,
-    Proposer,
-    State,
-    begin,
-    deadline_s,
-    restarted,
-)
-from p2ptrain.protocol.wire.messages import (
-    Abort,
-    Accepted,
-    Attempt,
-    Call,
-    Commit,
-    Inquire,
-    Join,
-    Message,
-    Propose,
-    Ready,
-    Record,
-    Refuse,
-    Roster,
-    Withdraw,
-)
+from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, NO_ATTEMPT, Acceptor, Member, Proposer, State
+from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
-Result = tuple[State, tuple[Effect, ...]]
-
-__all__ = ["Acceptor", "Limits", "Member", "Proposer", "State", "begin", "deadline_s", "restarted", "step"]
-
-# --- the rules of Paxos ---------------------------------------------------------------------------------------------
+Result = tuple[State, tuple[ev.Effect, ...]]
 
 
-def unfinished(joins: Iterable[tuple[PeerId, Join]], voters: Collection[Voter]) -> Record | None:
+def unfinished(joins: Iterable[tuple[PeerId, m.Join]], voters: Collection[Voter]) -> m.Record | None:
     """The accepted record of the highest attempt: it may have been committed, and must be finished unchanged."""
     held = [
         (join.ready_attempt, join.ready)
@@ -103,87 +52,84 @@ def unfinished(joins: Iterable[tuple[PeerId, Join]], voters: Collection[Voter]) 
     return max(held, key=lambda pair: pair[0])[1] if held else None
 
 
-# --- one step -------------------------------------------------------------------------------------------------------
-
-
-def step(state: State, event: Event, now: float) -> Result:
+def step(state: State, event: ev.Event, now: float) -> Result:
     """What one event does: the new state, and what the driver must do. Raises WireError; see the module docstring."""
-    if isinstance(event, Received) and isinstance(event.message, Inquire):
+    if isinstance(event, ev.Received) and isinstance(event.message, m.Inquire):
         return state, _answer(state, event.sender, event.message)
     if state.learner.record is not None:
         return state, ()
     match event:
-        case Received(sender, message):
+        case ev.Received(sender, message):
             return _on_message(state, sender, message, now)
-        case Lead():
+        case ev.Lead():
             return _lead(state, event, now)
-        case Prepared(attempt, join):
+        case ev.Prepared(attempt, join):
             return _join(state, attempt, join)
-        case Held(attempt, sha256):
+        case ev.Held(attempt, sha256):
             return _accept(state, attempt, sha256)
-        case MemberFailed(attempt, reason):
+        case ev.MemberFailed(attempt, reason):
             return _withdraw(state, attempt, reason)
-        case Averaged(attempt, record):
+        case ev.Averaged(attempt, record):
             proposer = state.proposer
             if proposer is None or proposer.attempt != attempt or proposer.joining or proposer.record is not None:
                 return state, ()
             assert _is_next(state, record), "averaged from another state than the head's"
             return _propose(state, proposer, record)
-        case LeaderFailed(attempt, reason):
+        case ev.LeaderFailed(attempt, reason):
             if state.proposer is None or state.proposer.attempt != attempt:
                 return state, ()
             return _abort(state, state.proposer, reason)
-        case Lost(peer):
+        case ev.Lost(peer):
             return _lost(state, peer, now)
-        case Tick():
+        case ev.Tick():
             return _tick(state, now)
 
 
-def _on_message(state: State, sender: PeerId, message: Message, now: float) -> Result:
+def _on_message(state: State, sender: PeerId, message: m.Message, now: float) -> Result:
     match message:
-        case Commit(record):
+        case m.Commit(record):
             return _hear(state, sender, record, now)
-        case Propose(attempt, record):
+        case m.Propose(attempt, record):
             here = (record.lineage, record.round) == (state.head.lineage, state.round)
-        case Call() | Join() | Refuse() | Roster() | Ready() | Abort() | Withdraw():
+        case m.Call() | m.Join() | m.Refuse() | m.Roster() | m.Ready() | m.Abort() | m.Withdraw():
             attempt, here = message.attempt, (message.lineage, message.round) == (state.head.lineage, state.round)
-        case Accepted():
+        case m.Accepted():
             attempt, here = NO_ATTEMPT, (message.lineage, message.round) == (state.head.lineage, state.round)
         case _:
             raise WireError(f"{type(message).__name__} is no message of the consensus")
-    if isinstance(message, Call | Roster | Propose | Abort) and attempt.leader != sender:
+    if isinstance(message, m.Call | m.Roster | m.Propose | m.Abort) and attempt.leader != sender:
         raise WireError(f"a {type(message).__name__} in another peer's name")
     if not here:
         return state, ()
     proposer = state.proposer
     match message:
-        case Call():
+        case m.Call():
             return _promise(state, message, now)
-        case Propose():
+        case m.Propose():
             return _on_proposal(state, message, now)
-        case Accepted():
+        case m.Accepted():
             return _on_claim(state, sender, message)
-        case Roster() | Abort() if state.member is not None and state.member.attempt == attempt:
-            if isinstance(message, Abort):
+        case m.Roster() | m.Abort() if state.member is not None and state.member.attempt == attempt:
+            if isinstance(message, m.Abort):
                 return _end_member(state, message.reason)
             if not state.member.planned:
                 member = dataclasses.replace(state.member, planned=True, deadline_s=now + state.limits.attempt_s)
                 return dataclasses.replace(state, member=member), ()
-        case Join() if proposer is not None and proposer.attempt == attempt:
+        case m.Join() if proposer is not None and proposer.attempt == attempt:
             return _on_join(state, proposer, sender, message, now)
-        case Ready() if proposer is not None and proposer.attempt == attempt:
+        case m.Ready() if proposer is not None and proposer.attempt == attempt:
             return _on_ready(state, proposer, sender, message)
-        case Refuse() if proposer is not None and proposer.attempt == attempt:
+        case m.Refuse() if proposer is not None and proposer.attempt == attempt:
             # Bounded: it is the word of one peer, and our next attempt must be believed by the others.
             highest = max(state.highest, min(message.promised.counter, state.highest + MAX_COUNTERS_AHEAD // 2))
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
             return _without(dataclasses.replace(state, highest=highest), proposer, sender, reason, now)
-        case Withdraw() if proposer is not None and proposer.attempt == attempt:
+        case m.Withdraw() if proposer is not None and proposer.attempt == attempt:
             return _without(state, proposer, sender, f"{sender}: {message.reason}", now)
     return state, ()
 
 
-def _is_next(state: State, record: Record) -> bool:
+def _is_next(state: State, record: m.Record) -> bool:
     """Whether a record continues our head."""
     head = state.head
     return (record.genesis, record.lineage, record.round, record.parent_sha256) == (
@@ -191,24 +137,21 @@ def _is_next(state: State, record: Record) -> bool:
     )  # fmt: skip
 
 
-# --- acceptor -------------------------------------------------------------------------------------------------------
-
-
-def _promise(state: State, call: Call, now: float) -> Result:
+def _promise(state: State, call: m.Call, now: float) -> Result:
     attempt, acceptor, old = call.attempt, state.acceptor, state.member
     if attempt == acceptor.promised:
         return state, ()
-    refuse = Send(attempt.leader, Refuse(call.lineage, call.round, attempt, acceptor.promised))
+    refuse = ev.Send(attempt.leader, m.Refuse(call.lineage, call.round, attempt, acceptor.promised))
     if not 0 <= attempt.counter <= state.highest + state.ahead:
         # Each time a little more is believed, so that a peer that was away for long is not lost for good.
         return dataclasses.replace(state, ahead=state.ahead + MAX_COUNTERS_AHEAD), (refuse,)
     if attempt < acceptor.promised:
         return state, (refuse,)
-    effects: list[Effect] = []
+    effects: list[ev.Effect] = []
     if old is not None:
         # The leader of the attempt that this one replaces would wait for us in vain.
-        effects.append(Send(old.attempt.leader, Refuse(call.lineage, call.round, old.attempt, attempt)))
-        effects.append(MemberEnded(old.attempt, f"{attempt.leader} called a higher attempt"))
+        effects.append(ev.Send(old.attempt.leader, m.Refuse(call.lineage, call.round, old.attempt, attempt)))
+        effects.append(ev.MemberEnded(old.attempt, f"{attempt.leader} called a higher attempt"))
     window_s = min(max(0.0, call.window_s), state.limits.window_s)
     state = dataclasses.replace(
         state,
@@ -216,10 +159,10 @@ def _promise(state: State, call: Call, now: float) -> Result:
         member=Member(attempt, now + window_s + state.limits.grace_s),
         highest=max(state.highest, attempt.counter),
     )
-    return state, (*effects, Prepare(attempt, window_s))
+    return state, (*effects, ev.Prepare(attempt, window_s))
 
 
-def _join(state: State, attempt: Attempt, join: Join) -> Result:
+def _join(state: State, attempt: m.Attempt, join: m.Join) -> Result:
     member = state.member
     if member is None or member.attempt != attempt or member.joined:
         return state, ()
@@ -227,13 +170,14 @@ def _join(state: State, attempt: Attempt, join: Join) -> Result:
     join = dataclasses.replace(
         join, attempt=attempt, incarnation=state.incarnation, ready_attempt=acceptor.attempt, ready=acceptor.record
     )
-    return dataclasses.replace(state, member=dataclasses.replace(member, joined=True)), (Send(attempt.leader, join),)
+    state = dataclasses.replace(state, member=dataclasses.replace(member, joined=True))
+    return state, (ev.Send(attempt.leader, join),)
 
 
-def _on_proposal(state: State, message: Propose, now: float) -> Result:
+def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
     attempt, record, acceptor, member = message.attempt, message.record, state.acceptor, state.member
     if attempt < acceptor.promised:
-        return state, (Send(attempt.leader, Refuse(record.lineage, record.round, attempt, acceptor.promised)),)
+        return state, (ev.Send(attempt.leader, m.Refuse(record.lineage, record.round, attempt, acceptor.promised)),)
     if member is None or member.attempt != attempt or not member.joined:
         return state, ()
     if acceptor.attempt == attempt:
@@ -244,10 +188,10 @@ def _on_proposal(state: State, message: Propose, now: float) -> Result:
     if member.proposal is not None:
         return state, ()
     member = dataclasses.replace(member, proposal=record, deadline_s=now + state.limits.attempt_s)
-    return dataclasses.replace(state, member=member), (Fetch(attempt, record),)
+    return dataclasses.replace(state, member=member), (ev.Fetch(attempt, record),)
 
 
-def _accept(state: State, attempt: Attempt, sha256: str) -> Result:
+def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
     member = state.member
     if member is None or member.attempt != attempt or member.proposal is None or state.acceptor.attempt == attempt:
         return state, ()
@@ -259,38 +203,35 @@ def _accept(state: State, attempt: Attempt, sha256: str) -> Result:
     return state, (_ready(state, attempt, member.proposal), *effects)
 
 
-def _ready(state: State, attempt: Attempt, record: Record) -> Send:
-    ready = Ready(record.lineage, record.round, attempt, state.incarnation, record_sha256(record))
-    return Send(attempt.leader, ready)
+def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
+    ready = m.Ready(record.lineage, record.round, attempt, state.incarnation, record_sha256(record))
+    return ev.Send(attempt.leader, ready)
 
 
-def _withdraw(state: State, attempt: Attempt, reason: str) -> Result:
+def _withdraw(state: State, attempt: m.Attempt, reason: str) -> Result:
     if state.member is None or state.member.attempt != attempt:
         return state, ()
     state, effects = _end_member(state, reason)
-    return state, (Send(attempt.leader, Withdraw(state.head.lineage, state.round, attempt, reason)), *effects)
+    return state, (ev.Send(attempt.leader, m.Withdraw(state.head.lineage, state.round, attempt, reason)), *effects)
 
 
 def _end_member(state: State, reason: str) -> Result:
     assert state.member is not None
-    return dataclasses.replace(state, member=None), (MemberEnded(state.member.attempt, reason),)
+    return dataclasses.replace(state, member=None), (ev.MemberEnded(state.member.attempt, reason),)
 
 
-# --- proposer -------------------------------------------------------------------------------------------------------
-
-
-def _lead(state: State, event: Lead, now: float) -> Result:
+def _lead(state: State, event: ev.Lead, now: float) -> Result:
     if state.proposer is not None:
         return state, ()
-    attempt = Attempt(max(state.highest, event.counter) + 1, state.peer, state.incarnation)
+    attempt = m.Attempt(max(state.highest, event.counter) + 1, state.peer, state.incarnation)
     deadline = now + event.window_s + event.grace_s
     proposer = Proposer(attempt, tuple(sorted(event.called)), event.window_s, event.attempt_s, deadline)
-    call = Call(state.head.lineage, state.round, attempt, event.window_s)
+    call = m.Call(state.head.lineage, state.round, attempt, event.window_s)
     state = dataclasses.replace(state, proposer=proposer, highest=attempt.counter)
-    return state, tuple(Send(peer, call) for peer in proposer.called)
+    return state, tuple(ev.Send(peer, call) for peer in proposer.called)
 
 
-def _on_join(state: State, proposer: Proposer, sender: PeerId, join: Join, now: float) -> Result:
+def _on_join(state: State, proposer: Proposer, sender: PeerId, join: m.Join, now: float) -> Result:
     if (join.ready is None) != (join.ready_attempt is None):
         raise WireError("a Join with half a READY record")
     # It was accepted before this promise was given.
@@ -335,16 +276,16 @@ def _end_joining(state: State, proposer: Proposer, now: float) -> Result:
     record = unfinished(joins, voters)
     if record is not None:
         return _propose(state, proposer, record)
-    return dataclasses.replace(state, proposer=proposer), (Average(proposer.attempt, joins),)
+    return dataclasses.replace(state, proposer=proposer), (ev.Average(proposer.attempt, joins),)
 
 
-def _propose(state: State, proposer: Proposer, record: Record) -> Result:
+def _propose(state: State, proposer: Proposer, record: m.Record) -> Result:
     state = dataclasses.replace(state, proposer=dataclasses.replace(proposer, record=record))
-    proposal = Propose(proposer.attempt, record)
-    return state, tuple(Send(peer, proposal) for peer, _ in proposer.joins if peer not in proposer.gone)
+    proposal = m.Propose(proposer.attempt, record)
+    return state, tuple(ev.Send(peer, proposal) for peer, _ in proposer.joins if peer not in proposer.gone)
 
 
-def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: Ready) -> Result:
+def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready) -> Result:
     record, voters = proposer.record, state.head.voters
     if record is None or message.record_sha256 != record_sha256(record):
         return state, ()
@@ -353,20 +294,17 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: Ready) 
     ready = proposer.ready | {(sender, message.incarnation)}
     if is_quorum(ready, voters):
         state, effects = _learn(dataclasses.replace(state, proposer=None), record)
-        return state, (Broadcast(Commit(record)), *effects)
+        return state, (ev.Broadcast(m.Commit(record)), *effects)
     return dataclasses.replace(state, proposer=dataclasses.replace(proposer, ready=ready)), ()
 
 
 def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = False) -> Result:
-    abort = Abort(state.head.lineage, state.round, proposer.attempt, reason)
-    tell = tuple(Send(peer, abort) for peer in proposer.called)
-    return dataclasses.replace(state, proposer=None), (*tell, LeaderEnded(proposer.attempt, reason, timed_out))
+    abort = m.Abort(state.head.lineage, state.round, proposer.attempt, reason)
+    tell = tuple(ev.Send(peer, abort) for peer in proposer.called)
+    return dataclasses.replace(state, proposer=None), (*tell, ev.LeaderEnded(proposer.attempt, reason, timed_out))
 
 
-# --- learner --------------------------------------------------------------------------------------------------------
-
-
-def _hear(state: State, sender: PeerId, record: Record, now: float) -> Result:
+def _hear(state: State, sender: PeerId, record: m.Record, now: float) -> Result:
     """Somebody says that a record was committed: believe it if it is our own READY record, else ask the voters."""
     if (record.lineage, record.round) != (state.head.lineage, state.round) or (sender, record) in state.learner.heard:
         return state, ()
@@ -374,12 +312,12 @@ def _hear(state: State, sender: PeerId, record: Record, now: float) -> Result:
     return state, effects or _ask_voters(state)
 
 
-def _ask_voters(state: State) -> tuple[Effect, ...]:
-    inquiry = Inquire(state.head.lineage, state.round)
-    return tuple(Send(peer, inquiry) for peer, _ in state.head.voters if peer != state.peer)
+def _ask_voters(state: State) -> tuple[ev.Effect, ...]:
+    inquiry = m.Inquire(state.head.lineage, state.round)
+    return tuple(ev.Send(peer, inquiry) for peer, _ in state.head.voters if peer != state.peer)
 
 
-def _answer(state: State, sender: PeerId, inquiry: Inquire) -> tuple[Effect, ...]:
+def _answer(state: State, sender: PeerId, inquiry: m.Inquire) -> tuple[ev.Effect, ...]:
     """What we accepted in this round, or committed in it or in the one before."""
     head, attempt, record = state.head, state.acceptor.attempt, state.acceptor.record
     if (inquiry.lineage, inquiry.round) == (head.lineage, state.round):
@@ -392,11 +330,11 @@ def _answer(state: State, sender: PeerId, inquiry: Inquire) -> tuple[Effect, ...
         attempt, record = None, committed
     if record is None:
         return ()
-    accepted = Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, record_sha256(record))
-    return (Send(sender, accepted),)
+    accepted = m.Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, record_sha256(record))
+    return (ev.Send(sender, accepted),)
 
 
-def _on_claim(state: State, sender: PeerId, claim: Accepted) -> Result:
+def _on_claim(state: State, sender: PeerId, claim: m.Accepted) -> Result:
     voter = (sender, claim.incarnation)
     if voter not in state.head.voters:
         return state, ()
@@ -409,18 +347,15 @@ def _settle(state: State) -> Result:
     return (state, ()) if record is None else _learn(state, record)
 
 
-def _learn(state: State, record: Record) -> Result:
-    effects: tuple[Effect, ...] = ()
+def _learn(state: State, record: m.Record) -> Result:
+    effects: tuple[ev.Effect, ...] = ()
     if state.proposer is not None:
         state, effects = _abort(state, state.proposer, "another attempt was decided")
-    return dataclasses.replace(state, member=None, learner=Learner(record=record)), (*effects, Learned(record))
-
-
-# --- time and losses ------------------------------------------------------------------------------------------------
+    return dataclasses.replace(state, member=None, learner=Learner(record=record)), (*effects, ev.Learned(record))
 
 
 def _lost(state: State, peer: PeerId, now: float) -> Result:
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[ev.Effect, ...] = ()
     if state.member is not None and state.member.attempt.leader == peer:
         state, effects = _end_member(state, "the leader was lost")
     if state.proposer is not None:
@@ -430,7 +365,7 @@ def _lost(state: State, peer: PeerId, now: float) -> Result:
 
 
 def _tick(state: State, now: float) -> Result:
-    effects: tuple[Effect, ...] = ()
+    effects: tuple[ev.Effect, ...] = ()
     member, proposer, learner = state.member, state.proposer, state.learner
     if member is not None and now >= member.deadline_s:
         state, more = _withdraw(state, member.attempt, "the leader said nothing in time")
@@ -443,6 +378,6 @@ def _tick(state: State, now: float) -> Result:
             state, more = _abort(state, proposer, reason, timed_out=True)
         effects += more
     if learner.heard and now >= learner.ask_again_s:
-        effects += (Unproven(learner.heard[-1][1]),) if learner.gives_up else _ask_voters(state)
+        effects += (ev.Unproven(learner.heard[-1][1]),) if learner.gives_up else _ask_voters(state)
         state = dataclasses.replace(state, learner=learner.asked(now))
     return state, effects

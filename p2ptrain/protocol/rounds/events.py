@@ -37,8 +37,6 @@ from dataclasses import dataclass
 from p2ptrain.protocol.wire.messages import Attempt, Join, Message, Record
 from p2ptrain.protocol.wire.transport import PeerId
 
-# --- events ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Received:
@@ -101,8 +99,6 @@ class Tick:
 
 
 Event = Received | Lead | Prepared | Held | MemberFailed | Averaged | LeaderFailed | Lost | Tick
-
-# --- effects --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

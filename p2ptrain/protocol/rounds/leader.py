@@ -18,19 +18,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.record import record_of
 from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, Silences
-from p2ptrain.protocol.wire.messages import (
-    Arrived,
-    Attempt,
-    Contributor,
-    Head,
-    Join,
-    Message,
-    Record,
-    Reduce,
-    Reduced,
-    Roster,
-    RosterPart,
-)
+from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -47,7 +35,7 @@ class AveragingLeader:
     """One attempt, led by this peer. `deliver` and `note_gone` take what happens while `run` is under way."""
 
     def __init__(
-        self, context: RoundContext, silences: Silences, attempt: Attempt, head: Head, *, attempt_s: float,
+        self, context: RoundContext, silences: Silences, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
         rtt_s: float, tell: Tell,
     ) -> None:  # fmt: skip
         self.attempt = attempt
@@ -58,13 +46,13 @@ class AveragingLeader:
         self._head = head
         self._sending_s = SENDING_SHARE * attempt_s
         self._tell = tell
-        self._plan: tuple[RosterPart, ...] = ()
+        self._plan: tuple[m.RosterPart, ...] = ()
         self._gone: dict[PeerId, str] = {}
         self._heard_s: dict[PeerId, float] = {}
-        self._inbox: deque[tuple[PeerId, Message]] = deque()
+        self._inbox: deque[tuple[PeerId, m.Message]] = deque()
         self._changed = trio.Event()
 
-    def deliver(self, sender: PeerId, message: Message) -> None:
+    def deliver(self, sender: PeerId, message: m.Message) -> None:
         """Queue an Arrived or Reduced of this attempt; dropped when the leader is overrun."""
         if len(self._inbox) >= MAX_INBOX:
             logger.warning("leader of attempt %d is overrun", self.attempt.counter)
@@ -77,7 +65,7 @@ class AveragingLeader:
         self._gone.setdefault(peer_id, reason)
         self._changed.set()
 
-    async def run(self, joins: dict[PeerId, Join]) -> Record:
+    async def run(self, joins: dict[PeerId, m.Join]) -> m.Record:
         """Have the members average, and return what is to be proposed. Raises RoundFailedError.
 
         Args:
@@ -99,22 +87,20 @@ class AveragingLeader:
         if not reducers:
             raise RoundFailedError("no member is linked to all others, so none can average")
         self._plan = self._context.averaging.plan(reducers, self._context.state.num_blocks)
-        roster = Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan)
+        roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
         for peer_id in members:
             self._tell(peer_id, roster)
         included = await self._await_contributions(members)
         weights = policy.weights_of(self._context.run, [joins[peer_id] for peer_id in included])
         contributors = tuple(
-            Contributor(peer_id, joins[peer_id].incarnation, weight)
+            m.Contributor(peer_id, joins[peer_id].incarnation, weight)
             for peer_id, weight in zip(included, weights, strict=True)
         )
         for reducer in self._heard_s:
-            self._tell(reducer, Reduce(head.lineage, head.round + 1, self.attempt, contributors))
+            self._tell(reducer, m.Reduce(head.lineage, head.round + 1, self.attempt, contributors))
         conclusion = await self._await_reports(contributors)
         return record_of(self._context.run, head, {p: joins[p] for p in members}, contributors, conclusion)
-
-    # --- waiting ------------------------------------------------------------------------------------------------
 
     async def _await_contributions(self, members: Sequence[PeerId]) -> list[PeerId]:
         """The one contributor set: members complete at every reducer. Ends when all others have been given up."""
@@ -130,7 +116,7 @@ class AveragingLeader:
             if not any(is_awaited(member, parts) for member in members):
                 break
             for sender, message in await self._news(until_s):
-                if isinstance(message, Arrived) and self._is_of_its_part(sender, message.part):
+                if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
                     for member in message.complete:
                         complete.get(member, set()).add(message.part)
                     failed.update(member for member in message.failed if member in complete)
@@ -139,16 +125,16 @@ class AveragingLeader:
             raise RoundFailedError("no member's outer gradient arrived everywhere")
         return included
 
-    async def _await_reports(self, contributors: Sequence[Contributor]) -> Conclusion:
+    async def _await_reports(self, contributors: Sequence[m.Contributor]) -> Conclusion:
         """What the reducers made of it."""
-        reports: dict[int, Reduced] = {}
+        reports: dict[int, m.Reduced] = {}
         while True:
             conclusion = self._context.averaging.conclude(self._plan, contributors, reports)
             if conclusion is not None:
                 return conclusion
             self._parts_left()
             for sender, message in await self._news(trio.current_time() + self._silent_s):
-                if isinstance(message, Reduced) and self._is_of_its_part(sender, message.part):
+                if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
                     reports[message.part] = message
 
     def _is_of_its_part(self, sender: PeerId, part: int) -> bool:
@@ -162,7 +148,7 @@ class AveragingLeader:
             raise RoundFailedError(f"reducer {gone}: {self._gone[gone]}")
         return left
 
-    async def _news(self, until_s: float) -> list[tuple[PeerId, Message]]:
+    async def _news(self, until_s: float) -> list[tuple[PeerId, m.Message]]:
         """What has come in; waits until something does, somebody is gone, or the time is out."""
         awaited = [at_s + self._silent_s for peer_id, at_s in self._heard_s.items() if peer_id not in self._gone]
         wake_s = min([until_s, *awaited])

@@ -71,8 +71,6 @@ class Participation:
         sent, to_send = self._transfer.sent
         return f"sending {sent}/{to_send}"
 
-    # --- what others send ---------------------------------------------------------------------------------------
-
     def deliver(self, order: Order) -> None:
         """Take an order: the leader's, or the consensus's."""
         try:
@@ -97,8 +95,6 @@ class Participation:
         """Leave senders out that make no progress; called a few times a second."""
         if self._transfer is not None:
             self._transfer.give_up_stalled()
-
-    # --- taking part --------------------------------------------------------------------------------------------
 
     async def run(self, window_s: float) -> None:
         """Take part until cancelled, or until something goes wrong, which is said to the consensus and never raised.

@@ -41,8 +41,6 @@ class Timeouts:
         self._longest_s: dict[PeerId, float] = {}
         self._rounds_s: deque[float] = deque(maxlen=ROUNDS)
 
-    # --- chunks -------------------------------------------------------------------------------------------------
-
     def note_wait(self, sender: PeerId, waited_s: float) -> None:
         """A chunk came so long after the one before, or the roster; or none, and its sender was left out then."""
         self._longest_s[sender] = max(waited_s, self._longest_s.get(sender, 0.0))
@@ -51,8 +49,6 @@ class Timeouts:
         """How long a sender may take for its next chunk."""
         usual_s = max(STALL_S, 4 * rtt_s, MARGIN * self._longest_s.get(sender, 0.0))
         return min(max(usual_s, FIRST_CHUNK_S) if first else usual_s, self._peer_timeout_s)
-
-    # --- rounds -------------------------------------------------------------------------------------------------
 
     def note_round(self, took_s: float) -> None:
         """A round was committed after so long; or an attempt at one was given up then."""

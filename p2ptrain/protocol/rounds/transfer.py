@@ -52,8 +52,6 @@ class Transfer:
         """Chunks on their way, and how many there are to send."""
         return self._to_send - self._unsent, self._to_send
 
-    # --- what others send ---------------------------------------------------------------------------------------
-
     def contribute(self, sender: PeerId, message: Contribution, data: bytes) -> None:
         """Take one chunk of a member's outer gradient. Raises WireError when it is off the plan or does not decode."""
         self._collect(sender, message.start, message.stop, data)
@@ -91,8 +89,6 @@ class Transfer:
             await trio.sleep(REPORT_S)
             for collection in self._collections:
                 self._report(collection)
-
-    # --- what we send -------------------------------------------------------------------------------------------
 
     async def send(self) -> None:
         """Encode our outer gradient and stream every part to its reducer, all reducers at once.
@@ -136,8 +132,6 @@ class Transfer:
         except PeerLostError:
             if context.averaging.needs_every_reducer:
                 raise
-
-    # --- what we reduce -----------------------------------------------------------------------------------------
 
     async def reduce(self, order: Reduce) -> None:
         """Combine exactly the contributors that the leader names, part by part, and serve the result."""

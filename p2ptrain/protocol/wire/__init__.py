@@ -1,1 +1,1 @@
-"""What goes over the wire: messages, serialization, frames, and what a transport must offer."""
+"""Messages, their serialization, frames, and the interface of a transport."""

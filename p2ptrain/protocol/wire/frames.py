@@ -1,8 +1,8 @@
-"""Frames: how one message and its payload become bytes, and how bytes from strangers become a message.
+"""Encode a message and its payload as a frame, and decode frames from untrusted peers.
 
 A frame is a fixed prefix, a msgpack header (one message of `messages.py`) and a raw payload, zstd-compressed where
-that pays. Everything in it is hostile until checked: sizes before anything is allocated, the version, the kind, the
-type of every header field, and the size that a compressed payload claims for itself.
+that pays. Decoding checks everything: sizes before memory is allocated, version, kind, the type of every header field,
+and the size that a compressed payload declares.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Message
 from p2ptrain.protocol.wire.serialization import from_header, to_header
 
 WIRE_VERSION = 1
-# Names of 64 roster members and their parts fit in a few KiB; a record with 512 part hashes in 40 KiB.
+# A roster of 64 members and their parts takes a few KiB, a record with 512 part hashes 40 KiB.
 MAX_HEADER_BYTES = 256 * 1024
-# The largest payloads: large fragments of large models.
+# The largest payloads are fragments of large models.
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
 _PREFIX = struct.Struct("!BBBxIIIQ")
@@ -30,10 +30,7 @@ _BULK = 2
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The fixed part of a frame.
-
-    Bulk frames are those under flow control; `acked_bytes` is the sender's count of bulk bytes received on this link.
-    """
+    """The fixed part of a frame. `bulk`: under flow control; `acked_bytes`: bulk bytes received on this link so far."""
 
     kind: int
     compressed: bool
@@ -92,7 +89,7 @@ def decode_prefix(data: bytes) -> Prefix:
 
 
 def decode_body(prefix: Prefix, body: bytes) -> tuple[Message, bytes]:
-    """The message and the raw payload of a frame whose body has arrived whole. Raises WireError."""
+    """The message and the raw payload of a complete frame. Raises WireError."""
     assert len(body) == prefix.body_bytes
     message = from_header(prefix.kind, body[: prefix.header_bytes])
     payload = body[prefix.header_bytes :]

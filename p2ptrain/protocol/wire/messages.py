@@ -1,20 +1,14 @@
-"""Every message that peers exchange, as frozen dataclasses.
-
-The set and meaning of the fields are the protocol: `docs/protocol.md` tells it in words. How they travel is in
-`packing`.
-"""
+"""All messages between peers. `docs/protocol.md` describes them, `serialization` encodes them."""
 
 from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
 
-# --- a link's own ------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First frame of every stream. An empty digest is an observer's, who may only ask for settings and events."""
+    """First frame of every stream. Observers send an empty digest and may only request settings and events."""
 
     run_id: str
     digest: str
@@ -25,10 +19,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Sent every second: shows life, measures the round trip, and says where the sender stands.
+    """Sent every second: a heartbeat with the sender's position, which also measures the round trip.
 
-    `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was. `reach`:
-    how many voters of its head the sender is linked with, itself included.
+    `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was. `reach`
+    is the number of voters of its head that the sender is linked with, including itself.
     """
 
     sent_s: float
@@ -47,7 +41,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Carries nothing: its frame's prefix acknowledges the bulk bytes received."""
+    """Has no fields: its frame's prefix acknowledges the bulk bytes received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +51,9 @@ class Leave:
     reason: str
 
 
-# --- gossip ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Slots of the sender's weights (payload: its blocks, encoded). `age_s`: from gather to the wire."""
+    """Slots of the sender's weights (payload: their blocks, encoded). `age_s`: seconds from gathering to sending."""
 
     lineage: str
     round: int
@@ -74,14 +65,11 @@ class Fragment:
     age_s: float
 
 
-# --- rounds ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
-    """Proposal numbers of one round in their order: counter first, then the leader's id and incarnation.
+    """A proposal number; ordered by counter, then by the leader's id and incarnation.
 
-    The incarnation keeps a leader that was started anew from using a number twice, for two records.
+    The incarnation prevents a restarted leader from using one number for two records.
     """
 
     counter: int
@@ -91,7 +79,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Contributor:
-    """One whose outer gradient is in a round's mean; its weight is relative to the others of the record."""
+    """A peer whose outer gradient is in a round's mean. `weight` is relative to the record's other contributors."""
 
     peer_id: str
     incarnation: str
@@ -100,10 +88,10 @@ class Contributor:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice [start, stop) of the blocks, and the blob of bytes that it is decoded from.
+    """Blocks [start, stop), and the hash of the blob that they are decoded from.
 
-    What is in the blob, and who `reducer` is, depends on the run's averaging strategy: with "parts" the slice's encoded
-    mean and who averaged it, with "gather" a contributor's outer gradient and the contributor.
+    With the averaging strategy "parts" the blob is the encoded mean of these blocks and `reducer` averaged them; with
+    "gather" it is the outer gradient of the contributor `reducer`.
     """
 
     start: int
@@ -114,11 +102,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a round decided; the hash of its packed form names it.
+    """The decision of a round, named by the hash of its packed form.
 
-    `contributors` are in the order in which quorums count them. `parent_sha256` is the hash of the state (anchor and
-    moments) that the round starts from, `intervals` each member's next H in inner steps. `cosine` is the average
-    pairwise similarity of the outer gradients and `mean_norm` the norm of their mean; 0 where they are not known.
+    The order of `contributors` matters for quorums. `parent_sha256` is the hash of the state (anchor and moments) that
+    the round starts from, `intervals` each member's next H in inner steps. `cosine` is the average pairwise similarity
+    of the outer gradients, `mean_norm` the norm of their mean; 0 if unknown.
     """
 
     genesis: str
@@ -139,9 +127,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where a lineage stands: its last resolved round and everything that the next one is decided with.
+    """The last resolved round of a lineage, and what is needed to decide the next one.
 
-    `record` is None at genesis and after a new lineage began; then `voters` alone say who decides.
+    `record` is the last committed one, None at genesis; `voters` decide the next.
     """
 
     genesis: str
@@ -157,7 +145,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """To all: the sender has done its inner steps. `counter` names the attempt that it expects next."""
+    """To all peers: the sender has done its inner steps. `counter` is that of the attempt it expects next."""
 
     lineage: str
     round: int
@@ -176,10 +164,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A promise to refuse lower attempts, and what the leader needs to know to plan the round.
+    """A promise to refuse lower attempts, and what the leader needs to plan the round.
 
-    `tokens` were trained on since the last inclusion, `shard_tokens` are there to be trained on (0: no shard).
-    `at_length`: the sender has reached the run's length and wants the last, plain-average round.
+    `tokens`: trained on since the sender's last inclusion; `shard_tokens`: the size of its shard (0: none).
+    `at_length`: the sender has reached the run's length and asks for the last, plain-average round.
     """
 
     lineage: str
@@ -220,7 +208,7 @@ class RosterPart:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The leader's plan of an attempt: who takes part, and who averages which slice."""
+    """The leader's plan of an attempt: its members, and who averages which blocks."""
 
     lineage: str
     round: int
@@ -231,7 +219,7 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One chunk, blocks [start, stop), of the sender's encoded outer gradient (payload), for a reducer."""
+    """To a reducer: blocks [start, stop) of the sender's encoded outer gradient (payload)."""
 
     lineage: str
     round: int
@@ -242,7 +230,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Reducer to leader: of these members everything has arrived, these others have stalled or gone."""
+    """Reducer to leader: the members whose chunks are complete, and those that stalled or were lost."""
 
     lineage: str
     round: int
@@ -264,10 +252,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Reducer to leader: what it made of its part is served under these hashes.
+    """Reducer to leader: the hashes of the blobs that it now serves for its part.
 
     `gram` holds the inner products of the contributors' outer gradients in this part, row by row; empty when there are
-    too many of them.
+    too many contributors.
     """
 
     lineage: str
@@ -280,7 +268,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Leader to members: fetch the parts of this record, store READY and say so."""
+    """Leader to members: fetch the parts of this record, store it as READY, and reply with Ready."""
 
     attempt: Attempt
     record: Record
@@ -299,14 +287,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """READY came from a quorum: the record is the round's outcome."""
+    """A quorum is READY: the record is the round's outcome."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The leader gives this attempt up."""
+    """The leader ends this attempt."""
 
     lineage: str
     round: int
@@ -334,7 +322,7 @@ class Inquire:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Answers Inquire: the record that the sender accepted in `attempt`; None: that it knows to be committed."""
+    """Answers Inquire: the record that the sender accepted in `attempt`, or (None) knows to be committed."""
 
     lineage: str
     round: int
@@ -343,12 +331,9 @@ class Accepted:
     record_sha256: str
 
 
-# --- requests and their answers ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Asks for something; `subject` and `index` are told apart by `what` (see `requests.py`)."""
+    """A request; `docs/protocol.md` lists each `what` with its `subject` and `index`."""
 
     request: int
     what: str
@@ -358,7 +343,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The payload answers a request; `found` False means that the sender has no such thing (now)."""
+    """The payload answers a request; `found` is False if the sender does not have it now."""
 
     request: int
     found: bool

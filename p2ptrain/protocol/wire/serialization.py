@@ -1,7 +1,7 @@
-"""Messages to msgpack and back, strictly.
+"""Messages to msgpack and back.
 
-Decoding checks the number and type of all fields, bounds every string and list, and refuses non-finite floats, so that
-code behind it handles values of the declared type only.
+Decoding checks the number and type of all fields, limits the length of strings and lists, and refuses non-finite
+floats.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LIST = 4096
 
 def to_header(message: Message) -> bytes:
     """Msgpack of the field values in their order."""
-    return msgpack.packb(_pack(message), use_bin_type=True)  # type: ignore[no-any-return]
+    return pack_value(message)
 
 
 def from_header(kind: int, header: bytes) -> Message:

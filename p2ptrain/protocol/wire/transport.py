@@ -1,7 +1,7 @@
-"""What the protocol needs of a network, as types.
+"""The interface between the protocol and a network.
 
-Two packages implement them: `p2ptrain.network` over hivemind's libp2p daemon and DHT, and `p2ptrain.memory_network`
-over in-process queues with faults and virtual time. The protocol itself imports neither.
+`p2ptrain.network` implements it over hivemind's libp2p daemon and DHT, `p2ptrain.memory_network` over in-process queues
+with faults and virtual time. The protocol imports neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 T = TypeVar("T")
 
 PeerId = str
-"""A peer's network identity as text (libp2p: base58 of the hash of its public key)."""
+"""A peer's network identity (libp2p: base58 of the hash of its public key)."""
 
 
 class Stream(Protocol):
@@ -44,7 +44,7 @@ class Transport(Protocol):
 
     @property
     def maddrs(self) -> list[str]:
-        """Addresses under which others can dial us, as multiaddrs that end in /p2p/<peer id>; loopback last."""
+        """Addresses at which other peers can dial us: multiaddrs that end in /p2p/<peer id>, loopback last."""
         ...
 
     async def open_stream(self, peer_id: PeerId, maddrs: list[str]) -> Stream:
@@ -57,18 +57,18 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """A shared, expiring, signed table: who takes part in a run (a DHT, or a dict in tests)."""
+    """A shared table of signed, expiring records: the peers of a run (a DHT, or a dict in tests)."""
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
-        """Store our record under `key`, replacing our earlier one. False when no node accepted it."""
+        """Store our record under `key`, replacing our earlier one. Returns False if no node accepted it."""
         ...
 
     async def lookup(self, key: str) -> Mapping[PeerId, bytes]:
-        """All unexpired records under `key`, by the peer that signed them. Empty when nothing is found."""
+        """All unexpired records under `key`, by the peer that signed them."""
         ...
 
 
 class Compute(Protocol):
-    """Runs work of more than a few milliseconds off the loop (a worker thread; inline under virtual time)."""
+    """Runs work of more than a few milliseconds in a worker thread; inline under virtual time."""
 
     def __call__(self, work: Callable[..., T], /, *args: Any) -> Awaitable[T]: ...

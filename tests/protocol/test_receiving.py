@@ -286,7 +286,7 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.Monk
                 a.links._requests[number] = ("b", send)
                 await b.links.live["a"].send_bulk(Answer(number, True, "x"), bytes(3000), Traffic.STATE)
             await link.lost.wait()
-            assert "more answers have come than are taken" in link.lost_reason
+            assert "more answers arrived than were taken" in link.lost_reason
 
     run_virtual(main)
 
@@ -376,7 +376,7 @@ def test_an_error_while_a_frame_is_made_costs_that_link(caplog: pytest.LogCaptur
         async with linked_pair(MemoryNetwork()) as (a, _, link, _):
             link.send_fragment(lambda: 1 // 0, b"")  # type: ignore[arg-type, return-value]
             await link.lost.wait()
-            assert "an error of our own while a frame was made" in link.lost_reason
+            assert "internal error while making a frame" in link.lost_reason
             await until(lambda: not a.links.live)
             assert caplog.text.count("Traceback") == 1
 
@@ -424,7 +424,7 @@ def test_a_transport_that_fails_is_a_peer_that_cannot_be_reached(caplog: pytest.
 
             network.transports["a"].open_stream = fail  # type: ignore[method-assign]
             for _ in range(2):
-                with pytest.raises(PeerLostError, match="b: an error of our own"):
+                with pytest.raises(PeerLostError, match="b: internal error"):
                     await a.links.connect("b", [])
             assert caplog.text.count("Traceback") == 1
 

@@ -1,1 +1,1 @@
-"""One link per partner: flow control, heartbeats, priorities, requests."""
+"""One link per peer: flow control, heartbeats, priorities, requests."""

@@ -1,8 +1,7 @@
-"""How many bulk bytes one link may have on its way, from what its partner acknowledges.
+"""Limits the unacknowledged bulk bytes of one link.
 
-The transport below shares one connection per pair and buffers megabytes. So we keep at most about a quarter of a
-second's worth of bulk bytes unacknowledged, at the rate that acknowledgements show. No clock of its own: every
-`now` is an argument, in seconds.
+The transport shares one connection per pair of peers and buffers megabytes. So at most about a quarter of a second's
+worth of bulk bytes, at the measured rate, is unacknowledged. `now` is in seconds on any clock.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ from collections import deque
 
 from p2ptrain.errors import WireError
 
-# Unacknowledged bulk bytes: at least 64 KiB, else 0.25 s (and the round trip) at the measured rate (DESIGN.md). A frame
-# goes out while there are less, so that a path whose round trip is long can show that it carries more.
+# Unacknowledged bulk bytes: 64 KiB, or 0.25 s plus the round trip at the measured rate if that is more. A frame is sent
+# while there are less, so that the measured rate can rise on a path with a long round trip.
 MIN_WINDOW_BYTES = 64 * 1024
 WINDOW_S = 0.25
-# Round trips remembered, one a second: the shortest is the path's own, the others waited behind our bulk bytes too.
+# Round trips remembered, one per second: the shortest is the path's own; others include waiting behind bulk bytes.
 ROUND_TRIPS = 60
-# A longer one is a clock that jumped, or an echo that was made up.
+# A longer one comes from a clock that jumped or a false echo.
 MAX_ROUND_TRIP_S = 60.0
-# The receiver acknowledges at the latest after this many bytes, so that a minimal window never stalls.
+# The receiver acknowledges after at most this many bytes, so that a minimal window never stalls.
 ACK_EVERY_BYTES = 24 * 1024
 
 
@@ -27,8 +26,8 @@ class FlowControl:
     """The bulk bytes of one link, in both directions.
 
     Attributes:
-        rtt_s: round trip, smoothed; 0 while not known.
-        rate_bytes_s: bulk bytes a second that the path carries; 0 while not known.
+        rtt_s: smoothed round trip; 0 if unknown.
+        rate_bytes_s: bulk bytes per second that the path carries; 0 if unknown.
         in_flight: bulk bytes sent and not acknowledged.
     """
 
@@ -45,36 +44,31 @@ class FlowControl:
         self._measure_start_bytes = 0
         self._measures_from_idle = True
 
-    # --- what we send ---------------------------------------------------------------------------------------------
-
     @property
     def window_bytes(self) -> float:
-        """Bulk bytes that may be unacknowledged before the next bulk frame has to wait."""
+        """Unacknowledged bulk bytes at which bulk frames wait."""
         return max(MIN_WINDOW_BYTES, (WINDOW_S + self.path_rtt_s) * self.rate_bytes_s)
 
     @property
     def path_rtt_s(self) -> float:
-        """The shortest round trip of the last minute; 0 while not known."""
+        """The shortest round trip of the last minute; 0 if unknown."""
         return min(self._round_trips, default=0.0)
 
     def delivery_s(self, size_bytes: int) -> float:
-        """Seconds until a frame that is sent now has arrived, by what the path did so far. 0 where nobody knows."""
+        """Estimated seconds until a frame that is sent now arrives; 0 if unknown."""
         if not self.in_flight or not self.rate_bytes_s:
             return 0.0
         return (self.in_flight + size_bytes) / self.rate_bytes_s + self.path_rtt_s / 2
 
     def note_sent(self, size_bytes: int, now: float) -> None:
-        """A bulk frame goes out."""
+        """Note that a bulk frame is sent."""
         if self.in_flight == 0:
             self._progress_at = now
             self._start_measuring(now, from_idle=True)
         self.in_flight += size_bytes
 
     def note_acked(self, acked_bytes: int, now: float) -> bool:
-        """Take the partner's count of bulk bytes that it has received. True when there is room for more.
-
-        Raises WireError when it is more than was sent.
-        """
+        """Take the receiver's count of bulk bytes; True if it advanced. Raises WireError if it exceeds what was sent."""
         sent = self._acked + self.in_flight
         if acked_bytes > sent:
             raise WireError(f"acknowledges {acked_bytes} bytes, {sent} were sent")
@@ -86,13 +80,13 @@ class FlowControl:
         return True
 
     def note_round_trip(self, sample_s: float) -> None:
-        """A heartbeat came back."""
+        """Take the round trip of a heartbeat."""
         if 0 <= sample_s < MAX_ROUND_TRIP_S:
             self.rtt_s = sample_s if self.rtt_s == 0 else 0.8 * self.rtt_s + 0.2 * sample_s
             self._round_trips.append(sample_s)
 
     def stalled_s(self, now: float) -> float:
-        """Seconds for which bulk bytes have been on their way without any being acknowledged."""
+        """Seconds since an acknowledgement, while bulk bytes are unacknowledged."""
         return now - self._progress_at if self.in_flight else 0.0
 
     def _start_measuring(self, now: float, *, from_idle: bool) -> None:
@@ -100,10 +94,10 @@ class FlowControl:
         self._measures_from_idle = from_idle
 
     def _measure_rate(self, now: float) -> None:
-        """Take what was acknowledged since the start for the path's rate: it rises at once and falls slowly.
+        """Measure the path's rate since the start of the measurement. The estimate rises at once and falls slowly.
 
-        A burst of ours says little about the path, hence slowly. Acknowledgements that were held up come all at once;
-        so a start that was not the first frame on an idle path needs some time behind it.
+        Slowly, because our own traffic may be what was low. Delayed acknowledgements arrive in bursts, so measurements
+        that did not start on an idle path must cover some time.
         """
         elapsed_s = now - self._measure_start_s
         delivered = self._acked - self._measure_start_bytes
@@ -117,14 +111,12 @@ class FlowControl:
             self.rate_bytes_s = max(rate, 0.9 * self.rate_bytes_s + 0.1 * rate)
             self._start_measuring(now, from_idle=False)
 
-    # --- what we receive ------------------------------------------------------------------------------------------
-
     def note_received(self, size_bytes: int) -> bool:
-        """A bulk frame has come. True when it is time to acknowledge."""
+        """Note a received bulk frame; True if an acknowledgement is due."""
         self._received += size_bytes
         return self._received - self._told >= ACK_EVERY_BYTES
 
     def tell(self) -> int:
-        """The count of received bulk bytes for a frame that goes out now."""
+        """The count of received bulk bytes, for a frame that is sent now."""
         self._told = self._received
         return self._received

@@ -1,4 +1,4 @@
-"""Cuts a stream of bytes into frames, within bounds of size, time and memory."""
+"""Reads frames from a stream, with limits on size, time and memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Stream
 
-# Smaller bodies are not counted: heartbeats come through when the budget is spent. Two streams of 128 links: 16 MiB.
+# Smaller bodies bypass the budget, so that heartbeats pass when it is used up. Two streams of 128 links: 16 MiB.
 UNCOUNTED_BYTES = 64 * 1024
 
 
 class FrameReader:
-    """Reads the frames of one stream; every size is checked before the bytes behind it are awaited.
+    """Reads the frames of one stream; sizes are checked before the bytes are awaited.
 
-    A large frame holds a share of the budget from before its body is awaited until the next frame is asked for.
+    A large frame holds a share of the budget from before its body is read until the next call of `frame`.
 
     Args:
-        stream: what is read; not owned.
-        read_ahead: bytes that were received before.
-        on_bytes: called whenever anything arrives, also in the middle of a long frame.
-        budget: what large frames take a share of; None: nothing is counted.
-        frame_timeout_s: seconds that one frame may take from its first byte to its last.
-        max_body_bytes: of every frame.
+        stream: not owned.
+        read_ahead: bytes already received.
+        on_bytes: called whenever bytes arrive, also within a frame.
+        budget: limits large frames; None: no limit.
+        frame_timeout_s: seconds from the first byte of a frame to its last.
 
     Attributes:
-        held_up: whether it waits for its share of the budget, and so reads nothing.
+        held_up: whether it waits for its share of the budget and reads nothing.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class FrameReader:
         self._share: Share | None = None
 
     async def frame(self) -> tuple[frames.Prefix, Message, bytes]:
-        """The next frame. Raises WireError, and PeerLostError at the end of the stream, clean or not."""
+        """The next frame. Raises WireError, or PeerLostError at the end of the stream."""
         self.release()
         if not self._buffer:
             await self._receive()
@@ -76,14 +75,14 @@ class FrameReader:
         return prefix, message, payload
 
     def release(self) -> None:
-        """The last frame has been handled, or given up: its bytes no longer count. May be called twice."""
+        """Return the last frame's share of the budget. May be called twice."""
         if self._share is not None and self._budget is not None:
             self._budget.release(self._share)
             self._share = None
 
     @property
     def read_ahead(self) -> bytes:
-        """What was received behind the last frame, for the next reader of this stream."""
+        """Bytes received after the last frame, for the next reader of this stream."""
         return bytes(self._buffer)
 
     async def _take_share(self, budget: ReceiveBudget, size: int) -> Share:
@@ -92,7 +91,7 @@ class FrameReader:
             self._share = await budget.take(size)
         finally:
             self.held_up = False
-            self._on_bytes()  # not the partner was silent: we did not listen
+            self._on_bytes()  # the peer was not silent: we did not read
         return self._share
 
     async def _fill_in_time(self, size: int, scope: trio.CancelScope) -> None:

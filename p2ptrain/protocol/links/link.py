@@ -1,8 +1,8 @@
-"""One link to one partner: framed messages over its stream(s), by priority, with flow control and a heartbeat.
+"""One link to one peer: framed messages over its stream(s), by priority, with flow control and a heartbeat.
 
-The transport below shares one connection per pair and buffers megabytes, so on a saturated path a heartbeat would
-wait behind them all. Hence flow control of our own (`flow_control`): control frames go before round chunks, and round
-chunks before fragments, of which those that would come too late are dropped when the path is too slow.
+The transport shares one connection per pair of peers and buffers megabytes, so on a saturated path a heartbeat would
+wait behind them. Hence our own flow control (`flow_control`): control frames go before round chunks, and round chunks
+before fragments. Fragments that would arrive too late are dropped.
 """
 
 from __future__ import annotations
@@ -20,50 +20,40 @@ from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
-from p2ptrain.protocol.wire.messages import (
-    Ack,
-    Answer,
-    Beat,
-    Contribution,
-    Fragment,
-    Hello,
-    Leave,
-    Message,
-)
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Message
 from p2ptrain.protocol.wire.transport import PeerId, Stream
 from p2ptrain.settings.peer_config import NetworkConfig
 
-# Two, where both sides dialled at the same instant.
+# Two if both sides dialled at the same instant.
 MAX_STREAMS = 2
-# Round trips between beats remembered, one a second.
+# Intervals between received beats remembered, one per second.
 BEATS_REMEMBERED = 60
-# Bulk frames waiting in the process, and their bytes; their senders wait beyond that. One always fits.
+# Queued bulk frames and their bytes; beyond that senders wait. One always fits.
 MAX_BULK_QUEUE = 4
 MAX_BULK_QUEUE_BYTES = 1024 * 1024
-# Fragments waiting, each of at most 4 MiB; the oldest is dropped beyond that: a newer one is worth more.
+# Queued fragments, each of at most 4 MiB; beyond that the oldest is dropped: a newer one is worth more.
 MAX_FRAGMENT_QUEUE = 2
-# Control frames waiting, and their bytes; a partner that takes none of 4096 is gone. A record has at most 256 KiB.
+# Queued control frames and their bytes; beyond that the link is closed. A record has at most 256 KiB.
 MAX_CONTROL_QUEUE = 4096
 MAX_CONTROL_QUEUE_BYTES = 4 * 1024 * 1024
-# zstd takes about 4 % off int8 values at 100 MB/s there and back (measured): it pays on links slower than 40 Mbit/s.
+# zstd saves about 4 % of int8 values at 100 MB/s for both directions (measured): it pays below 40 Mbit/s.
 COMPRESS_BELOW_BYTES_S = 5_000_000
-# Unacknowledged bulk bytes without any progress for this long mean a dead path, whatever the heartbeat says; the
-# longest that a silent partner counts as there; and the longest that one frame may take to arrive. A user's setting.
+# A setting. Seconds until a silent peer is lost, until bulk bytes without an acknowledgement mean a dead path (whatever
+# the heartbeat shows), and the longest that one frame may take to arrive.
 PEER_TIMEOUT_S = NetworkConfig.peer_timeout_s
-# A killed peer's stream breaks at once. This is for those that freeze or fall off the network: beats come every second,
-# and several times the longest wait for one of late is no chance any more. At least ten beats, since a quiet link says
-# nothing about a full one: eight links' windows fill an uplink of 2 Mbit/s for four seconds.
+# A killed peer's stream breaks at once; this detects frozen and disconnected peers. Beats come every second; a peer is
+# lost after several times the longest recent interval. At least ten beats, as a quiet link tells nothing about a full
+# one: the windows of eight links fill an uplink of 2 Mbit/s for four seconds.
 MISSED_BEATS = 5
 MIN_PATIENCE_S = 10.0
-
-# What is queued last is often a Leave: a moment for it to go out.
+# Time to send the last queued frame, often a Leave.
 LAST_WORDS_S = 0.2
 
 Handler = Callable[["Link", Message, bytes], Awaitable[None]]
 
 
 class Traffic(enum.StrEnum):
-    """What bytes are spent on, for the records."""
+    """The purpose of bytes on the wire, for the records."""
 
     CONTROL = "control"
     ROUND = "round"
@@ -73,7 +63,7 @@ class Traffic(enum.StrEnum):
 
 @dataclass(slots=True)
 class _Bulk:
-    """A bulk frame to be, encoded when its turn comes so that ages and acknowledgements are fresh."""
+    """A queued bulk frame; encoded when it is sent, so that ages and acknowledgements are fresh."""
 
     make: Callable[[], Message]
     payload: bytes | memoryview
@@ -84,7 +74,7 @@ class _Bulk:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """Bytes on the wire by purpose, fragments by receiver, and those dropped for lack of bandwidth."""
+    """Bytes on the wire by purpose, fragments sent by receiver, and fragments dropped for lack of bandwidth."""
 
     sent: Counter[Traffic] = field(default_factory=Counter)
     received: Counter[Traffic] = field(default_factory=Counter)
@@ -95,14 +85,7 @@ class LinkCounters:
 
 @dataclass(frozen=True)
 class LinkSetup:
-    """What all links of one peer share.
-
-    Attributes:
-        handler: called with each message and its payload; a link reads on when it returns.
-        counters: what goes over the links.
-        budget: bytes that may wait to be handled.
-        peer_timeout_s: the longest that a silent partner counts as there, and that one frame may take to arrive.
-    """
+    """Shared by all links of one peer. A link calls `handler` for each message, and reads on when it returns."""
 
     handler: Handler
     counters: LinkCounters = field(default_factory=LinkCounters)
@@ -111,7 +94,7 @@ class LinkSetup:
 
 
 class Link:
-    """A live partner. Created by `Links` after both sides have said Hello; dead for good once `lost` is set."""
+    """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set."""
 
     def __init__(self, peer_id: PeerId, hello: Hello, setup: LinkSetup) -> None:
         self.peer_id = peer_id
@@ -139,18 +122,16 @@ class Link:
 
     @property
     def rtt_s(self) -> float:
-        """Round trip, smoothed; 0 while not known."""
+        """Smoothed round trip; 0 if unknown."""
         return self.flow.rtt_s
 
     @property
     def rate_bytes_s(self) -> float:
-        """Bulk bytes a second that the path carries; 0 while not known."""
+        """Bulk bytes per second that the path carries; 0 if unknown."""
         return self.flow.rate_bytes_s
 
-    # --- sending ------------------------------------------------------------------------------------------------
-
     def send(self, message: Message) -> None:
-        """Queue a control frame; goes out before anything else. Silently lost when the link is."""
+        """Queue a control frame, which is sent before all others. Does nothing if the link is lost."""
         if self.lost.is_set():
             return
         frame = frames.encode_frame(message, acked_bytes=self.flow.tell())
@@ -166,7 +147,7 @@ class Link:
     async def send_bulk(
         self, message: Message, payload: bytes | memoryview, traffic: Traffic, *, compress: bool = False
     ) -> None:
-        """Queue one chunk, waiting while the path is full. Raises PeerLostError."""
+        """Queue one chunk, waiting while the queue is full. Raises PeerLostError."""
         while not self._has_bulk_room(len(payload)) and not self.lost.is_set():
             await self._space.park()
         if self.lost.is_set():
@@ -176,7 +157,7 @@ class Link:
         self._work.unpark_all()
 
     def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float = math.inf) -> None:
-        """Queue a fragment that is of use until `until_s`, dropping the oldest waiting one when there is no room."""
+        """Queue a fragment that is useful until `until_s`; drops the oldest queued one if there is no room."""
         if self.lost.is_set():
             return
         while len(self._fragments) >= MAX_FRAGMENT_QUEUE:
@@ -185,20 +166,17 @@ class Link:
         self._work.unpark_all()
 
     def close(self, reason: str) -> None:
-        """Declare the link dead; tasks of `run_stream` end and close their streams."""
+        """Mark the link lost; tasks of `run_stream` end and close their streams."""
         if not self.lost.is_set():
             self.lost_reason = reason
             self.lost.set()
             self._work.unpark_all()
             self._space.unpark_all()
 
-    # --- running ------------------------------------------------------------------------------------------------
-
     async def run_stream(self, stream: Stream, read_ahead: bytes) -> None:
-        """Serve one stream of this link until the link dies. The first stream also carries what we send.
+        """Serve one stream until the link is lost. Frames are sent on the first stream only.
 
-        Raises WireError when the partner broke a rule, and what the handler raised; each in a group. The link is
-        closed then.
+        Raises, in a group, WireError if the peer broke a rule, or what the handler raised; the link is closed then.
         """
         first = not self._readers
         reader = FrameReader(
@@ -236,7 +214,7 @@ class Link:
         except PeerLostError as error:
             self.close(str(error))
         except Exception as error:
-            self.close(f"an error of our own while a frame was made: {error!r}")
+            self.close(f"internal error while making a frame: {error!r}")
             raise
         finally:
             all_written.set()
@@ -259,12 +237,9 @@ class Link:
         self._space.unpark()
         message = item.make()
         frame = frames.encode_frame(
-            message,
-            item.payload,
-            acked_bytes=self.flow.tell(),
-            bulk=True,
+            message, item.payload, acked_bytes=self.flow.tell(), bulk=True,
             compress=item.compress and self.flow.rate_bytes_s < COMPRESS_BELOW_BYTES_S,
-        )
+        )  # fmt: skip
         self.flow.note_sent(len(frame), trio.current_time())
         self._counters.sent[item.traffic] += len(frame)
         if isinstance(message, Fragment):
@@ -277,7 +252,7 @@ class Link:
         return fits and len(self._bulk) < MAX_BULK_QUEUE
 
     def _would_come_late(self, item: _Bulk) -> bool:
-        """Whether a path with so much on it would deliver too late. Nobody knows before there are any bytes on it."""
+        """Whether it would arrive too late; False while the path's rate is unknown."""
         path_s = self.flow.delivery_s(len(item.payload))
         return path_s > 0 and trio.current_time() + path_s > item.until_s
 
@@ -301,7 +276,7 @@ class Link:
             raise
         except Exception as error:
             error.add_note(f"while {kind} of {self.peer_id} was handled")
-            self.close(f"an error of our own while {kind} was handled: {error!r}")
+            self.close(f"internal error while handling {kind}: {error!r}")
             raise
 
     async def _take(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
@@ -324,10 +299,8 @@ class Link:
             self._handling -= 1
             self._note_heard()
 
-    # --- life -----------------------------------------------------------------------------------------------------
-
     def make_beat(self, beat: Callable[[float, float, float], Beat]) -> None:
-        """Send a heartbeat; bytes received since the last acknowledgement ride along."""
+        """Send a heartbeat; it also acknowledges received bulk bytes."""
         now = trio.current_time()
         echo = self.beat.sent_s if self.beat else 0.0
         held = now - self._beat_heard_at if self.beat else 0.0
@@ -338,12 +311,12 @@ class Link:
 
     @property
     def patience_s(self) -> float:
-        """How long this partner may be silent: a few times the longest wait for a beat of late, within bounds."""
+        """How long this peer may be silent: a few times the longest recent interval between beats, within bounds."""
         return min(self._setup.peer_timeout_s, max(MIN_PATIENCE_S, MISSED_BEATS * max(self._waits, default=0.0)))
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything came; 0 while we are the ones who do not listen."""
+        """Seconds since bytes arrived; 0 while we are not reading."""
         if self._handling or any(reader.held_up for reader in self._readers):
             return 0.0
         return trio.current_time() - self.last_heard

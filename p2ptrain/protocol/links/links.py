@@ -1,11 +1,10 @@
-"""All links of a peer: opening, accepting, the Hello handshake, heartbeats, requests, and who is alive.
+"""All links of a peer: opening, accepting, the Hello handshake, heartbeats, and requests.
 
-One long-lived link per partner. When two peers dial each other at the same instant the link simply gets a second
-stream to read from. A newer incarnation of a partner replaces its older link, and so does a partner that dials us
-while our side of an older link still seems to work: it has lost its own.
+One long-lived link per peer. If two peers dial each other at the same instant, the link has a second stream to read
+from. A peer that was restarted, or that dials us again because it lost the link on its side, gets a new link.
 
-A fault costs the link that it happened on and nothing else: bytes that break a rule are a strike, an exception of our
-own code is logged once with its traceback.
+An error closes the link that it happened on and nothing else: bytes that break a rule are a strike, an exception in our
+code is logged once with its traceback.
 """
 
 from __future__ import annotations
@@ -25,38 +24,32 @@ from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import (
-    Answer,
-    Beat,
-    Hello,
-    Message,
-    Request,
-)
+from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Message, Request
 from p2ptrain.protocol.wire.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
-# A beat loop that is late by more was held up, and what others sent meanwhile waits to be read.
+# If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
-# The role of those who only look at a run: they have no settings yet, so their Hello carries no run digest.
+# Observers do not know the run's settings yet, so their Hello has no run digest.
 OBSERVER = "observer"
-# A partner that broke the wire format this often is refused for good: the format is versioned, so it is not by age.
+# A peer that broke the wire format this often is refused for good; old software is excluded by the wire version.
 MAX_STRIKES = 3
-# Peers whose strikes are remembered; identities cost nothing.
+# Peers whose strikes are remembered; bounded, as identities are free.
 MAX_STRUCK = 4096
-# A Hello names at most 16 addresses of 512 bytes; nobody may send more before it is known who it is.
+# A Hello holds at most 16 addresses of 512 bytes.
 MAX_HELLO_BYTES = 16 * 1024
-# Streams that have not said Hello yet, in all and of one peer; more are refused. A hundred peers may start at once.
+# Streams before their Hello, in all and of one peer; more are refused. A hundred peers may start at once.
 MAX_GREETING = 128
 MAX_GREETING_OF_ONE = 2
-# Answers that have come and whose askers have not taken them; beyond it their link is closed.
+# Answers received and not yet taken; beyond it the link is closed.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
 class LinkEvents(Protocol):
-    """What the owner of the links is told."""
+    """Callbacks of the owner of the links."""
 
     async def on_message(self, link: Link, message: Message, payload: bytes) -> None: ...
 
@@ -71,14 +64,13 @@ class Links:
     """Owns every stream of a peer.
 
     Args:
-        hello: makes our side's Hello; the other's digest must equal ours, or be an observer's.
-        peer_timeout_s: the longest that a silent partner counts as there, whatever its link was like before.
-        chosen: ids of the peers that the user chose to join through.
-        errors: logs what our own code raises.
+        hello: makes our Hello; a peer with another run digest is refused, unless it is an observer.
+        peer_timeout_s: seconds without a message before a peer is considered lost, at most.
+        chosen: ids of the user's initial peers.
+        errors: logs exceptions of our code.
 
     Attributes:
-        mismatch: how the settings of a chosen peer differ from ours, for the user; None while none do. Other peers with
-            other settings are refused, and say nothing about ours.
+        mismatch: an error for the user if the settings of a chosen peer differ from ours, else None.
     """
 
     def __init__(
@@ -105,7 +97,7 @@ class Links:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Accept streams and beat until cancelled; closes every stream on the way out."""
+        """Accept streams and send beats until cancelled; then every stream is closed."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._accept)
@@ -116,7 +108,7 @@ class Links:
         return self.live.get(peer_id)
 
     async def connect(self, peer_id: PeerId, maddrs: list[str]) -> Link:
-        """The live link to a peer, opened when there is none. Raises PeerLostError, RunMismatchError."""
+        """The live link to a peer, opened if there is none. Raises PeerLostError, RunMismatchError."""
         while (pending := self._connecting.get(peer_id)) is not None:
             await pending.wait()
         if (link := self.live.get(peer_id)) is not None:
@@ -144,17 +136,17 @@ class Links:
             raise
         except Exception as error:
             self._errors.note(f"linking to {peer_id}", error)
-            raise PeerLostError(f"{peer_id}: an error of our own: {error!r}") from error
+            raise PeerLostError(f"{peer_id}: internal error: {error!r}") from error
         finally:
             self._connecting.pop(peer_id).set()
 
     async def request(
         self, link: Link, what: str, subject: str = "", index: int = 0, *, timeout_s: float
     ) -> tuple[Answer, bytes]:
-        """Ask one thing of a partner.
+        """Send a request and wait for its answer.
 
-        Raises PeerLostError when it is gone, or when neither the answer nor any other chunk has come for `timeout_s`:
-        on a slow link the answer may be behind others.
+        Raises PeerLostError if the link is lost, or if neither the answer nor any other chunk arrived for `timeout_s`:
+        on a slow link the answer may be queued behind others.
         """
         number = next(self._request_ids)
         send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
@@ -180,7 +172,7 @@ class Links:
             return answer
         finally:
             del self._requests[number]
-            if answer is None:  # one that came too late
+            if answer is None:  # it may have come too late
                 with contextlib.suppress(trio.WouldBlock):
                     answer = receive.receive_nowait()
             self._answer_bytes -= len(answer[1]) if answer is not None else 0
@@ -191,10 +183,10 @@ class Links:
 
     @contextlib.contextmanager
     def containing(self, link: Link, what: str) -> Iterator[None]:
-        """Work for one partner: whatever it raises costs its link. A broken rule is a strike, a lost peer is normal.
+        """Close the link if the block raises an `Exception`. A WireError is also a strike; PeerLostError is normal.
 
         Args:
-            what: what is done, for the log: "answering a request".
+            what: the action in the block, for the log: "answering a request".
         """
         try:
             yield
@@ -204,17 +196,15 @@ class Links:
                 link.close(f"it broke the protocol: {cause}")
                 self._strike(link.peer_id, cause)
             elif not isinstance(cause, PeerLostError):
-                link.close(f"an error of our own, {what}: {cause!r}")
+                link.close(f"internal error, {what}: {cause!r}")
                 self._errors.note(f"link to {link.peer_id} closed, {what}", cause)
-
-    # --- inside -------------------------------------------------------------------------------------------------
 
     async def _accept(self) -> None:
         assert self._nursery is not None
         while True:
             stream = await self._transport.accept()
             if self._greeting.total() >= MAX_GREETING or self._greeting[stream.remote] >= MAX_GREETING_OF_ONE:
-                logger.debug("refused a stream of %s: too many have not said Hello yet", stream.remote)
+                logger.debug("refused a stream of %s: too many without a Hello", stream.remote)
                 await stream.aclose()
                 continue
             self._greeting[stream.remote] += 1
@@ -248,7 +238,7 @@ class Links:
                 del self._greeting[stream.remote]
 
     async def _answer_mismatch(self, stream: Stream) -> None:
-        """Let the other side see our digest too, so that it can tell its user."""
+        """Send our Hello, so that the other side can report the mismatch to its user."""
         try:
             await stream.send_all(encode_frame(self._hello()))
             await stream.receive_some()
@@ -276,14 +266,13 @@ class Links:
         return hello, reader
 
     async def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
-        """The link that a greeted stream belongs to. Raises PeerLostError when it has streams enough."""
+        """Add a stream to its peer's link, made if needed. Raises PeerLostError if that has two streams already."""
         assert self._nursery is not None
         link = self.live.get(peer_id)
         if link is not None:
             if link.hello.incarnation != hello.incarnation:
                 link.close("it was restarted")
             elif trio.current_time() - link.opened_s > HELLO_TIMEOUT_S:
-                # Too long ago to have been dialled at the same instant.
                 link.close("it dialled anew")
             if not link.lost.is_set():
                 if link.streams >= MAX_STREAMS:
@@ -332,7 +321,7 @@ class Links:
                     raise WireError("answered one request twice") from None
                 self._answer_bytes += len(payload)
                 if self._answer_bytes > MAX_ANSWER_BYTES:
-                    raise PeerLostError("more answers have come than are taken")
+                    raise PeerLostError("more answers arrived than were taken")
             return
         await self._events.on_message(link, message, payload)
 
@@ -340,7 +329,7 @@ class Links:
         due, excused = trio.current_time(), False
         while True:
             now = trio.current_time()
-            # Once: a machine that is always late must come to a judgement too.
+            # Not twice in a row: a machine that is always late must detect lost peers too.
             excused = now - due > HELD_UP_S and not excused
             for link in list(self.live.values()):
                 if link.silent_s > link.patience_s and not excused:

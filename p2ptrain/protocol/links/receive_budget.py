@@ -1,7 +1,7 @@
-"""How many bytes all links together may hold of frames that are not handled yet.
+"""Limits the bytes of received frames that all links together hold.
 
-Whoever wants a share waits for it, first come, first served. A sender that never finishes its frame would keep its
-share: once somebody has waited for a while, the oldest unfinished frame is given up, and its link with it.
+Shares are granted first come, first served. While a reader waits, the oldest incomplete frame is cancelled after
+`GIVE_UP_AFTER_S` and its link closed, so that a sender that never completes its frame cannot keep its share.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ import trio
 
 # Sixteen frames of the largest size, or 512 chunks of a round (guess).
 MAX_RECEIVE_BYTES = 64 * 1024 * 1024
-# So long a frame may stay unfinished while others wait for its share. 4 MiB take as long at 11 Mbit/s, and all of 128
-# streams that never finish theirs have had their turn within the 30 s after which a partner gives up (guess).
+# How long a frame may stay incomplete while others wait. 4 MiB take this long at 11 Mbit/s, and 128 streams that never
+# complete theirs are all closed within the 30 s after which a peer gives up (guess).
 GIVE_UP_AFTER_S = 3.0
 
 
 class Share:
-    """Bytes of the budget that one frame holds.
-
-    Attributes:
-        since_s: when it was taken.
-        receiving: cancelled to give the frame up while it is incomplete; None once it is complete.
-    """
+    """Bytes of the budget that one frame holds. `receiving`: cancels an incomplete frame; None once it is complete."""
 
     def __init__(self, size_bytes: int, since_s: float) -> None:
         self.size_bytes = size_bytes
@@ -30,7 +25,7 @@ class Share:
 
 
 class ReceiveBudget:
-    """Owns the bytes. One for all links of a peer."""
+    """One for all links of a peer."""
 
     def __init__(self, limit_bytes: int = MAX_RECEIVE_BYTES) -> None:
         self.held_bytes = 0
@@ -40,10 +35,7 @@ class ReceiveBudget:
         self._freed = trio.Event()
 
     async def take(self, size_bytes: int) -> Share:
-        """Wait until these bytes fit, and take them; `release` the share when the frame has been handled.
-
-        One frame always fits, however large.
-        """
+        """Wait until these bytes fit, and take them; one frame always fits. `release` the share afterwards."""
         if self._turn.locked() or not self._fits(size_bytes):
             async with self._turn:
                 while not self._fits(size_bytes):
@@ -54,7 +46,7 @@ class ReceiveBudget:
         return self._grant(size_bytes)
 
     def release(self, share: Share) -> None:
-        """Give a share back."""
+        """Return a share."""
         del self._shares[share]
         self.held_bytes -= share.size_bytes
         self._freed.set()
@@ -69,7 +61,7 @@ class ReceiveBudget:
         return share
 
     def _give_up_oldest(self) -> float:
-        """Give up the oldest unfinished frame if it is old enough. Returns when to look again."""
+        """Cancel the oldest incomplete frame if it is old enough. Returns when to check again."""
         now = trio.current_time()
         for share in self._shares:
             if share.receiving is not None and not share.receiving.cancel_called:

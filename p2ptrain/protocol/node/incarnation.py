@@ -1,16 +1,16 @@
-"""What tells one life of a peer's network side from another: the process, and the number of its node.
+"""Incarnations distinguish restarts of a peer: a random text per process, and the number of its node in the process.
 
-Votes belong to one node; what a process remembers of its events outlives them.
+Votes belong to one node; the event log belongs to the process.
 """
 
 from __future__ import annotations
 
 
 def incarnation_of(process: str, number: int) -> str:
-    """Of the node with this number, 0 for the first, in the process that drew the random text `process`."""
+    """The incarnation of a process's node number `number`, from 0."""
     return f"{process}/{number}" if number else process
 
 
 def process_of(incarnation: str) -> str:
-    """The process that a node runs in."""
+    """The process part of an incarnation."""
     return incarnation.partition("/")[0]

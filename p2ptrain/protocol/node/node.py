@@ -1,7 +1,6 @@
 """One peer of a run: links, membership, gossip, rounds and state transfer, composed in one nursery.
 
-A node runs wherever trio runs: on a peer's network thread over libp2p, or many in one process over the memory network
-and virtual time. It knows neither.
+It runs on a peer's network thread over libp2p, or with other nodes in one process over the memory network.
 """
 
 from __future__ import annotations
@@ -47,16 +46,14 @@ from p2ptrain.settings.config import RunConfig
 logger = logging.getLogger(__name__)
 
 FRAGMENTS_EVENT_S = 2.0
-# Requests of one partner served at once; more are answered with "busy".
+# Requests of one peer served at once; more are answered with "busy". Observers send one after the other.
 MAX_SERVED_AT_ONCE = 12
-# State answers under way to all partners, each of at most 1 MiB; more wait for their turn, which bounds memory.
+# State answers being sent to all peers, each of at most 1 MiB; more wait, which bounds memory.
 MAX_STATE_ANSWERS = 128
-# Peers remembered that have left; identities cost nothing.
+# Peers remembered that have left; bounded, as identities are free.
 MAX_DEPARTED = 4096
-# Observers ask for one thing after the other.
 MAX_SERVED_TO_OBSERVER = 2
-
-# A joiner that asked for nothing more for this long hangs: a round need not wait for it. Chunks take seconds (guess).
+# Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
 TRAINER, OBSERVER = "trainer", "observer"
@@ -64,7 +61,7 @@ NO_FAULTS = NoFaults()
 
 
 class Events(Protocol):
-    """Where records for the metrics stream go."""
+    """Takes records for the metrics stream."""
 
     def __call__(self, event: str, /, **fields: object) -> None: ...
 
@@ -73,15 +70,13 @@ class Node:
     """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
 
     Args:
-        may_found: whether the run may be founded at once, because there is nobody to ask.
-        restored: state from a checkpoint, used where the swarm has nothing newer.
-        events: takes what happens here.
-        event log: what observers are told of it.
-        rng: all random choices of this peer.
-        faults: what a simulation makes go wrong.
-        peer_timeout_s: the longest that a silent peer counts as there.
-        chosen: ids of the peers that the user chose to join through.
-        errors: logs what our own code raises, where that costs no more than a link or an answer.
+        may_found: whether to found the run at once: there is no peer to ask.
+        restored: state from a checkpoint, used if the swarm has nothing newer.
+        event_log: served to observers.
+        rng: source of all random choices of this peer.
+        peer_timeout_s: seconds without a message before a peer is considered lost.
+        chosen: ids of the user's initial peers.
+        errors: logs exceptions that cost no more than a link or an answer.
     """
 
     def __init__(
@@ -121,18 +116,11 @@ class Node:
         self._event_log_pace = RateLimit(RATE_BYTES_S)
         self._digest = run.digest
         self.state = exchange.new_state()
-        self.links = Links(
-            transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors
-        )  # fmt: skip
+        self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors)
         self.membership = Membership(
-            self.links,
-            directory,
-            run.run_id,
-            self.peer_id,
-            lambda: encode_record(transport.maddrs, TRAINER),
-            rng,
+            self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng,
             lambda: transport.maddrs,
-        )
+        )  # fmt: skip
         context = context_of(self.peer_id, incarnation, run, self.links, exchange, self.state, compute)
         self.engine = RoundDriver(context, self, self, faults, rng)
         self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
@@ -146,12 +134,10 @@ class Node:
         self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
         self._nursery: trio.Nursery | None = None
 
-    # --- life ---------------------------------------------------------------------------------------------------------
-
     async def run_forever(self) -> None:
         """Join or found the run, set `ready`, and take part until cancelled.
 
-        Raises ConfigError when the run's state cannot be had; `ready` is not set then.
+        Raises ConfigError if the run's state cannot be obtained; `ready` is not set then.
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -168,7 +154,7 @@ class Node:
             self.ready.set()
 
     def _fail(self, error: Exception) -> None:
-        """End this node with an exception: it cannot go on."""
+        """End this node with an exception."""
 
         async def fail() -> None:
             raise error
@@ -177,7 +163,7 @@ class Node:
         self._nursery.start_soon(fail)
 
     def leave(self, reason: str) -> None:
-        """Tell everybody that we go; they close the links."""
+        """Tell all peers that we leave; they close the links."""
         self.membership.stop()
         self.engine.leave()
         for link in self.links.live.values():
@@ -185,15 +171,13 @@ class Node:
 
     @property
     def status(self) -> str:
-        """What this peer is doing now, for people."""
+        """What this peer is doing now, as text."""
         return self.engine.status if self.ready.is_set() else self.state_sync.status
 
     @property
     def others(self) -> list[PeerStatus]:
-        """The other live peers of the run, as their last beats say. For any thread."""
+        """The other live peers of the run, by their last heartbeats. For any thread."""
         return describe(link for link in list(self.links.live.values()) if link.hello.role == TRAINER)
-
-    # --- what the parts ask of their node -----------------------------------------------------------------------------
 
     def trainers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
@@ -205,7 +189,7 @@ class Node:
         ]
 
     def joiners(self) -> Sequence[PeerId]:
-        """Live peers that are taking over our state: linked, or served with some of it, a short while ago."""
+        """Live peers that are downloading our state: linked, or served some of it, recently."""
         since_s = trio.current_time() - JOINER_PROGRESS_S
         return [
             peer_id
@@ -217,7 +201,7 @@ class Node:
         ]
 
     def fresh_trainers(self) -> list[PeerId]:
-        """Live trainers, whether they hold the run's state or not."""
+        """Live trainers, with or without the run's state."""
         return [peer_id for peer_id, link in self.links.live.items() if link.hello.role == TRAINER]
 
     def link(self, peer_id: PeerId) -> Link | None:
@@ -239,15 +223,13 @@ class Node:
         self.state_sync.fall_behind(reason)
 
     def announce(self) -> None:
-        """Tell all partners at once where we stand now."""
+        """Send our position to all peers now."""
         for link in self.links.live.values():
             link.make_beat(self.make_beat)
 
     def record(self, event: str, /, **fields: object) -> None:
         """Append an event to the metrics stream."""
         self._events(event, **fields)
-
-    # --- what the links ask and tell ----------------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
         return Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, tuple(self._transport.maddrs))
@@ -288,7 +270,7 @@ class Node:
             case Hello():
                 raise WireError("a second Hello")
             case _ if link.hello.role != TRAINER or not link.hello.digest:
-                pass  # observers look on
+                pass  # observers only send requests
             case Beat():
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs)
@@ -310,8 +292,6 @@ class Node:
         if len(self._departed) > MAX_DEPARTED:
             del self._departed[next(iter(self._departed))]
 
-    # --- serving ------------------------------------------------------------------------------------------------------
-
     def _on_request(self, link: Link, request: Request) -> None:
         assert self._nursery is not None
         most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_OBSERVER
@@ -322,7 +302,7 @@ class Node:
         self._nursery.start_soon(self._serve, link, request)
 
     async def _serve(self, link: Link, request: Request) -> None:
-        """Answer one request. A fault costs the link of the one who asked."""
+        """Answer one request. An error closes the link of the peer that asked."""
         try:
             with self.links.containing(link, f"answering a request for {request.what[:40]!r}"):
                 await self._answer(link, request)
@@ -352,8 +332,6 @@ class Node:
                 await self._server.serve(link, request)
             self._served_s[link.peer_id] = trio.current_time()
 
-    # --- records ------------------------------------------------------------------------------------------------------
-
     def _record_peers(self) -> None:
         self.alive = tuple(sorted(self.fresh_trainers()))
         links = (self.links.get(peer_id) for peer_id in self.alive)
@@ -361,7 +339,7 @@ class Node:
         self._events("peers", alive=list(self.alive))
 
     async def _record_fragments(self) -> None:
-        """One line every two seconds, of what happened since the line before; also when cancelled, at the end."""
+        """Write a `fragments` event every two seconds, and a last one when cancelled."""
         counters, before = self.links.counters, (0, 0, 0, 0)
 
         def write() -> None:

@@ -1,4 +1,4 @@
-"""How often, and how soon, something that ended by itself is started again. Pure."""
+"""When to restart something that ended by itself, and when to give it up. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 
 class Restarts:
-    """Counts the restarts in a row.
+    """Counts restarts in a row (`count`).
 
     Args:
-        after_s: seconds before the first restart, the second and so on. After the last of them it is given up.
-        healthy_s: what lived longer was a good one: counting begins anew after it.
-
-    Attributes:
-        count: restarts since the last good one.
+        after_s: seconds before the first restart, the second and so on; no restart follows the last.
+        healthy_s: the count returns to 0 after a run of more than this.
     """
 
     def __init__(self, after_s: Sequence[float], healthy_s: float) -> None:
@@ -22,7 +19,7 @@ class Restarts:
         self._healthy_s = healthy_s
 
     def next_delay_s(self, lived_s: float) -> float | None:
-        """Seconds to wait before the next start of what has lived for `lived_s`. None: give it up."""
+        """Seconds to wait before restarting after a run of `lived_s`; None to give up."""
         if lived_s > self._healthy_s:
             self.count = 0
         if self.count == len(self._after_s):

@@ -1,7 +1,7 @@
-"""Keeps a node under a peer: one that ends with an exception is built anew.
+"""Runs a peer's node, and replaces one that ends with an exception.
 
-The new node has the same identity, state and exchange, and a new incarnation: to the others it is a peer that was
-restarted. Training goes on meanwhile; it only exchanges nothing.
+The new node has the same identity, state and exchange, and a new incarnation: other peers see a restarted peer.
+Training continues meanwhile, without exchange.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)
 
-# Before the first restart, the second, and so on. Few: what fails as often fails for a reason that stays.
+# Before the first restart, the second, and so on. Few: repeated failures have a lasting reason.
 RESTART_AFTER_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-# A node that lived as long was a good one: after it, counting begins anew. Several rounds of a small model (guess).
+# After a node has run this long, restarts are counted from 0: several rounds of a small model (guess).
 HEALTHY_S = 300.0
-# How often to look whether the training thread has come by.
 POLL_S = 0.05
 
 BuildNode = Callable[[bool, Restored | None, int], Node]
-"""Makes a node: whether it may found the run at once, what it comes with, and its number, 0 for the first."""
+"""Makes a node from `may_found`, its restored state, and its number from 0."""
 
 
 class KeptBuffers:
@@ -50,14 +49,12 @@ class NodeRunner:
     """Owns the node.
 
     Args:
-        build: makes a node on `exchange`.
-        compute: runs long work off the loop.
         may_found, restored: for the first node.
 
     Attributes:
-        node: the one that runs, or ran last.
-        settled: the last one that stood on the run's state: whose anchor a checkpoint takes.
-        failure: why there will be no node any more; None while there is one, or may be one again.
+        node: the current or last node.
+        settled: the last node that held the run's state; checkpoints take its anchor.
+        failure: why no more node is started; None while one runs or is being restarted.
     """
 
     def __init__(
@@ -76,11 +73,11 @@ class NodeRunner:
 
     @property
     def status(self) -> str:
-        """What this peer is doing now, for people. For any thread."""
+        """What this peer is doing now, as text. For any thread."""
         return self._restarting or self.node.status
 
     async def with_links(self, work: Callable[[Links], Awaitable[object]]) -> None:
-        """Run `work` with the node's links until cancelled, and anew with those of each node that takes its place."""
+        """Run `work` with the links of the current node, and again for each node that replaces it; until cancelled."""
         while True:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(work, self.node.links)
@@ -88,9 +85,9 @@ class NodeRunner:
                 nursery.cancel_scope.cancel()
 
     async def run_forever(self) -> None:
-        """Run the node, and another after it; until cancelled, or until the last of many restarts has failed.
+        """Run nodes until cancelled, or until the last restart fails; then `failure` holds the reason.
 
-        `failure` tells why it has returned: a ConfigError where the run could not be joined at all.
+        `failure` is a ConfigError if the run could not be joined.
         """
         restarts = Restarts(RESTART_AFTER_S, HEALTHY_S)
         while True:
@@ -112,14 +109,14 @@ class NodeRunner:
             await trio.sleep(delay_s)
         self._restarting = "cut off: the network side has failed"
         self.failure = NetworkFailedError(
-            f"the network side failed {restarts.count + 1} times in a row, at last with {cause!r}; training goes on "
+            f"the network side failed {restarts.count + 1} times in a row, last with {cause!r}; training continues "
             "alone. Restart this peer, and report the traceback in its log"
         )
         self.failure.__cause__ = cause
         logger.error("%s", self.failure, exc_info=error)
 
     async def _live(self) -> BaseException:
-        """One node's life; of all but the first from its making on. Returns what it ended with."""
+        """Run one node, built first if it replaces another. Returns the error that ended it."""
         ended: BaseException = RuntimeError("the node has returned")
         try:
             if self._restarting:
@@ -132,9 +129,9 @@ class NodeRunner:
         return ended
 
     async def _rebuild(self) -> None:
-        """Put another node in the place of the one that has ended."""
+        """Replace the node that has ended."""
         while self._exchange.landing_pending:
-            # A round that the last node has brought home is half in the weights until training comes by.
+            # A round that the last node committed is not in the weights yet.
             await trio.sleep(POLL_S)
         restored = await self._remembered()
         met_others = self.node.met_others
@@ -150,12 +147,12 @@ class NodeRunner:
         self.settled = node
 
     async def _remembered(self) -> Restored | None:
-        """The state that the last node stood on; None where it ended in the middle of changing it."""
+        """The state of the last node; None if it ended in the middle of changing it."""
         node = self.settled
         if not node.ready.is_set():
             return self._restored
         await self._compute(node.state.rehash)
         if node.state.hashes.state != node.engine.head.state_sha256:
-            logger.error("the agreed state was left half changed: it is taken from the other peers")
+            logger.error("the agreed state was left half changed: downloading it from the other peers")
             return None
         return Restored(node.state, node.engine.head, self._exchange.run_step)

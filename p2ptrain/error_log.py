@@ -1,4 +1,4 @@
-"""Logs exceptions that were contained: each bug once with its traceback, however often it strikes again."""
+"""Logs contained exceptions: each bug once with its traceback."""
 
 from __future__ import annotations
 
@@ -6,28 +6,24 @@ import logging
 import traceback
 from types import TracebackType
 
-# Bugs remembered. Beyond that one may be logged again, which does no harm.
+# Bugs remembered; beyond it one may be logged again.
 MAX_REMEMBERED = 256
 
 Bug = tuple[type[BaseException], str, int]
 
 
 class ErrorLog:
-    """Takes exceptions that must not spread. Any thread may call it; it never raises.
-
-    Args:
-        logger: where they are logged.
-    """
+    """Logs to `logger`. Any thread may call it; it never raises."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._seen: set[Bug] = set()
 
     def note(self, where: str, error: BaseException) -> None:
-        """Log an exception as an error with its traceback; one line at DEBUG when that bug was logged before.
+        """Log an exception with its traceback; if that bug was logged before, one line at DEBUG.
 
         Args:
-            where: what failed, and what it cost: "handling Fragment of QmX; its link is closed".
+            where: the failed action and the consequence: "handling Fragment of QmX; its link is closed".
         """
         bug = _bug(error)
         if bug in self._seen:
@@ -39,13 +35,10 @@ class ErrorLog:
         self._logger.error("%s: %r; please report this", where, error, exc_info=error)
 
     def containing(self, what: str) -> Containment:
-        """A context manager for work that is done again anyway, such as a look-up: an exception costs this one time.
-
-        It may be used again and again. Handle what is expected inside the block. Cancellation and KeyboardInterrupt
-        pass.
+        """A reusable context manager for work that is repeated anyway: logs and suppresses any `Exception`.
 
         Args:
-            what: what is done in the block: "announcing this peer".
+            what: the action in the block: "announcing this peer".
         """
         return Containment(self, what)
 
@@ -77,7 +70,7 @@ def innermost(error: BaseException) -> BaseException:
 
 
 def _bug(error: BaseException) -> Bug:
-    """Its type, and the line that raised it."""
+    """Its type and the line that raised it."""
     error = innermost(error)
     frames = traceback.extract_tb(error.__traceback__)
     return (type(error), frames[-1].filename, frames[-1].lineno or 0) if frames else (type(error), str(error), 0)

@@ -1,4 +1,4 @@
-"""What a simulation lets go wrong inside a peer, where no network could do it. Real peers have none of it."""
+"""Faults that a simulation injects inside a peer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Faults(Protocol):
-    """Asked by a node; answers may be random."""
+    """Queried by a node; answers may be random."""
 
     def loses_fragment(self) -> bool:
-        """Whether a fragment that arrives is lost."""
+        """Whether a received fragment is dropped."""
         ...
 
     def loses_gradient(self) -> bool:
-        """Whether this peer's outer gradient is lost (DiLoCo, figure 8); asked once an interval."""
+        """Whether this peer's outer gradient is dropped (DiLoCo, figure 8); queried once per interval."""
         ...
 
 
 class NoFaults:
-    """A real peer's."""
+    """Injects nothing."""
 
     def loses_fragment(self) -> bool:
         return False

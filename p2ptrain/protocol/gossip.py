@@ -1,8 +1,8 @@
-"""SPARTA by gossip: each push goes to a uniformly random live peer, each arrival waits for the receiver's next step.
+"""SPARTA by gossip: each push goes to a random live peer, which merges it at its next step.
 
-The papers average a fraction p of the parameters over all workers at every step (SPARTA, Algorithm 1); a push to one
-random partner mixes as fast per byte (simulated), needs no reply and no barrier, and costs O(1) a peer (section 5's
-open question). Values go out as they were at the push; the header lets the receiver recompute the indices.
+The papers average a fraction p of the parameters over all workers at every step (SPARTA, Algorithm 1). A push to one
+random partner mixes as fast per byte (simulated), needs no reply and no barrier, and costs O(1) per peer (section 5's
+open question). The receiver recomputes the indices from the header.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from p2ptrain.protocol.wire.messages import Fragment
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
-# At most about 20 pushes a second (measured, DESIGN.md): faster steps share one push.
+# At most about 20 pushes a second (measured): faster steps share one push.
 MIN_PUSH_INTERVAL_S = 0.05
-# Below this many blocks coding and planning take less than a hop to the worker thread and back (measured: ~1 ms).
+# Below this many blocks, coding and planning take less than a trip to the worker thread (measured: ~1 ms).
 INLINE_BLOCKS = 2048
-# After an error of our own, before the next push.
+# Before the next push after an unexpected error.
 ERROR_PAUSE_S = 1.0
 
 T = TypeVar("T")
@@ -56,9 +56,9 @@ class GossipHost(Protocol):
 
 
 class Gossip:
-    """Plans and sends this peer's fragments, checks and queues those of others; for runs with fragments.
+    """Plans and sends this peer's fragments, checks and queues those of other peers.
 
-    Raises ConfigError when the fragments of this model would not fit a frame.
+    Raises ConfigError if the fragments of this model do not fit into a frame.
     """
 
     def __init__(self, host: GossipHost, exchange: Exchange, rng: random.Random, errors: ErrorLog) -> None:
@@ -70,7 +70,7 @@ class Gossip:
         self._walk = Walk.of(host.run.fragment_fraction)
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
-        # One is enough: the next plan is offered when the push of the last has come.
+        # One: the next plan is offered after the push of the last one.
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
         exchange.on_push = self._pushes_send.send_nowait
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
@@ -78,14 +78,14 @@ class Gossip:
         if not self._most_steps:
             step_bytes = slot_bytes * self._walk.per_step
             raise ConfigError(
-                f"fragment_fraction = {host.run.fragment_fraction:g}: fragments of this model would have "
-                f"{step_bytes / 1e6:.1f} MB, at most {MAX_PAYLOAD_BYTES / 1e6:.1f} MB can be sent at once; must be at "
+                f"fragment_fraction = {host.run.fragment_fraction:g}: fragments of this model have "
+                f"{step_bytes / 1e6:.1f} MB, at most {MAX_PAYLOAD_BYTES / 1e6:.1f} MB fit into a frame; must be at "
                 f"most {0.95 * host.run.fragment_fraction * MAX_PAYLOAD_BYTES / step_bytes:.2g}"
             )
 
     async def run_forever(self) -> None:
-        """Plan the next slots, wait for their push, send it; until cancelled."""
-        # Peers of one run start their walks at different slots, so that partners rarely send the same one.
+        """Plan, gather and send pushes until cancelled."""
+        # Peers start their walks at different slots, so that partners rarely send the same one.
         self._position = self._rng.randrange(self._walk.steps)
         waiting: deque[Push] = deque()
         while True:
@@ -100,11 +100,11 @@ class Gossip:
                 while waiting and self._exchange.steps - waiting[0].steps >= self._host.run.fragment_delay:
                     await self._send(waiting.popleft())
             except Exception as error:
-                self._errors.note("pushing a fragment; it is left out", error)
+                self._errors.note("pushing a fragment; it is skipped", error)
                 await trio.sleep(ERROR_PAUSE_S)
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
-        """Check, decode and queue a fragment. Raises WireError on anything that no honest peer sends."""
+        """Check, decode and queue a fragment. Raises WireError if it is invalid."""
         self._check(message, payload)
         if self._host.faults.loses_fragment():
             self._exchange.count_skipped("lost")
@@ -123,14 +123,12 @@ class Gossip:
         arrival = await self._off_loop(blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s)
         self._exchange.deliver(arrival)
 
-    # --- sending ------------------------------------------------------------------------------------------------
-
     @property
     def _blocks_per_slot(self) -> int:
         return self._exchange.space.num_blocks // self._num_slots + 1
 
     def _step_count(self) -> int:
-        """Steps that share the next push: several where steps are faster than pushes may be."""
+        """Steps that share the next push: several if steps are faster than `MIN_PUSH_INTERVAL_S`."""
         step_s = self._exchange.step_s
         steps = math.ceil(MIN_PUSH_INTERVAL_S / step_s) if step_s > 0 else 1
         steps = max(1, round(steps * self._exchange.fragment_rate))
@@ -138,7 +136,7 @@ class Gossip:
 
     def _plan(self) -> PushPlan:
         if self._host.run.topology != "push":
-            # Partners that find each other by the step also push the same slot.
+            # These topologies pair peers by the step; partners then push the same slot.
             self._position = self._exchange.run_step
         cycle, step = divmod(self._position, self._walk.steps)
         steps = self._step_count()
@@ -156,7 +154,7 @@ class Gossip:
         return fresh_blocks(seed, cycle * self._num_slots + slot, count, self._num_slots, blocks)
 
     def _partners(self, push: Push) -> list[Link]:
-        """Whom a push goes to, by the run's topology."""
+        """The receivers of a push, by the run's topology."""
         run, plan = self._host.run, push.plan
         chosen = partners(
             run.topology, self._host.peer_id, self._host.trainers(), fan_out=run.fan_out, seed=run.run_seed,
@@ -169,7 +167,7 @@ class Gossip:
         try:
             payload = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
         except ValueError:
-            # Our training has diverged; nobody else need.
+            # Our training has diverged: send nothing.
             self._exchange.count_skipped("not_finite")
             return
         plan = push.plan
@@ -184,8 +182,6 @@ class Gossip:
         for partner in self._partners(push):
             partner.send_fragment(make, payload, until_s=until_s)
 
-    # --- receiving ----------------------------------------------------------------------------------------------
-
     def _check(self, message: Fragment, payload: bytes) -> None:
         if message.selection != self._host.run.fragment_selection or message.num_slots != self._num_slots:
             raise WireError(f"fragment of {message.selection} selection in {message.num_slots} slots")
@@ -193,7 +189,7 @@ class Gossip:
             raise WireError(f"fragment of slots {message.slot} + {message.slot_count} of {message.num_slots}")
         if not 0 <= message.cycle < 2**40 or message.age_s < 0:
             raise WireError("fragment of an impossible cycle or age")
-        # Before its blocks are worked out, so that this never costs more than the bytes that came.
+        # Checked before the blocks are computed, so that the work is bounded by the bytes received.
         fewest, most = (message.slot_count * blocks for blocks in (self._blocks_per_slot - 1, self._blocks_per_slot))
         if not self._codec.size_bytes(fewest) <= len(payload) <= self._codec.size_bytes(most):
             raise WireError(f"fragment of {message.slot_count} slots in {len(payload)} bytes")
@@ -207,5 +203,5 @@ class Gossip:
         return Arrival(sender, epoch, plan, values, age_s, arrived_s)
 
     async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> T:
-        """Run `work` in the worker thread when it is long, here when it is short."""
+        """Run `work` in the worker thread if it is long, else here."""
         return await self._host.compute(work, *args) if blocks > INLINE_BLOCKS else work(*args)

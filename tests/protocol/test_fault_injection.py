@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError
-from p2ptrain.protocol import node_runner
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.node import runner as node_runner
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import RESTART_AFTER_S
 from p2ptrain.protocol.wire.messages import KINDS, Hello, Message

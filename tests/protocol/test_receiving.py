@@ -8,8 +8,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol import receive_budget
-from p2ptrain.protocol.links import links
+from p2ptrain.protocol.links import links, receive_budget
 from p2ptrain.protocol.links.link import (
     MAX_BULK_QUEUE_BYTES,
     MAX_CONTROL_QUEUE_BYTES,

@@ -68,7 +68,7 @@ class FlowControl:
         self.in_flight += size_bytes
 
     def note_acked(self, acked_bytes: int, now: float) -> bool:
-        """Take the receiver's count of bulk bytes; True if it advanced. Raises WireError if it exceeds what was sent."""
+        """Take the receiver's count of bulk bytes; True if it advanced. Raises WireError if it is too high."""
         sent = self._acked + self.in_flight
         if acked_bytes > sent:
             raise WireError(f"acknowledges {acked_bytes} bytes, {sent} were sent")

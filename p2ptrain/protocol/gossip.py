@@ -107,21 +107,21 @@ class Gossip:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""
         self._check(message, payload)
         if self._host.faults.loses_fragment():
-            self._exchange.count_skipped("lost")
+            self._exchange.inbox.count_skipped("lost")
             return
         epoch = Epoch(message.lineage, message.round)
         own = self._exchange.epoch
         if epoch.lineage != own.lineage or epoch.round < own.round:
-            self._exchange.count_skipped("epoch")
+            self._exchange.inbox.count_skipped("epoch")
             return
         age_s = message.age_s + link.rtt_s / 2
         if self._exchange.step_s and age_s > self._exchange.max_age_s:
-            self._exchange.count_skipped("too_old")
+            self._exchange.inbox.count_skipped("too_old")
             return
         arrived_s = trio.current_time()
         blocks = message.slot_count * self._blocks_per_slot
         arrival = await self._off_loop(blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s)
-        self._exchange.deliver(arrival)
+        self._exchange.inbox.put(arrival)
 
     @property
     def _blocks_per_slot(self) -> int:
@@ -168,7 +168,7 @@ class Gossip:
             payload = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
         except ValueError:
             # Our training has diverged: send nothing.
-            self._exchange.count_skipped("not_finite")
+            self._exchange.inbox.count_skipped("not_finite")
             return
         plan = push.plan
 

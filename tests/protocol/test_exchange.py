@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import IndexSpace, Plan
-from p2ptrain.protocol import inbox
+from p2ptrain.protocol.exchange import inbox
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
 from p2ptrain.protocol.exchange.types import (
@@ -72,7 +72,7 @@ class Bench:
         plan = SPACE.plan(np.array(blocks))
         values = self.near(plan) if values is None else values
         arrival = Arrival(sender, epoch or Epoch("L", 3), plan, values, age_s, self.now)
-        self.exchange.deliver(arrival)
+        self.exchange.inbox.put(arrival)
         return arrival
 
 
@@ -236,12 +236,12 @@ def test_counts_add_up_until_they_are_taken() -> None:
     for _ in range(3):
         bench.receive("b")
         bench.receive("c", epoch=Epoch("L", 0))
-        bench.exchange.count_skipped("not linked", 2)
+        bench.exchange.inbox.count_skipped("not linked", 2)
         assert bench.step().skipped == {"epoch": 1, "not linked": 2}
-    merged, skipped, age_steps = bench.exchange.take_counts()
+    merged, skipped, age_steps = bench.exchange.inbox.take_counts()
     assert (merged, skipped) == (3, {"epoch": 3, "not linked": 6})
     assert age_steps >= 0
-    assert bench.exchange.take_counts() == (0, {}, 0.0)
+    assert bench.exchange.inbox.take_counts() == (0, {}, 0.0)
 
 
 def test_nothing_is_lost_between_two_threads() -> None:
@@ -253,7 +253,7 @@ def test_nothing_is_lost_between_two_threads() -> None:
 
     def network() -> None:
         for i in range(2000):
-            bench.exchange.deliver(Arrival(f"peer {i % 40}", Epoch("L", 3), plan, values, 0.0, bench.now))
+            bench.exchange.inbox.put(Arrival(f"peer {i % 40}", Epoch("L", 3), plan, values, 0.0, bench.now))
         done.set()
 
     thread = threading.Thread(target=network)
@@ -533,7 +533,7 @@ def test_the_age_of_what_was_merged_is_told_in_own_steps() -> None:
     bench.steps(20)
     bench.receive("b", age_s=0.05)
     bench.step()
-    merged, _, age_steps = bench.exchange.take_counts()
+    merged, _, age_steps = bench.exchange.inbox.take_counts()
     assert merged == 1
     # 0.05 s on the way and one step of 0.1 s until it was merged.
     assert age_steps == pytest.approx(1.5, abs=0.2)

@@ -136,10 +136,10 @@ def test_every_fragment_is_merged_or_counted() -> None:
         nonlocal sent, skipped, merged
         for sender in "abc":
             sent += 1
-            sides.exchange.deliver(Arrival(sender, Epoch("L", 0), plan, torch.zeros(1, 64), 0.0, arrived_s=1e9))
-        sides.exchange.count_skipped("lost")
+            sides.exchange.inbox.put(Arrival(sender, Epoch("L", 0), plan, torch.zeros(1, 64), 0.0, arrived_s=1e9))
+        sides.exchange.inbox.count_skipped("lost")
         sent += 1
-        more_merged, more_skipped, _ = sides.exchange.take_counts()
+        more_merged, more_skipped, _ = sides.exchange.inbox.take_counts()
         merged += more_merged
         skipped += sum(more_skipped.values())
         return True
@@ -147,7 +147,7 @@ def test_every_fragment_is_merged_or_counted() -> None:
     sides.run(node, times=500)
     for _ in range(5):
         sides.exchange.step(1)
-    more_merged, more_skipped, _ = sides.exchange.take_counts()
+    more_merged, more_skipped, _ = sides.exchange.inbox.take_counts()
     assert merged + more_merged + skipped + sum(more_skipped.values()) == sent
     assert merged + more_merged
 

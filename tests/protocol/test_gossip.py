@@ -419,7 +419,7 @@ def test_a_peer_whose_weights_are_no_numbers_sends_nothing() -> None:
             tensor.fill_(math.nan)
         await peer.train(5)
         assert peer.sent == []
-        assert peer.exchange.take_counts() == (0, {"not_finite": 4}, 0.0)
+        assert peer.exchange.inbox.take_counts() == (0, {"not_finite": 4}, 0.0)
 
     run_virtual(main)
 

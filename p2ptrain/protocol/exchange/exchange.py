@@ -1,11 +1,11 @@
-"""The synchronous half of `Peer.step()`: what is mixed into the weights, what is handed over, when a round is due.
+"""The synchronous part of `Peer.step()`: merges fragments, gathers pushes and snapshots, lands rounds.
 
-An `Exchange` is the only thing that touches the model, and only inside `step()`, on the training thread. The node
-runs elsewhere (the network thread, or the same thread under virtual time) and meets it through a bounded inbox,
-single slots that one side fills and the other empties, and `post`, which runs a callable on the node's side.
+Only an `Exchange` changes the model, and only inside `step()`, on the training thread. The node runs elsewhere (on the
+network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
+one side fills and the other empties, and `post`, which runs a callable on the node's thread.
 
-What both sides write is written under one lock: the slots, the position and the epoch. Everything else is written by
-the training thread alone. The lock is never held while tensors are touched.
+The slots, the position and the epoch are written by both sides, under one lock, which is never held while tensors are
+read or written. Everything else is written by the training thread alone.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# The moving average of the step time forgets after about ten steps: speeds change slowly (guess).
+# The moving average of the step time covers about ten steps: speeds change slowly (guess).
 STEP_TIME_DECAY = 0.9
 
 
 class Averaged(Protocol):
-    """What rounds average: the parameters, and maybe the inner optimizer's moments."""
+    """The vector that rounds average: the parameters, and optionally the inner optimizer's moments."""
 
     space: IndexSpace
 
@@ -61,20 +61,20 @@ class Averaged(Protocol):
 
 
 class Exchange:
-    """Joins a model's parameters to a node.
+    """Connects a model's parameters to a node.
 
     Args:
         space: index space of `tensors`.
-        tensors: the live trainable parameters; changed in place, inside `step()` only, never re-pointed.
-        run: the run's settings; each landing brings this peer's own H.
-        averaged: what rounds average, the blocks of `space` first; None: just these.
+        tensors: the live trainable parameters; changed in place, inside `step()` only.
+        averaged: what rounds average, the blocks of `space` first; None: only these.
         clock: seconds on the node's clock, callable from any thread.
-        post: runs a callable on the node's side, soon.
+        post: runs a callable on the node's thread, soon.
 
     Attributes:
-        on_due, on_push, on_snapshot, on_landed: the node's, called on its side: a round is due, what was gathered, the
-            snapshot that was wanted, what has landed and for how many seconds it held training.
-        on_failure: the node's: it cannot go on, as `on_landed` has raised.
+        inbox: received fragments, and counts of merged and skipped ones.
+        on_due, on_push, on_snapshot: callbacks of the node, on its thread.
+        on_landed: likewise, with the seconds for which the landing blocked training.
+        on_failure: likewise, if `on_landed` has raised.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Exchange:
         self.space = space
         self.view = ParameterView(space, tensors)
         self.averaged = averaged or self.view
+        self.inbox = Inbox()
         self.finished = False
         self.step_s = 0.0
         self.on_due: Callable[[], None]
@@ -97,7 +98,7 @@ class Exchange:
         self.on_snapshot: Callable[[Snapshot], None]
         self.on_landed: Callable[[Landing, float], None]
         self.on_failure: Callable[[Exception], None]
-        # Tokens that this peer has to train on, for runs that weigh by it; set before training begins.
+        # Tokens in this peer's shard, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
         self._num_moments = OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
         self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
@@ -106,16 +107,15 @@ class Exchange:
         self._clock = clock
         self._post = post
         self._errors = ErrorLog(logger)
-        self._inbox = Inbox()
         self._clip = ClipRule()
         self._credit = 0.0
         self._last_end_s: float | None = None
         self._tokens = 0
         self._rewritten = False
         self._mixed: list[npt.NDArray[np.int64]] = []
-        # Written on the node's side alone: the wish for a snapshot that counts.
+        # The current request for a snapshot; written by the node alone.
         self._wish: SnapshotWanted | None = None
-        # Written on both sides, under the lock.
+        # Written by both sides, under the lock.
         self._lock = threading.Lock()
         self._epoch = Epoch()
         self._position = Position(run.sync_every, run.total_steps, run.sync_every)
@@ -125,37 +125,23 @@ class Exchange:
         self._landing: Landing | None = None
         self.detach()
 
-    # --- the node's side ----------------------------------------------------------------------------------------
-
     def new_state(self) -> AnchorState:
-        """A state of zeros of the shape that rounds agree on here."""
+        """A zero state of the shape that rounds agree on."""
         return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks)
 
-    def deliver(self, arrival: Arrival) -> None:
-        """Queue a fragment for the next step; the oldest is dropped when the inbox is full."""
-        self._inbox.put(arrival)
-
-    def count_skipped(self, reason: str, n: int = 1) -> None:
-        """Count a fragment that was refused before it came here."""
-        self._inbox.count_skipped(reason, n)
-
-    def take_counts(self) -> tuple[int, dict[str, int], float]:
-        """Fragments merged and skipped by reason since the last call, and the mean age of the merged in our steps."""
-        return self._inbox.take_counts()
-
     def offer_push(self, plan: PushPlan) -> None:
-        """Give the training thread the next slots to gather."""
+        """Set the next slots for the training thread to gather."""
         with self._lock:
             self._push_plan = plan
 
     def want_snapshot(self, wanted: SnapshotWanted | None) -> None:
-        """Ask for a snapshot at the next due step, or withdraw the wish: one that was taken already is not told."""
+        """Request a snapshot at the next due step, or (None) withdraw the request: one already taken is dropped."""
         self._wish = wanted
         with self._lock:
             self._wanted = wanted
 
     def land(self, landing: Landing) -> None:
-        """Hand over a resolved round, to take effect in the next step."""
+        """Set a resolved round to take effect in the next step."""
         with self._lock:
             assert self._landing is None, "one round lands at a time"
             self._landing = landing
@@ -166,7 +152,7 @@ class Exchange:
         return self._landing is not None
 
     def detach(self) -> None:
-        """No node listens from now on, and what the last one asked for is forgotten; but a landing still lands."""
+        """Disconnect the node and forget its requests; a landing that was set still lands."""
         self.on_due = lambda: None
         self.on_push = lambda push: None
         self.on_snapshot = lambda snapshot: None
@@ -177,11 +163,9 @@ class Exchange:
             self._push_plan = None
             self._told_due = False
 
-    # --- where we stand -----------------------------------------------------------------------------------------
-
     @property
     def epoch(self) -> Epoch:
-        """The last resolved round that the weights stand on."""
+        """The last resolved round in the weights."""
         return self._epoch
 
     @epoch.setter
@@ -220,19 +204,17 @@ class Exchange:
 
     @property
     def max_age_s(self) -> float:
-        """Older fragments do more harm than good: p · delay ≤ 0.15, counted in this peer's own steps."""
+        """Older fragments do more harm than good: p · delay ≤ 0.15, in this peer's own steps."""
         return self._max_age_steps * max(self.step_s, 1e-3)
 
     def postpone(self) -> None:
-        """A round was skipped: the next is due one interval from here; nothing else changes."""
+        """A round was skipped: the next is due one interval from here."""
         with self._lock:
             self._position = self._position.postponed()
             self._told_due = False
 
-    # --- the training thread's side -----------------------------------------------------------------------------
-
     def step(self, samples: int) -> StepReport:
-        """Exchange after one optimizer step. O(pN), but for the two O(N) passes of each round."""
+        """Exchange after one optimizer step. O(pN), except for the two O(N) passes of each round."""
         start = self._clock()
         if self._last_end_s is not None:
             took = start - self._last_end_s
@@ -255,13 +237,13 @@ class Exchange:
         return StepReport(sent, merged, skipped, end - start, report, self.finished)
 
     def idle(self) -> RoundReport | None:
-        """Land what has come in without training: for the wait at the end of a run."""
+        """Land a round and take a snapshot without a training step: for the wait at the end of a run."""
         report = self._land()
         self._snapshot(self._clock())
         return report
 
     def take_changes(self) -> Changes:
-        """What the last step, and what has landed since this was last asked, wrote to the weights."""
+        """The weights changed by the last step, and by landings since the last call."""
         blocks = np.unique(np.concatenate(self._mixed)) if self._mixed else np.zeros(0, np.int64)
         changes = Changes(self._rewritten, blocks)
         self._rewritten = False
@@ -273,18 +255,15 @@ class Exchange:
         if landing is None:
             return None
         start = self._clock()
-        if landing.kind == "add":
+        if landing.kind != "keep":
             assert landing.buffer is not None
-            self.averaged.add(landing.buffer)
-        elif landing.kind == "write":
-            assert landing.buffer is not None
-            self.averaged.write(landing.buffer)
+            (self.averaged.add if landing.kind == "add" else self.averaged.write)(landing.buffer)
         self._rewritten |= landing.kind != "keep"
         self._tokens = 0 if landing.kind == "write" else max(0, self._tokens - landing.included_tokens)
         self.finished = landing.finished
         with self._lock:
             self._epoch = landing.epoch
-            # The next round counts from the snapshot, so that the time a round takes is not added to each interval.
+            # Counted from the snapshot, so that the duration of a round is not added to each interval.
             self._position = self._position.landed(landing.run_step, landing.sync_every, landing.snapshot_steps)
             self._told_due = False
             self._landing = None
@@ -293,7 +272,7 @@ class Exchange:
         return landing.report
 
     def _merge(self, now: float) -> tuple[int, dict[str, int]]:
-        arrivals, skipped = self._inbox.take()
+        arrivals, skipped = self.inbox.take()
         if not arrivals and not skipped:
             return 0, {}
         epoch = self.epoch
@@ -307,15 +286,15 @@ class Exchange:
             elif arrival.epoch.lineage != epoch.lineage or arrival.epoch.round < epoch.round:
                 skipped["epoch"] += 1
             elif arrival.epoch.round > epoch.round or arrival.sender in covered:
-                # From a peer where the round has landed already: it fits once it has landed here. And of one sender
-                # a step merges one fragment, so that nobody weighs more by sending more; the next waits its turn.
+                # The round has landed at the sender and not here yet, or this step has merged a fragment of the sender:
+                # one per step, so that sending more does not give more weight.
                 held_back.append(arrival)
             elif self._mix(arrival, list(covered.values())):
                 covered[arrival.sender] = arrival.plan.blocks
                 age_steps += age_s / max(self.step_s, 1e-3)
             else:
                 skipped["clipped"] += 1
-        return len(covered), self._inbox.settle(held_back, len(covered), skipped, age_steps)
+        return len(covered), self.inbox.settle(held_back, len(covered), skipped, age_steps)
 
     def _mix(self, arrival: Arrival, covered: list[np.ndarray]) -> bool:
         weight = merge_weights(covered, arrival.plan.blocks)
@@ -336,7 +315,7 @@ class Exchange:
             if plan is None or self._credit < plan.slot_count:
                 return 0
             self._push_plan = None
-        # What could not be pushed in time is not made up for later.
+        # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
         push = Push(plan, self.epoch, self.view.gather(plan.plan), now, self.steps)
         self._tell("a push was gathered", lambda: self.on_push(push))
@@ -355,14 +334,14 @@ class Exchange:
         )  # fmt: skip
 
         def tell() -> None:
-            # Withdrawn, or replaced by another one, while the weights were read: it belongs to no round any more.
+            # Otherwise the request was withdrawn or replaced while the weights were read.
             if self._wish is wanted:
                 self.on_snapshot(snapshot)
 
         self._tell("a snapshot was taken", tell)
 
     def _tell(self, what: str, call: Callable[[], None], *, fatal: bool = False) -> None:
-        """Call the node on its side. What it raises is logged once, and if it is fatal ends the node."""
+        """Run `call` on the node's thread. An exception is logged once; if `fatal`, it ends the node."""
 
         def guarded() -> None:
             try:

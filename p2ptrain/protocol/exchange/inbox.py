@@ -1,4 +1,4 @@
-"""Fragments that wait for the next step, bounded in number and bytes; and what became of those before."""
+"""Fragments queued for the next step, bounded in number and bytes, and counts of merged and skipped ones."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from p2ptrain.protocol.exchange.types import Arrival
 
-# Fragments waiting for the next step, and their bytes. 64 partners at one fragment a step; beyond that the oldest are
-# dropped. The largest fragment has 4 MiB on the wire, 16 MiB here (guess).
+# Queued fragments and their bytes: 64 peers at one fragment a step; beyond that the oldest are dropped. The largest
+# fragment has 4 MiB on the wire, 16 MiB here (guess).
 MAX_INBOX = 64
 MAX_INBOX_BYTES = 256 * 1024 * 1024
-# Of these at most so many wait of one sender; two peers in step send each other one a step, but not evenly.
+# Of one sender at most this many are held back: two peers in step send each other one a step, but not evenly.
 MAX_WAITING_PER_SENDER = 2
 
 
 class Inbox:
-    """Filled on the node's side, emptied by the training thread. Any thread may call any method."""
+    """Filled by the node, emptied by the training thread. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,17 +29,17 @@ class Inbox:
         self._skipped_total: Counter[str] = Counter()
 
     def put(self, arrival: Arrival) -> None:
-        """Queue a fragment; the oldest is dropped when there is no room. One always fits."""
+        """Queue a fragment for the next step; the oldest is dropped if there is no room. One always fits."""
         with self._lock:
             self._append([arrival])
 
-    def count_skipped(self, reason: str, n: int) -> None:
-        """Count a fragment that was refused before it came here."""
+    def count_skipped(self, reason: str, n: int = 1) -> None:
+        """Count fragments that were skipped before they were queued."""
         with self._lock:
             self._dropped[reason] += n
 
     def take(self) -> tuple[list[Arrival], Counter[str]]:
-        """All that wait, oldest first, and how many were skipped since the last call, by reason."""
+        """All queued fragments, oldest first, and how many were skipped since the last call, by reason."""
         if not self._waiting and not self._dropped:
             return [], Counter()
         with self._lock:
@@ -51,15 +51,15 @@ class Inbox:
     def settle(
         self, held_back: Sequence[Arrival], merged: int, skipped: Mapping[str, int], age_steps: float
     ) -> dict[str, int]:
-        """What became of the fragments that were taken: some wait on, before those that came meanwhile.
+        """Record the result of a step, and queue again what it held back, before what arrived meanwhile.
 
         Args:
-            held_back: those that wait on; of each sender the newest few do.
-            merged: how many were merged, `age_steps` their ages in our steps, added up.
-            skipped: how many were not, by reason.
+            held_back: of each sender the newest few are queued again.
+            merged: number merged; `age_steps` is the sum of their ages in our steps.
+            skipped: number skipped, by reason.
 
         Returns:
-            `skipped`, with those that do not wait on as they are too many.
+            `skipped`, plus the fragments that were held back but not queued again.
         """
         kept, all_skipped = _newest(held_back, skipped)
         with self._lock:
@@ -73,7 +73,7 @@ class Inbox:
         return dict(all_skipped)
 
     def take_counts(self) -> tuple[int, dict[str, int], float]:
-        """Fragments merged and skipped by reason since the last call, and the mean age of the merged in our steps."""
+        """Fragments merged and skipped by reason since the last call, and the mean age of merged ones in our steps."""
         with self._lock:
             merged, skipped, age_steps = self._merged_total, dict(self._skipped_total), self._age_steps_total
             self._merged_total, self._skipped_total, self._age_steps_total = 0, Counter(), 0.0
@@ -88,7 +88,7 @@ class Inbox:
 
 
 def _newest(waiting: Sequence[Arrival], skipped: Mapping[str, int]) -> tuple[list[Arrival], Counter[str]]:
-    """The newest few of each sender: who sends faster than we step is not queued up without end."""
+    """The newest few of each sender, as some may send faster than we step."""
     newest: dict[str, deque[Arrival]] = {}
     counts = Counter(skipped)
     for arrival in waiting:

@@ -1,4 +1,4 @@
-"""Where a peer stands in the run: its own steps, and what they are in steps of the run. Pure."""
+"""A peer's position in the run: its own steps, and the same in steps of the run. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Replaced as a whole, so that whoever reads it on another thread sees one that fits together.
+    """Replaced as a whole, so that other threads read a consistent one.
 
     Attributes:
         run_sync_every: the run's H, in inner steps.
         total_steps: length of the run in its steps; 0 for no end.
         sync_every: this peer's own H until the next round.
-        steps: inner steps that it has made since it joined.
-        base_at_steps: its steps where this interval began.
-        base_run_step: the run's step where this interval began.
+        steps: inner steps since it joined.
+        base_at_steps, base_run_step: its steps and the run's step at the start of this interval.
     """
 
     run_sync_every: int
@@ -28,7 +27,7 @@ class Position:
 
     @property
     def run_step(self) -> int:
-        """Position in the run: that of the last round, plus our steps since, scaled to the run's H."""
+        """The run step of the last round, plus our steps since, scaled to the run's H."""
         since = (self.steps - self.base_at_steps) * self.run_sync_every / self.sync_every
         position = self.base_run_step + int(since)
         return min(position, self.total_steps) if self.total_steps else position
@@ -39,32 +38,32 @@ class Position:
 
     @property
     def due(self) -> bool:
-        """Whether this peer has done its steps for the next round."""
+        """Whether this peer has made its steps for the next round."""
         return self.steps - self.base_at_steps >= self.sync_every or self.at_length
 
     @property
     def of_interval(self) -> float:
-        """Share of the interval between two rounds that is done."""
+        """Completed fraction of the interval between two rounds."""
         return (self.steps - self.base_at_steps) / self.sync_every
 
     @property
     def of_run(self) -> float:
-        """Share of the run that is done; 0 for a run without an end."""
+        """Completed fraction of the run; 0 for a run without an end."""
         return self.run_step / self.total_steps if self.total_steps else 0.0
 
     def stepped(self) -> Position:
-        """One inner step further."""
-        # Written out: it is made at every step, and `replace` takes three times as long.
+        """After one more inner step."""
+        # Called at every step; `replace` takes three times as long.
         return Position(
             self.run_sync_every, self.total_steps, self.sync_every, self.steps + 1, self.base_at_steps,
             self.base_run_step,
         )  # fmt: skip
 
     def postponed(self) -> Position:
-        """A round was skipped: the next is due one interval from here."""
+        """After a skipped round: the next is due one interval from here."""
         return dataclasses.replace(self, base_run_step=self.run_step, base_at_steps=self.steps)
 
     def landed(self, run_step: int, sync_every: int, since_steps: int | None) -> Position:
-        """A round has landed. The next interval counts from `since_steps` of ours, or from now (None)."""
+        """After a round has landed. The next interval counts from our step `since_steps`, or from now (None)."""
         begins_at = self.steps if since_steps is None else since_steps
         return dataclasses.replace(self, base_run_step=run_step, base_at_steps=begins_at, sync_every=sync_every)

@@ -1,4 +1,4 @@
-"""What the training thread and the node hand to each other, through the exchange between them."""
+"""Values passed between the training thread and the node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2ptrain.algorithms.indexspace import Plan
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The last resolved round that the weights stand on."""
+    """The last resolved round in the weights."""
 
     lineage: str = ""
     round: int = -1
@@ -21,7 +21,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A received, decoded and planned fragment. `age_s` is its age when it arrived at `arrived_s`."""
+    """A received and decoded fragment. `age_s` is its age at `arrived_s`."""
 
     sender: str
     epoch: Epoch
@@ -33,7 +33,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """Slots [slot, slot + slot_count) of a cycle, for as many steps; planned off the training thread."""
+    """Slots [slot, slot + slot_count) of a cycle; planned off the training thread."""
 
     selection: str
     cycle: int
@@ -56,7 +56,7 @@ class Push:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The weights as they were when a round became due; `epoch` is the one that the round follows."""
+    """The weights when a round became due; `epoch` is the one before the round."""
 
     epoch: Epoch
     weights: torch.Tensor
@@ -69,7 +69,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWanted:
-    """The node wants a snapshot into `buffer` when the round is due here, or at `latest_s` wherever we are."""
+    """A request to copy the weights into `buffer` when the round is due, or at `latest_s` at the latest."""
 
     buffer: torch.Tensor
     latest_s: float
@@ -77,11 +77,11 @@ class SnapshotWanted:
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """What a resolved round does to the weights.
+    """The effect of a resolved round on the weights.
 
-    `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, where rounds average them),
-    "keep" leaves θ alone. All arrive at `epoch`. `snapshot_steps` is where the next interval counts from (None: from
-    now), `included_tokens` what the round has averaged in, so that it is no longer outstanding.
+    `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, if rounds average them), "keep"
+    leaves θ unchanged. The next interval counts from step `snapshot_steps` (None: from now). `included_tokens` are no
+    longer outstanding: the round averaged them in.
     """
 
     kind: str
@@ -97,7 +97,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """How a round ended for this peer. `status` is "committed", "solo" or "skipped"; bytes are this peer's own."""
+    """The result of a round for this peer. `status` is "committed", "solo" or "skipped"; bytes are this peer's own."""
 
     round: int
     status: str
@@ -119,9 +119,9 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What `Peer.step()` did: fragments handed over and merged, what was skipped by reason, and a landed round.
+    """The result of `Peer.step()`: fragments sent, merged, and skipped by reason, and a round that landed.
 
-    `exchange_s` is the time that the call held the training thread, in seconds.
+    `exchange_s` is the duration of the call.
     """
 
     sent: int = 0
@@ -134,7 +134,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Changes:
-    """What the swarm has written to the weights: to all of them, or to `blocks`, (n,) int64, sorted."""
+    """The weights that the swarm changed: all of them, or `blocks`, (n,) int64, sorted."""
 
     everything: bool = False
     blocks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))

@@ -30,15 +30,7 @@ from p2ptrain.protocol.rounds.context import context_of
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
-from p2ptrain.protocol.wire.messages import (
-    Answer,
-    Beat,
-    Fragment,
-    Hello,
-    Leave,
-    Message,
-    Request,
-)
+from p2ptrain.protocol.wire.messages import Answer, Beat, Fragment, Hello, Leave, Message, Request
 from p2ptrain.protocol.wire.serialization import pack_value
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
@@ -344,7 +336,7 @@ class Node:
 
         def write() -> None:
             nonlocal before
-            merged, skipped, age_steps = self._exchange.take_counts()
+            merged, skipped, age_steps = self._exchange.inbox.take_counts()
             now = (
                 counters.fragments_sent, counters.fragments_shed,
                 counters.sent[Traffic.FRAGMENT], counters.received[Traffic.FRAGMENT],

@@ -1,4 +1,4 @@
-"""`Peer`: joins a user's training loop to a node on the network thread."""
+"""`Peer`: connects a user's training loop to a node on the network thread."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# How often a waiting main thread looks around (Ctrl-C, progress).
+# How often a waiting main thread checks for Ctrl-C and progress.
 POLL_S = 0.05
-# A Leave needs one write per partner.
+# A Leave needs one write per link.
 LEAVE_S = 0.3
-# A round that is being brought home when we leave: its mean, the step and the hashes of a large model take seconds.
+# To finish a committed round when leaving: its mean, step and hashes take seconds for a large model.
 LANDING_S = 5.0
-# A copy of anchor and moments, behind a round that is landing.
+# To copy anchor and moments, after a round that is landing.
 STATE_TIMEOUT_S = 120.0
 
 
 class Peer:
-    """One member of a run. Made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at its end.
+    """One member of a run, made by `p2ptrain.join` or `NetworkSession.enter`; a context manager that leaves at the end.
 
-    Every attribute and method is for the training thread, but `others`, `alive` and `status`, which any may read.
+    Use it from the training thread only, except `others`, `alive` and `status`.
 
     Attributes:
         run: the run's settings.
@@ -100,7 +100,6 @@ class Peer:
         self._limiter = trio.CapacityLimiter(1)
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
-            """A node; each is told from those before it by its incarnation."""
             own = incarnation_of(incarnation, number)
             trains = number > 0 and self._runner.settled.ready.is_set()
             model = KeptBuffers(self._parts) if trains else self._parts
@@ -127,32 +126,30 @@ class Peer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.leave("done" if kind is None else kind.__name__)
 
-    # --- training -----------------------------------------------------------------------------------------------
-
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """Exchange with the other peers; call it once after every optimizer step.
 
-        The only call that changes the weights, and it never raises for the network: what does not arrive is skipped
-        and counted. A round that is due runs in the background and lands in a later call.
+        Only this call changes the weights. It never raises for network errors: missing updates are skipped and counted.
+        A round runs in the background and lands in a later call.
 
         Args:
             loss: this step's training loss, for the records: any number, also of numpy or a tensor of one value.
-            samples: how much this step trained on (tokens or examples); weights this peer's share in rounds. Any whole
-                number from 0 to 2**32, also of numpy or a tensor of one value.
+            samples: tokens or examples of this step, which weight this peer's share in rounds. A whole number from 0 to
+                2**32, also of numpy or a tensor of one value.
 
         Returns:
-            What was sent, merged and skipped, the round that landed (or None), and the seconds it took.
+            Fragments sent, merged and skipped, the round that landed (or None), and the duration.
 
         Raises:
-            ConfigError: `loss` or `samples` is no such number, or the model's parameters lie elsewhere than when it
-                joined. Nothing was exchanged.
+            ConfigError: `loss` or `samples` is invalid, or the model's parameters were moved to other tensors. Nothing
+                was exchanged.
         """
         start_s = time.monotonic()
         number, plain = plain_samples(samples), plain_loss(loss)
         self._parts.check_in_place()
         report = self._exchange.step(number)
         self._note_status()
-        # A record cannot hold the time of its own writing, some 30 µs: it is in the next one.
+        # The time of writing this record, some 30 µs, is counted in the next one.
         exchange_s = time.monotonic() - start_s + self._record_s
         record_from_s = time.monotonic()
         self.record(
@@ -164,11 +161,11 @@ class Peer:
         return dataclasses.replace(report, exchange_s=end_s - start_s)
 
     def take_changes(self) -> Changes:
-        """What the last step, and what has landed since this was last asked, changed in the weights."""
+        """The weights changed by the last step, and by landings since the last call."""
         return self._exchange.take_changes()
 
     def wait_finished(self, timeout_s: float) -> bool:
-        """After the last step: wait until the run's last round has landed. False when it has not within the time."""
+        """After the last step: wait until the run's last round has landed. Returns False on a time-out."""
         deadline = time.monotonic() + timeout_s
         while not self._exchange.finished and time.monotonic() < deadline and self.failure is None:
             self._exchange.idle()
@@ -176,10 +173,8 @@ class Peer:
         return self._exchange.finished
 
     def record(self, event: str, /, **fields: Any) -> None:
-        """Append an event of the caller's own to the metrics stream."""
+        """Append an event to the metrics stream."""
         self._records.write(event, **fields)
-
-    # --- where we stand -----------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> list[str]:
@@ -188,32 +183,32 @@ class Peer:
 
     @property
     def alive_maddrs(self) -> list[str]:
-        """Addresses of the other live peers: what to join through after a restart."""
+        """Addresses of the other live peers, for joining after a restart."""
         return list(self._runner.node.alive_maddrs)
 
     @property
     def others(self) -> list[PeerStatus]:
-        """The other live peers: what each does now, and where it stands. For any thread."""
+        """Status and position of the other live peers. For any thread."""
         return self._runner.node.others
 
     @property
     def maddrs(self) -> list[str]:
-        """All addresses that others can dial, loopback last."""
+        """All addresses that other peers can dial, loopback last."""
         return self._network.maddrs
 
     @property
     def founded(self) -> bool:
-        """Whether the run began with this peer: nobody had a state when it came, and it had no checkpoint."""
+        """Whether this peer founded the run: no other peer had a state, and it had no checkpoint."""
         return self._founded
 
     @property
     def round(self) -> int:
-        """Rounds that this peer has resolved: the number of the next one."""
+        """Number of the next round; also the number of rounds resolved."""
         return self._exchange.epoch.round + 1
 
     @property
     def run_step(self) -> int:
-        """Position in the run, in inner steps of the run; a joiner takes it over. Drive learning rates by it."""
+        """Position in the run, in inner steps; joiners start at the run's. Use it for learning rate schedules."""
         return self._exchange.run_step
 
     @property
@@ -223,7 +218,7 @@ class Peer:
 
     @property
     def shard_tokens(self) -> int:
-        """What this peer has to train on, for runs that weigh outer gradients by it; set it before training."""
+        """Tokens in this peer's shard, for runs that weight outer gradients by it; set it before training."""
         return self._exchange.shard_tokens
 
     @shard_tokens.setter
@@ -232,24 +227,21 @@ class Peer:
 
     @property
     def anchor_sha256(self) -> str:
-        """Hash of the anchor: equal on all peers that stand on the same round."""
+        """Hash of the anchor; equal on all peers at the same round."""
         return self._runner.settled.engine.head.anchor_sha256
 
     @property
     def status(self) -> str:
-        """What this peer is doing now, in words. Says so while the network side is being restarted."""
+        """What this peer is doing now, as text; also while the network side is being restarted."""
         return self._runner.status
 
     @property
     def failure(self) -> Exception | None:
-        """Why this peer's network side has ended for good; None while it works, or is being restarted.
-
-        Training may go on alone.
-        """
+        """Why the network side has ended for good; None while it runs or is restarted. Training can continue alone."""
         return self._runner.failure or self._network.failure
 
     def watch(self) -> Watch:
-        """Look at the run from here: at the others over the links that we have, and at ourselves."""
+        """Watch the run over this peer's links, including this peer itself."""
         own = Own(self._incarnation, self._event_log, self._sight)
         observer = Observer(self.run.run_id, off_loop, time.time, own)
         return Watch(self._thread, observer, lambda: self._runner.with_links(observer.watch))
@@ -261,41 +253,39 @@ class Peer:
             self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed
         )
 
-    # --- state --------------------------------------------------------------------------------------------------
-
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights of the last round, agreed on by all: fp32 copies on the CPU by parameter name.
+        """The agreed weights of the last round: fp32 copies on the CPU by parameter name.
 
-        Waits and raises as `state_dict`.
+        Waits and raises like `state_dict`.
         """
         return self._parts.unflatten(self._state_copy()["anchor"])
 
     def state_dict(self) -> dict[str, Any]:
-        """This peer's part of a checkpoint: where it stands, and the state that rounds agree on.
+        """This peer's part of a checkpoint: its position, and the state that rounds agree on.
 
-        It waits while a round changes that state, and while it is copied: seconds for a large model.
+        Blocks while a round changes that state, and while it is copied: seconds for a large model.
 
         Returns:
-            `head`: str, the last round and who decides the next, packed, in hex. `run_step`: int, position in the run.
-            `anchor`: (blocks, 64) float32, the weights of the last round in the flat layout, the inner moments behind
-            them where rounds average these. `moments`: list of tensors of that shape, the outer optimizer's. Tensors
+            `head`: str, the last round and the voters of the next, packed, in hex. `run_step`: int, position in the
+            run. `anchor`: (blocks, 64) float32, the weights of the last round in the flat layout, followed by the inner
+            moments if rounds average them. `moments`: list of tensors of that shape, of the outer optimizer. Tensors
             are copies on the CPU, owned by the caller.
 
         Raises:
-            TimeoutError: a round is changing the state for more than 120 s.
+            TimeoutError: a round takes more than 120 s to change the state.
         """
         return self._state_copy()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go back to a state of `state_dict()`, where the swarm has nothing newer.
+        """Restore a result of `state_dict()`, if the swarm has nothing newer.
 
-        It waits until a round that is landing has landed, and until this peer stands on the state: at most 120 s each.
+        Blocks until a landing round has landed, and until the state is restored: at most 120 s each.
 
         Returns:
-            True when it was taken, False when the run is further already and it was ignored.
+            True if restored, False if the run is further already and it was ignored.
 
         Raises:
-            ConfigError: it is damaged, or of another model; or it was not taken in time.
+            ConfigError: it is damaged or of another model, or was not restored in time.
             TimeoutError: the network side did not answer within 120 s.
         """
         restored = from_dict(state, self._exchange.new_state())
@@ -311,14 +301,12 @@ class Peer:
             time.sleep(POLL_S)
         return True
 
-    # --- leaving ------------------------------------------------------------------------------------------------
-
     def on_leave(self, action: Callable[[], None]) -> None:
-        """Call `action` once this peer has left; `p2ptrain.join` closes its network with it."""
+        """Call `action` after this peer has left; `p2ptrain.join` closes its network with it."""
         self._on_leave = action
 
     def leave(self, reason: str = "done") -> None:
-        """Tell the others, end the network side, close the records. May be called twice; takes well below 10 s."""
+        """Tell the other peers, end the network side, close the records: below 10 s. May be called twice."""
         if self._left:
             return
         self._left = True
@@ -333,10 +321,10 @@ class Peer:
         try:
             self._on_leave()
         except Exception as error:
-            self._errors.note("calling what was to be called on leaving", error)
+            self._errors.note("calling the action of on_leave", error)
 
     def _land_the_last(self, at_least_s: float) -> None:
-        """Give our last word time to go out, and land a round that is being brought home: all of it, or nothing."""
+        """Wait until the Leave is sent and a round that is being committed has landed."""
         began_s = time.monotonic()
         while not self._ended.wait(0.01):
             waited_s = time.monotonic() - began_s
@@ -344,15 +332,13 @@ class Peer:
                 break
             self._exchange.idle()
 
-    # --- on the network thread ----------------------------------------------------------------------------------
-
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)
         if event == "round":
             self._thread.start_soon(self._compute, release_unused)
 
     async def _compute(self, work: Callable[..., Any], /, *args: Any) -> Any:
-        """The one worker thread for codecs, hashes and disk: what is longer than a few milliseconds."""
+        """Run work of more than a few milliseconds in the one worker thread."""
         return await trio.to_thread.run_sync(work, *args, limiter=self._limiter)
 
     async def _run_node(self) -> None:
@@ -363,7 +349,7 @@ class Peer:
             self._ended.set()
 
     def _note_status(self) -> str | None:
-        """Record what we do now where that has changed since the last time, and return it; else None."""
+        """Record and return the status if it has changed, else None."""
         status = self._runner.status
         if status == self._status:
             return None
@@ -388,7 +374,7 @@ class Peer:
         self._founded = self._runner.settled.state_sync.founded
 
     def _state_copy(self) -> dict[str, Any]:
-        """A consistent copy of the agreed state, made behind a round that is being applied; also after leaving."""
+        """A consistent copy of the agreed state; waits for a round that is being applied. Also works after leaving."""
         node = self._runner.settled
         if self._left:
             return to_dict(node.engine.head, self.run_step, [vector.copy() for vector in node.state.vectors])

@@ -1,4 +1,4 @@
-"""A peer's part of a checkpoint: its agreed state as a dictionary, and back."""
+"""A peer's part of a checkpoint: converts its agreed state to a dictionary and back."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ Array = npt.NDArray[np.float32]
 
 
 def to_dict(head: Head, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
-    """What `Peer.state_dict` returns; the tensors share the memory of `vectors`: anchor, then moments."""
+    """The result of `Peer.state_dict`. Its tensors share the memory of `vectors`: anchor, then moments."""
     anchor, *moments = map(torch.from_numpy, vectors)
     return {"head": pack_value(head).hex(), "run_step": run_step, "anchor": anchor, "moments": moments}
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
-    """Check what `to_dict` has made, and copy it `into` a state of this run.
-
-    Raises ConfigError when it is damaged, or of another model or run.
-    """
+    """Copy a result of `to_dict` `into` a state of this run. Raises ConfigError if it is damaged or does not fit."""
     try:
         vectors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
         shapes = [tuple(vector.shape) for vector in vectors]
         head = unpack_head(bytes.fromhex(state["head"]))
     except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
         raise ConfigError(
-            f"the state to resume from cannot be read ({error!r}); give what state_dict() of a peer has returned"
+            f"the state to resume from cannot be read ({error!r}); give the result of a peer's state_dict()"
         ) from None
     if shapes != [vector.shape for vector in into.vectors]:
         raise ConfigError(

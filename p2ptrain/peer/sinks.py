@@ -1,4 +1,4 @@
-"""Where a peer's events go: its metrics file, and whoever else looks on."""
+"""Sinks: receivers of a peer's events, such as its metrics file."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Takes a peer's events. Both methods are called from any thread, and must neither block nor raise."""
+    """Receives a peer's events. Methods are called from any thread, and must neither block nor raise."""
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Take one event; its name and fields are those of docs/metrics.md."""
+        """Receive one event; docs/metrics.md lists their names and fields."""
         ...
 
     def close(self) -> None:
-        """No more events come. May be called twice."""
+        """Called after the last event, maybe twice."""
         ...
 
 
 class Sinks:
-    """Gives every event to all of its sinks, in their order. It is a sink itself, and owns the others.
-
-    A sink that raises loses that event; the others get it, and the bug is logged once.
-    """
+    """A sink that passes every event to the sinks that it owns. One that raises loses the event; logged once."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)

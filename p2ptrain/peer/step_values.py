@@ -1,4 +1,4 @@
-"""What a training loop gives to `step()`, as plain Python values; a value that makes no sense is refused at once."""
+"""Converts the arguments of `Peer.step()` to plain Python values, and checks them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import torch
 
 from p2ptrain.errors import ConfigError
 
-# More than any batch. A round adds up the steps of all its members, and the wire carries 63 bits.
+# More than any batch. Rounds add up the samples of all members, and integers on the wire have 63 bits.
 MAX_SAMPLES = 2**32
 
 
 def plain_samples(samples: Any) -> int:
-    """`samples` of a step as an int: any whole number, also of numpy or a tensor of one value.
-
-    Raises ConfigError where it is no whole number from 0 to 2**32.
-    """
+    """`samples` as an int: a whole number up to 2**32, also of numpy or a tensor of one value. Raises ConfigError."""
     try:
         number = operator.index(samples)
     except Exception:  # tensors raise several unrelated types
@@ -31,10 +28,7 @@ def plain_samples(samples: Any) -> int:
 
 
 def plain_loss(loss: Any) -> float | None:
-    """`loss` of a step as a float, or None: any number, also of numpy or a tensor of one value; NaN and infinity too.
-
-    Raises ConfigError where it is no number.
-    """
+    """`loss` as a float or None: any number, also NaN, of numpy, or a tensor of one value. Raises ConfigError."""
     if loss is None or type(loss) is float:
         return loss
     if not isinstance(loss, str | bytes | bytearray):

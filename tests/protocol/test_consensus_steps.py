@@ -465,7 +465,7 @@ def test_a_leader_goes_on_while_there_can_be_a_quorum() -> None:
     run = proposing(record())
     assert run.hears("c", withdraw) == []
     *_, ended = run(Lost("b"))
-    assert ended == LeaderEnded(FIRST, "without those who have gone no quorum can become READY")
+    assert ended == LeaderEnded(FIRST, "no quorum can become READY without the lost members")
     run = leading("a", "b")
     assert run.hears("c", Refuse("0-x", 5, FIRST, SECOND)) == [Average(FIRST, (("a", join(FIRST)), ("b", join(FIRST))))]
     *_, ended = run.hears("b", withdraw)

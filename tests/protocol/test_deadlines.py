@@ -336,7 +336,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                 nursery.start_soon(report)
                 with trio.move_on_after(100):
                     if counter == 1:
-                        with pytest.raises(RoundFailedError, match="reducer c: it said nothing for 15 s"):
+                        with pytest.raises(RoundFailedError, match="reducer c: it sent nothing for 15 s"):
                             await leader.run(joins)
                         assert trio.current_time() - began_s == pytest.approx(3 * REPORT_S)
                     else:

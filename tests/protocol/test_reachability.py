@@ -12,7 +12,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership, encode_record
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
-from p2ptrain.protocol.rounds.leader_election import ANYBODYS_TURN, LeaderElection
+from p2ptrain.protocol.rounds.leader_election import ANY_LEADER_EVERY, LeaderElection
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of
@@ -161,7 +161,7 @@ def test_who_reaches_most_voters_leads_and_should_that_fail_anybody() -> None:
     found = leaders({"a": 2, "b": 3, "c": 2, "d": 2}, 60)
     for counter, who in enumerate(found):
         assert len(who) == 1
-        assert who == {"b"} or counter % ANYBODYS_TURN == ANYBODYS_TURN - 1
+        assert who == {"b"} or counter % ANY_LEADER_EVERY == ANY_LEADER_EVERY - 1
     assert set().union(*found) == {"a", "b", "c"}
 
 

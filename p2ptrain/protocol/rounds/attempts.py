@@ -1,6 +1,6 @@
-"""The attempts that are under way here: at most one that we take part in, and one that we lead.
+"""The current attempts: at most one that we take part in, and one that we lead.
 
-Each runs in a task of its own and ends by itself: what goes wrong in one is told to the consensus, and costs no other.
+Each runs in its own task. An error in one is reported to the consensus, and affects no other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Attempts:
-    """Starts and ends them, and hands them what others send for them.
+    """Starts and ends attempts, and delivers messages to them.
 
     Args:
-        fetch: holds all parts of a record; raises RoundFailedError, PeerLostError or WireError.
-        apply: takes an event to the consensus.
+        fetch: fetches all parts of a record; raises RoundFailedError, PeerLostError or WireError.
+        apply: passes an event to the consensus.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class Attempts:
         self._nursery: trio.Nursery | None = None
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Run in this nursery from now on."""
+        """Start tasks in this nursery from now on."""
         self._nursery = nursery
 
     @property
     def followed(self) -> m.Attempt | None:
-        """The one that we take part in."""
+        """The attempt that we take part in."""
         return self._member.attempt if self._member is not None else None
 
     @property
     def stage(self) -> str:
-        """What we are doing in the one that we take part in, for people; empty where there is none."""
+        """The stage of the attempt that we take part in, as text; empty if there is none."""
         return self._member.stage if self._member is not None else ""
 
     def take_part(self, effect: Prepare, head: m.Head) -> None:
-        """Take part in an attempt, and in no other."""
+        """Take part in this attempt only."""
         assert self._nursery is not None
         self.end_member()
         self._member = Participation(
@@ -70,7 +70,7 @@ class Attempts:
         self._nursery.start_soon(self._member.run, effect.window_s)
 
     def fetch(self, effect: Fetch) -> None:
-        """Fetch what was proposed."""
+        """Fetch the proposed record."""
         if self._member is not None and self._member.attempt == effect.attempt:
             self._member.deliver(effect)
 
@@ -90,24 +90,23 @@ class Attempts:
             except RoundFailedError as error:
                 self._apply(LeaderFailed(leader.attempt, str(error)))
             except Exception as error:
-                # Our bug. It costs this attempt.
                 logger.exception("attempt %d ended by an unexpected error", leader.attempt.counter)
                 self._apply(LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
 
     def end_member(self) -> None:
-        """Take part in nothing any more."""
+        """Stop taking part."""
         if self._member is not None:
             self._member.scope.cancel()
             self._member = None
 
     def end_leader(self) -> None:
-        """Lead nothing any more."""
+        """Stop leading."""
         if self._leader is not None:
             self._leader.scope.cancel()
             self._leader = None
 
     def deliver(self, sender: PeerId, message: m.Message, payload: bytes) -> None:
-        """Hand a message to the attempt that it is for. Raises WireError where it breaks the protocol."""
+        """Deliver a message to its attempt. Raises WireError if it breaks the protocol."""
         member, leader = self._member, self._leader
         match message:
             case m.Roster(attempt=attempt) | m.Reduce(attempt=attempt):
@@ -130,7 +129,7 @@ class Attempts:
                     leader.note_gone(sender, "it follows another leader")
 
     def note_lost(self, peer_id: PeerId) -> None:
-        """A link broke: whoever waits for that peer learns it now."""
+        """The link to a peer broke."""
         if self._member is not None:
             with self._containing(self._member):
                 self._member.note_lost(peer_id)
@@ -138,14 +137,14 @@ class Attempts:
             self._leader.note_gone(peer_id, "it was lost")
 
     def give_up_stalled(self) -> None:
-        """Leave senders out that make no progress; called a few times a second."""
+        """Exclude senders that make no progress; called a few times a second."""
         if self._member is not None:
             with self._containing(self._member):
                 self._member.give_up_stalled()
 
     @contextlib.contextmanager
     def _containing(self, member: Participation) -> Iterator[None]:
-        """Let an unexpected error cost this attempt, and no more."""
+        """Turn an unexpected error into the failure of this attempt."""
         try:
             yield
         except WireError:

@@ -1,13 +1,13 @@
-"""How a run's outer gradients are coded on their way to a reducer, and their mean on its way back."""
+"""The codecs of a run's outer gradients and of their mean."""
 
 from __future__ import annotations
 
 from p2ptrain.algorithms.codec import Codec, codec
 from p2ptrain.settings.config import RunConfig
 
-# What top-k saves: three bytes a kept value, against one for each of int8's.
+# top-k takes three bytes per kept value, int8 one byte for every value.
 TOPK_PAYS_BELOW = 0.33
-# Kept values are counted in whole numbers a chunk of 65536.
+# Numbers of kept values are rounded in each chunk of 65536.
 ROUNDING = 2.0**-16
 
 
@@ -17,10 +17,9 @@ def gradient_codec(run: RunConfig) -> Codec:
 
 
 def mean_codec(run: RunConfig, contributors: int) -> Codec:
-    """The codec of the mean of so many: places that one left out, another may have sent.
+    """The codec of the mean of this many contributors.
 
-    Pruned gradients have a mean that is not; the mean of k top-k gradients has at most k times as many values, and is
-    sent with as many while that is shorter.
+    The mean of k top-k gradients has up to k times as many values, and is sent as top-k while that is shorter.
     """
     density = contributors * (run.round_density + ROUNDING)
     if run.round_codec == "topk" and density < TOPK_PAYS_BELOW:

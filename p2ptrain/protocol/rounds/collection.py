@@ -1,7 +1,7 @@
-"""One part of one attempt at its reducer: the encoded chunks that members send, checked as they come.
+"""The encoded chunks that a reducer receives for one part of an attempt, checked on arrival.
 
-Chunks stay encoded until the leader names the contributors, because only then is it known whose are counted. Before
-the roster is here, `EarlyChunks` keeps what members send who had theirs sooner.
+Chunks stay encoded until the leader has named the contributors. `EarlyChunks` holds chunks that arrive before the
+roster.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from p2ptrain.protocol.rounds.grid import check_chunk, chunk_bounds
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.transport import PeerId
 
-# What members send before our roster comes: at most so many encoded models in all, and one of each member.
+# Chunks before the roster: at most this many encoded models in all, and one of each member.
 MOST_EARLY_MODELS = 2
 
 
 def check_bytes(codec: Codec, start: int, stop: int, data: bytes) -> None:
-    """Raises WireError unless these are the bytes of one chunk: the right number, and such that they decode."""
+    """Raises WireError unless these bytes have the size of one chunk and decode."""
     if len(data) != codec.size_bytes(stop - start):
         raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes, not {codec.size_bytes(stop - start)}")
     codec.check(data, stop - start)
@@ -30,7 +30,7 @@ class Collection:
 
     Attributes:
         chunks: by member, then by first block.
-        complete, failed: members of whom everything is here, and those that were given up.
+        complete, failed: members whose chunks are all here, and members that were excluded.
     """
 
     def __init__(
@@ -47,13 +47,10 @@ class Collection:
         self._progress_at = dict.fromkeys(members, now)
 
     def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float, *, checked: bool = False) -> bool:
-        """Take one chunk. True when its sender has become complete.
+        """Add one chunk; True if its sender is complete now. Raises WireError if it is off the plan or does not decode.
 
         Args:
-            checked: its bytes have been checked already, or are our own.
-
-        Raises:
-            WireError: a chunk off the plan, or bytes that do not decode.
+            checked: the bytes were checked before, or are our own.
         """
         if sender not in self.chunks or sender in self.failed or sender in self.complete:
             return False
@@ -71,7 +68,7 @@ class Collection:
         return False
 
     def fail(self, sender: PeerId) -> bool:
-        """Give up on a sender; True when it was still awaited."""
+        """Exclude a sender; True if it was awaited."""
         if sender not in self.chunks or sender in self.complete or sender in self.failed:
             return False
         self.failed.add(sender)
@@ -79,7 +76,7 @@ class Collection:
         return True
 
     def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
-        """Leave out those still awaited who have made no progress for too long; True when there were any."""
+        """Exclude awaited senders that made no progress for too long; True if there were any."""
         stalled = [
             sender
             for sender, at in self._progress_at.items()
@@ -93,10 +90,10 @@ class Collection:
 
 
 class EarlyChunks:
-    """Chunks that came before the roster. Bounded in bytes: see `MOST_EARLY_MODELS`.
+    """Chunks received before the roster, bounded by `MOST_EARLY_MODELS`.
 
     Attributes:
-        overrun: members of whom a chunk was dropped for lack of room; they cannot become complete any more.
+        overrun: members of which a chunk was dropped for lack of room; they cannot become complete.
     """
 
     def __init__(self, codec: Codec, num_blocks: int) -> None:
@@ -108,7 +105,7 @@ class EarlyChunks:
         self._held_bytes: dict[PeerId, int] = {}
 
     def add(self, sender: PeerId, start: int, stop: int, data: bytes) -> None:
-        """Keep one chunk, or note that its sender is overrun. Raises WireError on one that no roster can want."""
+        """Keep one chunk, or mark its sender as overrun. Raises WireError if it fits no roster."""
         check_chunk(start, stop, self._num_blocks)
         check_bytes(self._codec, start, stop, data)
         held, held_bytes = self._held.setdefault(sender, {}), self._held_bytes.get(sender, 0)
@@ -123,7 +120,7 @@ class EarlyChunks:
         self._held_bytes[sender] = held_bytes + len(data)
 
     def take(self) -> Iterator[tuple[PeerId, int, int, bytes]]:
-        """Give all chunks away."""
+        """Remove and yield all chunks."""
         held, self._held, self._held_bytes = self._held, {}, {}
         for sender, chunks in held.items():
             for (start, stop), data in chunks.items():

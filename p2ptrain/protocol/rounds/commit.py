@@ -1,6 +1,6 @@
-"""What a committed round does to a peer: the outer step on its anchor and moments, and a landing in its weights.
+"""Applying a committed round: the outer step on anchor and moments, and the landing in the weights.
 
-The functions decide; `Committer` carries them out, one round at a time, and hands each to the training thread.
+The functions compute; `Committer` calls them, one round at a time, and passes the landing to the training thread.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# An outer step that an error interrupts goes on after this, so many times; the anchor is locked meanwhile (guess).
+# Delay and number of retries of an outer step after an error; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
 
 
 def check_record(record: Record, state: AnchorState, averaging: Averaging) -> None:
-    """Raises WireError unless this is a record whose outer step can be taken on a state, whoever sent it."""
+    """Raises WireError unless the outer step of this record can be taken on this state."""
     if not record.contributors:
         raise WireError("a record without contributors")
     averaging.check_record(record, state.num_blocks)
@@ -44,14 +44,14 @@ def check_record(record: Record, state: AnchorState, averaging: Averaging) -> No
 
 
 def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:
-    """Raises WireError unless every chunk of a span decodes: done before READY, so that no outcome half applies."""
+    """Raises WireError unless every chunk of a span decodes. Called before READY, so that the step cannot fail."""
     for start, stop in chunk_bounds(*span):
         averaging.decode(record, blobs, start, stop)
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the outer step of a record has been taken: should it be interrupted, it goes on from there.
+    """Progress of a record's outer step, to resume it after an error.
 
     `stepped` blocks are done; `landing` is set once the training thread has it.
     """
@@ -62,17 +62,13 @@ class Progress:
 
 
 def step_chunks(
-    state: AnchorState,
-    averaging: Averaging,
-    progress: Progress,
-    blobs: Blobs,
-    span: tuple[int, int],
+    state: AnchorState, averaging: Averaging, progress: Progress, blobs: Blobs, span: tuple[int, int],
     buffer: np.ndarray | None,
-) -> None:
-    """Take the outer step on what is left of a span of blocks, in place: A, m ← step(A, m, mean).
+) -> None:  # fmt: skip
+    """Take the outer step on the rest of a span of blocks, in place: A, m ← step(A, m, mean).
 
     Args:
-        progress: says which record's; kept up to date.
+        progress: holds the record; updated.
         blobs: the bytes that the record names, already verified by hash.
         buffer: a contributor's (num_blocks, 64), to which A′ − A is added; blocks that are only averaged become A′.
     """
@@ -96,7 +92,7 @@ def step_chunks(
 
 
 def head_of(record: Record, state: AnchorState) -> Head:
-    """Where a peer stands that has taken a record's step."""
+    """The head after a record's outer step."""
     return Head(
         record.genesis, record.lineage, record.round, state.hashes.state, state.hashes.anchor, voters_of(record),
         record.run_step, record.tokens_total, record,
@@ -105,15 +101,14 @@ def head_of(record: Record, state: AnchorState) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Our own part in a committed round.
+    """Our part in a committed round.
 
     Attributes:
-        own: what we brought, or None.
+        own: our contribution, or None.
         included: whether it is in the mean.
-        missed_rounds: in a row, this one counted.
+        missed_rounds: in a row, including this one.
         outstanding_tokens: trained on since we were last included.
-        spent: what the round has cost us.
-        reason: why we sat it out; empty where we did not choose to.
+        reason: why we sat it out; empty if we did not choose to.
     """
 
     own: OwnContribution | None
@@ -125,12 +120,12 @@ class Share:
 
 
 def landing(run: RunConfig, record: Record, state: AnchorState, peer_id: PeerId, share: Share) -> Landing:
-    """What the training thread is to do about a round.
+    """The landing of a round in this peer's weights.
 
-    A contributor takes what was agreed on and keeps what quantisation lost: θ += A′ − A + decode(own sent bytes). Who
-    was left out once goes on from its own weights (DiLoCo, section 3.1, figure 8: the paper's rule); left out twice,
-    it adopts the anchor, and what it learnt is discarded. After the run's last round there is no going on: all end
-    with the anchor.
+    A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A peer
+    that was left out continues from its own weights (DiLoCo, section 3.1, figure 8); left out more than
+    `max_missed_rounds` times in a row, it adopts the anchor and discards its own progress. After the run's last round
+    all adopt the anchor.
     """
     kind, buffer, own, included = "keep", None, share.own, share.included
     finished = 0 < run.total_steps <= record.run_step
@@ -169,11 +164,11 @@ def landing(run: RunConfig, record: Record, state: AnchorState, peer_id: PeerId,
 
 
 class Committer:
-    """Changes the agreed state, one round at a time, and hands each to the training thread.
+    """Applies rounds to the agreed state, one at a time, and passes each to the training thread.
 
     Attributes:
         lock: held while the state is stepped, replaced or copied.
-        stepping: whether the anchor is being replaced, so that it must not be read.
+        stepping: whether the anchor is being replaced and must not be read.
     """
 
     def __init__(self, context: RoundContext) -> None:
@@ -187,12 +182,12 @@ class Committer:
         context.exchange.on_landed = self._on_landed
 
     def forget(self) -> None:
-        """We stand at another head: a step that was interrupted is of no use any more."""
+        """Drop an interrupted step: the head has changed."""
         self._progress, self.stepping = None, False
 
     @property
     def interrupted(self) -> bool:
-        """Whether the anchor is half-way between two heads."""
+        """Whether an outer step was interrupted by an error: the anchor is between two heads."""
         return self._progress is not None and self._progress.stepped > 0
 
     async def commit(
@@ -200,23 +195,22 @@ class Committer:
     ) -> RoundReport:
         """Take the outer step of a record whose blobs are all here and decode, and land it.
 
-        Where an earlier call for this record was interrupted by an error, this one goes on from there. Until then the
-        anchor is neither the old nor the new one, and is not read.
+        Resumes an earlier call for this record that was interrupted by an error.
 
         Args:
-            taker: what we brought to the round.
-            included: whether that is in the mean.
+            taker: holds our contribution.
+            included: whether it is in the mean.
             stand_at: called once the state is that of the record, before anything else can be decided.
 
         Returns:
-            What there is to say about the round, once it has landed.
+            The report of the round, after it has landed.
         """
         progress = self._progress
         if progress is None or progress.record != record:
             progress = self._progress = Progress(record)
         async with self.lock:
             self.stepping = True
-            # All or nothing, also for a checkpoint that is written when we leave in the middle of it.
+            # Shielded, so that a checkpoint written on leaving is consistent.
             with trio.CancelScope(shield=True):
                 outcome = await self._step_surely(progress, taker, included)
                 head = head_of(record, self._context.state)
@@ -233,7 +227,7 @@ class Committer:
         )
 
     async def _step_surely(self, progress: Progress, taker: SnapshotTaker, included: bool) -> Landing:
-        """Take the step, again where an unexpected error interrupts it: nothing can be done with half of one."""
+        """Take the step, and retry after an unexpected error, as half a step is useless."""
         for _ in range(STEP_RETRIES):
             try:
                 return await self._step(progress, taker, included)
@@ -255,7 +249,7 @@ class Committer:
             missed_rounds = 0 if included else self._missed_rounds + 1
             share = Share(own, included, missed_rounds, context.exchange.tokens, taker.spent(), taker.sits_out)
             outcome = landing(context.run, record, context.state, context.peer_id, share)
-            # Training takes it up while the hashes are computed.
+            # Training continues while the hashes are computed.
             self._hand_over(outcome)
             self._missed_rounds, progress.landing = missed_rounds, outcome
         await context.compute(context.state.rehash)
@@ -263,7 +257,7 @@ class Committer:
         return progress.landing
 
     async def land(self, landing: Landing) -> None:
-        """Hand a landing to the training thread and wait until it has taken effect; one at a time."""
+        """Pass a landing to the training thread and wait until it has taken effect; one at a time."""
         self._hand_over(landing)
         await self._landed.wait()
 

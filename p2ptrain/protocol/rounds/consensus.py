@@ -1,29 +1,27 @@
-"""Deciding one round: single-decree Paxos for each (lineage, round), as a pure function.
+"""The decision of one round: single-decree Paxos for each (lineage, round), as a pure function.
 
 Lamport, "Paxos Made Simple" (2001). The voters of a round are the contributors of the one before it; each is a peer
 with its incarnation (new at every start of the process). How our messages map to the terms of Paxos:
 
 | ours | Paxos | who → whom |
 |---|---|---|
-| Call | prepare (phase 1a) | leader → all it reaches |
+| Call | prepare (phase 1a) | leader → all linked peers |
 | Join | promise (1b), with the highest accepted record | acceptor → leader |
-| Propose | accept request (2a) | leader → those that joined |
+| Propose | accept request (2a) | leader → joined peers |
 | Ready | accepted (2b) | acceptor → leader |
 | Commit | learn | leader → all |
 | Refuse | nack | acceptor → leader |
-| Inquire, Accepted | a learner asks acceptors what they accepted | learner → voters → learner |
+| Inquire, Accepted | a learner queries acceptors | learner → voters → learner |
 | Attempt(counter, leader, incarnation) | proposal number | |
 
-Between a quorum of promises and Propose the peers average, which is outside: consensus neither sees weights nor knows
-how they are averaged. Promises and accepted records live in memory only. A peer that is started anew has another
-incarnation, and so it is no voter and its attempts are new ones; an incarnation must never go on without its state
-(`restarted` says what of it to keep).
+Between a quorum of promises and Propose the peers average, outside of the consensus. Promises and accepted records are
+held in memory only. A restarted peer has another incarnation, so it is not a voter and its attempts are new ones; an
+incarnation must never continue without its state (`round_state.restarted` returns what to keep).
 
-**The driver's contract.** `begin(...)` makes the state of a round. The driver calls `step(state, event, now)` for each
-event, one at a time, keeps the new state, and carries out the effects in their order. A `Send` to our own id comes back
-as `Received` from ourselves. When a record is learned and has landed, `begin` makes the next round's state.
-
-`events` lists the events and what the driver owes for each, and the effects.
+**The driver's contract.** `round_state.begin(...)` makes the state of a round. The driver calls
+`step(state, event, now)` for each event, one at a time, keeps the new state, and carries out the effects in order. A
+`Send` to our own id is returned as `Received` from ourselves. When a record is learned and has landed, `begin` makes
+the next round's state. `events` documents events and effects.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Result = tuple[State, tuple[ev.Effect, ...]]
 
 
 def unfinished(joins: Iterable[tuple[PeerId, m.Join]], voters: Collection[Voter]) -> m.Record | None:
-    """The accepted record of the highest attempt: it may have been committed, and must be finished unchanged."""
+    """The accepted record of the highest attempt: it may have been committed, and must be proposed unchanged."""
     held = [
         (join.ready_attempt, join.ready)
         for peer, join in joins
@@ -53,7 +51,7 @@ def unfinished(joins: Iterable[tuple[PeerId, m.Join]], voters: Collection[Voter]
 
 
 def step(state: State, event: ev.Event, now: float) -> Result:
-    """What one event does: the new state, and what the driver must do. Raises WireError; see the module docstring."""
+    """The new state and the effects of one event. Raises WireError if a message breaks a rule."""
     if isinstance(event, ev.Received) and isinstance(event.message, m.Inquire):
         return state, _answer(state, event.sender, event.message)
     if state.learner.record is not None:
@@ -120,7 +118,7 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
         case m.Ready() if proposer is not None and proposer.attempt == attempt:
             return _on_ready(state, proposer, sender, message)
         case m.Refuse() if proposer is not None and proposer.attempt == attempt:
-            # Bounded: it is the word of one peer, and our next attempt must be believed by the others.
+            # Bounded: other peers refuse counters too far ahead, and one peer's claim may be false.
             highest = max(state.highest, min(message.promised.counter, state.highest + MAX_COUNTERS_AHEAD // 2))
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
             return _without(dataclasses.replace(state, highest=highest), proposer, sender, reason, now)
@@ -130,7 +128,7 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
 
 
 def _is_next(state: State, record: m.Record) -> bool:
-    """Whether a record continues our head."""
+    """Whether a record follows our head."""
     head = state.head
     return (record.genesis, record.lineage, record.round, record.parent_sha256) == (
         head.genesis, head.lineage, state.round, head.state_sha256
@@ -143,13 +141,13 @@ def _promise(state: State, call: m.Call, now: float) -> Result:
         return state, ()
     refuse = ev.Send(attempt.leader, m.Refuse(call.lineage, call.round, attempt, acceptor.promised))
     if not 0 <= attempt.counter <= state.highest + state.ahead:
-        # Each time a little more is believed, so that a peer that was away for long is not lost for good.
+        # The limit grows with each refusal, so that a peer that was away for long can take part again.
         return dataclasses.replace(state, ahead=state.ahead + MAX_COUNTERS_AHEAD), (refuse,)
     if attempt < acceptor.promised:
         return state, (refuse,)
     effects: list[ev.Effect] = []
     if old is not None:
-        # The leader of the attempt that this one replaces would wait for us in vain.
+        # So that the leader of the replaced attempt does not wait for us.
         effects.append(ev.Send(old.attempt.leader, m.Refuse(call.lineage, call.round, old.attempt, attempt)))
         effects.append(ev.MemberEnded(old.attempt, f"{attempt.leader} called a higher attempt"))
     window_s = min(max(0.0, call.window_s), state.limits.window_s)
@@ -181,7 +179,7 @@ def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
     if member is None or member.attempt != attempt or not member.joined:
         return state, ()
     if acceptor.attempt == attempt:
-        # Said again, in case that it was lost.
+        # Sent again, in case it was lost.
         return state, (_ready(state, attempt, record),) if acceptor.record == record else ()
     if not _is_next(state, record):
         return _withdraw(state, attempt, "the record starts from another state than ours")
@@ -197,7 +195,7 @@ def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
         return state, ()
     if record_sha256(member.proposal) != sha256:
         return state, ()
-    # A higher promise would have ended our part in this attempt.
+    # A higher promise would have ended this attempt for us.
     acceptor = Acceptor(attempt, attempt, member.proposal)
     state, effects = _settle(dataclasses.replace(state, acceptor=acceptor))
     return state, (_ready(state, attempt, member.proposal), *effects)
@@ -234,7 +232,7 @@ def _lead(state: State, event: ev.Lead, now: float) -> Result:
 def _on_join(state: State, proposer: Proposer, sender: PeerId, join: m.Join, now: float) -> Result:
     if (join.ready is None) != (join.ready_attempt is None):
         raise WireError("a Join with half a READY record")
-    # It was accepted before this promise was given.
+    # Accepted before this promise.
     ready, ready_attempt = join.ready, join.ready_attempt
     if ready and ready_attempt and (ready_attempt >= proposer.attempt or not _is_next(state, ready)):
         raise WireError("a Join with a READY record that cannot be")
@@ -245,12 +243,12 @@ def _on_join(state: State, proposer: Proposer, sender: PeerId, join: m.Join, now
 
 
 def _without(state: State, proposer: Proposer, peer: PeerId, reason: str, now: float) -> Result:
-    """Go on without a peer that refuses, withdraws or is lost, while there can be a quorum of the others."""
+    """Continue without a peer that refuses, withdraws or is lost, while a quorum of the others is possible."""
     return _go_on(state, dataclasses.replace(proposer, gone=proposer.gone | {peer}), reason, now)
 
 
 def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
-    """See what became of the attempt now that somebody joined or left."""
+    """Advance or abort the attempt after a peer joined or left."""
     state, voters = dataclasses.replace(state, proposer=proposer), state.head.voters
     if proposer.joining:
         awaited = set(proposer.called) - proposer.gone
@@ -259,7 +257,7 @@ def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
         return _end_joining(state, proposer, now) if awaited <= dict(proposer.joins).keys() else (state, ())
     able = {(peer, join.incarnation) for peer, join in proposer.joins if peer not in proposer.gone}
     if not is_quorum(able | proposer.ready, voters):
-        return _abort(state, proposer, reason or "without those who have gone no quorum can become READY")
+        return _abort(state, proposer, reason or "no quorum can become READY without the lost members")
     return state, ()
 
 
@@ -305,7 +303,7 @@ def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = F
 
 
 def _hear(state: State, sender: PeerId, record: m.Record, now: float) -> Result:
-    """Somebody says that a record was committed: believe it if it is our own READY record, else ask the voters."""
+    """On a Commit: learn the record if it is our READY record, else ask the voters."""
     if (record.lineage, record.round) != (state.head.lineage, state.round) or (sender, record) in state.learner.heard:
         return state, ()
     state, effects = _settle(dataclasses.replace(state, learner=state.learner.hear(sender, record, now)))
@@ -318,7 +316,7 @@ def _ask_voters(state: State) -> tuple[ev.Effect, ...]:
 
 
 def _answer(state: State, sender: PeerId, inquiry: m.Inquire) -> tuple[ev.Effect, ...]:
-    """What we accepted in this round, or committed in it or in the one before."""
+    """Report what we accepted in this round, or committed in it or in the one before."""
     head, attempt, record = state.head, state.acceptor.attempt, state.acceptor.record
     if (inquiry.lineage, inquiry.round) == (head.lineage, state.round):
         committed = state.learner.record
@@ -342,7 +340,7 @@ def _on_claim(state: State, sender: PeerId, claim: m.Accepted) -> Result:
 
 
 def _settle(state: State) -> Result:
-    """Learn a record that was heard of, once that is shown to be right."""
+    """Learn a record from a Commit once it is proven."""
     record = state.learner.shown(state.acceptor.record, state.head.voters)
     return (state, ()) if record is None else _learn(state, record)
 
@@ -368,7 +366,7 @@ def _tick(state: State, now: float) -> Result:
     effects: tuple[ev.Effect, ...] = ()
     member, proposer, learner = state.member, state.proposer, state.learner
     if member is not None and now >= member.deadline_s:
-        state, more = _withdraw(state, member.attempt, "the leader said nothing in time")
+        state, more = _withdraw(state, member.attempt, "the leader did not answer in time")
         effects += more
     if proposer is not None and now >= proposer.deadline_s:
         if proposer.joining:

@@ -1,4 +1,4 @@
-"""What every part of a round uses of its peer, in one place."""
+"""The objects of a peer that all parts of its rounds use."""
 
 from __future__ import annotations
 
@@ -18,20 +18,13 @@ from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
-# Sends a control message to a peer, also to ourselves; lost when the peer is not linked.
+# Sends a control message to a peer or to ourselves; dropped if the peer is not linked.
 Tell = Callable[[PeerId, Message], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundContext:
-    """One peer, as its rounds see it.
-
-    Attributes:
-        codec: of outer gradients.
-        state: anchor and moments; only commits change it.
-        parts: the blobs of rounds, by hash.
-        timeouts: how long to wait for whom.
-    """
+    """One peer. `codec` is that of outer gradients; `state` (anchor and moments) is changed by commits only."""
 
     peer_id: PeerId
     incarnation: str
@@ -50,7 +43,7 @@ def context_of(
     peer_id: PeerId, incarnation: str, run: RunConfig, links: Links, exchange: Exchange, state: AnchorState,
     compute: Compute,
 ) -> RoundContext:  # fmt: skip
-    """The context of a peer whose rounds begin."""
+    """Make the context of a peer."""
     averaging = averaging_of(run)
     return RoundContext(
         peer_id, incarnation, run, links, exchange, state, compute, averaging, gradient_codec(run),

@@ -1,4 +1,4 @@
-"""What one member brings to a round: its outer gradient, encoded once, and later what the outcome does to it."""
+"""A member's outer gradient in a round, encoded once for all attempts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ import torch
 
 from p2ptrain.algorithms.codec import Codec
 
-# What top-k did not send counts a little less in each round after (SparseLoCo: error feedback with a moving average).
+# Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
 ERROR_DECAY = np.float32(0.95)
-# Chunks handled in one visit to the worker thread: 1 MiB of int8.
+# Chunks encoded per call of the worker thread: 1 MiB of int8.
 CHUNKS_PER_VISIT = 16
 
 
 @dataclass(slots=True)
 class OwnContribution:
-    """A snapshot on its way through a round.
+    """A snapshot and its encoded chunks.
 
-    `buffer` holds the snapshot's weights until a chunk is encoded, then what its bytes decode to, and at the end
-    (after `commit.step_chunks`) what must be added to the live weights: one vector from start to finish. With an error
-    buffer it holds anchor − weights in between, so that the live weights come to stand on the new anchor: what was not
-    sent is then in `next_error`, and no longer in the weights.
+    `buffer` holds the snapshot's weights until a chunk is encoded, then the decoded chunk, and at the end (after
+    `commit.step_chunks`) the change to add to the live weights. With an error buffer it holds anchor − weights in
+    between, so that the live weights become the new anchor: unsent values are then in `next_error`, not in the weights.
 
     Attributes:
-        error: what earlier rounds did not send, (num_blocks, 64); only read. None where the weights keep it.
-        next_error: what this one does not send; takes the place of `error` if the round commits with it.
+        error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
+        next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
     buffer: torch.Tensor
@@ -40,9 +39,9 @@ class OwnContribution:
     next_error: np.ndarray | None = None
 
     def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
-        """Encode these chunks of anchor − weights; chunks that were encoded before are left alone.
+        """Encode these chunks of anchor − weights, unless already encoded. Call it in a worker thread.
 
-        Heavy: call it in a worker thread. Raises ValueError when weights or anchor are not finite.
+        Raises ValueError if weights or anchor are not finite.
         """
         weights = self.buffer.numpy()
         for start, stop in bounds:

@@ -1,33 +1,31 @@
-"""What goes into the consensus of a round and what comes out: its events and its effects.
+"""The events (inputs) and effects (outputs) of `consensus`.
 
-How they are used is in `consensus`. Events, and what the driver owes for each:
+Events, and when the driver passes them:
 
 - `Received(sender, message)`: every Call, Join, Refuse, Roster, Propose, Ready, Commit, Abort, Withdraw, Inquire and
-  Accepted, of any round. `sender` is the identity of the link. A record that was asked for because others are further
-  (a `record` request) comes as a Commit. Raises WireError where the message breaks a rule; the state stays as it was.
-- `Lead(called, ...)`: it is our turn: call these peers, ourselves among them. Ignored while an attempt of ours is
-  under way.
-- `Prepared(attempt, join)`: answers `Prepare`. Of `join` consensus fills in the READY record.
+  Accepted, of any round. `sender` is the identity of the link. The answer to a `record` request comes as a Commit.
+  Raises WireError if the message breaks a rule; the state is unchanged then.
+- `Lead(called, ...)`: call these peers, including ourselves. Ignored while we lead an attempt.
+- `Prepared(attempt, join)`: answers `Prepare`. Consensus fills in the READY record of `join`.
 - `Held(attempt, record_sha256)`: answers `Fetch`: all parts are here and verified.
-- `MemberFailed(attempt, reason)`: as a member we cannot go on: no record that we can step by, a part not to be had, ...
+- `MemberFailed(attempt, reason)`: we cannot continue as a member: an invalid record, a missing part, ...
 - `Averaged(attempt, record)`: answers `Average`.
-- `LeaderFailed(attempt, reason)`: averaging came to nothing, or we do not want to lead on.
-- `Lost(peer)`: the link to a peer broke, or it said that it leaves.
+- `LeaderFailed(attempt, reason)`: averaging failed, or we stop leading.
+- `Lost(peer)`: the link to a peer broke, or it left.
 - `Tick()`: at `deadline_s(state)`, or a few times a second.
 
 Effects:
 
-- `Send(to, message)`; lost when the peer is not linked. `Broadcast(message)`: to all live trainers but ourselves.
+- `Send(to, message)`; dropped if the peer is not linked. `Broadcast(message)`: to all live trainers except ourselves.
 - `Prepare(attempt, window_s)`: take the snapshot within `window_s`, which is bounded, then `Prepared`.
 - `Fetch(attempt, record)`: check that the record fits the model, fetch its parts, then `Held` or `MemberFailed`.
 - `Average(attempt, joins)`: a quorum promised and no record is unfinished: plan and average with these, then `Averaged`
-  or `LeaderFailed`. Where a record is unfinished consensus proposes it by itself, and the driver sees no `Average`.
+  or `LeaderFailed`. An unfinished record is proposed by consensus itself, without `Average`.
 - `MemberEnded(attempt, reason)`: stop taking part in this attempt, and in no other.
-- `LeaderEnded(attempt, reason, timed_out)`: our own attempt is over without a record; the members have been told.
-- `Learned(record)`: this is the round's outcome. Whatever we took part in ends, without a `MemberEnded`; from now on
-  only Inquire is answered. Fetch the record's parts if they are not here; where that fails, replace the whole state.
-- `Unproven(record)`: somebody says that this was committed, and no quorum of voters could be asked: we cannot follow by
-  records, replace the whole state.
+- `LeaderEnded(attempt, reason, timed_out)`: our attempt ended without a record; the members have been told.
+- `Learned(record)`: the round's outcome. Our attempts end, without a `MemberEnded`; from now on only Inquire is
+  answered. Fetch the record's parts if they are missing; if that fails, replace the whole state.
+- `Unproven(record)`: a peer sent this as committed, and no quorum of voters confirmed it: replace the whole state.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Call `called`, who have `window_s` to join and `grace_s` more for the way; then `attempt_s` to the Commit.
+    """Call `called`. Joins arrive within `window_s` + `grace_s`, the Commit within `attempt_s` after that.
 
-    The attempt's counter is higher than `counter` and than all that we know.
+    The attempt's counter is higher than `counter` and than all known ones.
     """
 
     called: tuple[PeerId, ...]

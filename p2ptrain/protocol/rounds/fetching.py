@@ -1,4 +1,4 @@
-"""Fetching a record's parts, once: a member that is fetching when the Commit comes does not begin anew."""
+"""Fetching a record's parts once, for the attempt and for the Commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Fetch:
-    """Parts of one record on their way; `error` says how it ended, and that it was cancelled until it has."""
+    """The fetch of one record's parts. `error` is its result; before the end, that it was cancelled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,7 +29,7 @@ class _Fetch:
 
 
 class RecordFetcher:
-    """Holds at most one fetch, which outlives those who wait for it."""
+    """Runs at most one fetch, which continues when its waiters are cancelled."""
 
     def __init__(self, parts: PartStore, averaging: Averaging, compute: Compute) -> None:
         self._parts = parts
@@ -38,10 +38,9 @@ class RecordFetcher:
         self._current: _Fetch | None = None
 
     async def fetch(self, record: Record, others: Sequence[PeerId], nursery: trio.Nursery) -> None:
-        """Hold all parts of a record, verified by hash and decodable. The work is done in `nursery`.
+        """Fetch all parts of a record, verified by hash and decodable; in a task of `nursery`.
 
-        Raises RoundFailedError, PeerLostError or WireError (whatever else goes wrong is a RoundFailedError too); the
-        next call then tries again.
+        Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
         """
         name = record_sha256(record)
         if self._current is None or self._current.name != name:
@@ -55,12 +54,11 @@ class RecordFetcher:
 
     @property
     def needed(self) -> bool:
-        """Whether parts that are here must be kept: of a record that is being fetched, or was for an attempt that ended
-        since, and whose Commit may still come."""
+        """Whether parts must be kept: of a record that is being fetched, or was fetched and may still be committed."""
         return self._current is not None
 
     def cancel(self) -> None:
-        """The parts are not needed any more."""
+        """Stop fetching: the parts are no longer needed."""
         if self._current is not None:
             self._current.scope.cancel()
             self._current = None
@@ -74,7 +72,6 @@ class RecordFetcher:
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error
             except Exception as error:
-                # Our bug; it is for those who wait to see what it costs.
                 logger.exception("the parts of round %d could not be fetched", record.round)
                 fetch.error = RoundFailedError(f"unexpected error: {error!r}")
             else:

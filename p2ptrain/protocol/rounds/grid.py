@@ -1,8 +1,7 @@
-"""The grid on which outer gradients are cut: chunks of 1024 blocks, the same on every peer.
+"""The grid of chunks of outer gradients: 1024 blocks each, the same on every peer.
 
-Codecs code each chunk alone, and what a plan gives to one reducer is a run of whole chunks. So a second attempt with
-another plan sends the very same bytes. A chunk has 66 KiB as int8, 256 KiB as fp32: small enough that a control frame
-never waits long behind one on a slow link.
+Each chunk is encoded alone, and parts consist of whole chunks, so that another attempt with another plan sends the same
+bytes. A chunk has 66 KiB as int8, 256 KiB as fp32: control frames never wait long behind one on a slow link.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Leading the averaging of one attempt: a roster, one contributor set, one record.
 
-The consensus has called the members and will have the record accepted; in between they average. The leader only orders
-what others do; it holds no data, and nothing is lost with it.
+This happens between the promises and the proposal of the consensus. The leader holds no data, so nothing is lost if it
+fails.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# Contributions have this share of an attempt's time; then those that are whole go on without the others. The mean comes
-# back in about as long as they took.
+# Contributions get this share of an attempt's time; then incomplete ones are left out. Fetching the mean takes about as
+# long as sending.
 SENDING_SHARE = 0.5
-# Woken so much later than we asked for, we were held up ourselves, and what others said meanwhile waits to be read.
+# Woken this much too late, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
 MAX_INBOX = 1024
 
 
 class AveragingLeader:
-    """One attempt, led by this peer. `deliver` and `note_gone` take what happens while `run` is under way."""
+    """One attempt, led by this peer. `deliver` and `note_gone` are called while `run` runs."""
 
     def __init__(
         self, context: RoundContext, silences: Silences, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
@@ -53,9 +53,9 @@ class AveragingLeader:
         self._changed = trio.Event()
 
     def deliver(self, sender: PeerId, message: m.Message) -> None:
-        """Queue an Arrived or Reduced of this attempt; dropped when the leader is overrun."""
+        """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full."""
         if len(self._inbox) >= MAX_INBOX:
-            logger.warning("leader of attempt %d is overrun", self.attempt.counter)
+            logger.warning("leader of attempt %d: inbox full, message dropped", self.attempt.counter)
             return
         self._inbox.append((sender, message))
         self._changed.set()
@@ -66,21 +66,21 @@ class AveragingLeader:
         self._changed.set()
 
     async def run(self, joins: dict[PeerId, m.Join]) -> m.Record:
-        """Have the members average, and return what is to be proposed. Raises RoundFailedError.
+        """Lead the averaging, and return the record to propose. Raises RoundFailedError.
 
         Args:
-            joins: what each peer said that joined, ourselves among them.
+            joins: the Join of each peer, including our own.
         """
         head, own_state = self._head, self._head.state_sha256
         agreed = policy.agreed_state(joins, own_state)
         for peer_id, join in joins.items():
             if join.state_sha256 != agreed:
-                logger.warning("%s stands on state %s, the others on %s", peer_id, join.state_sha256[:12], agreed[:12])
+                logger.warning("%s has state %s, the others %s", peer_id, join.state_sha256[:12], agreed[:12])
         members = policy.members_of(head.lineage, head.round + 1, joins, agreed)
         if not members:
-            raise RoundFailedError("nobody has a snapshot")
+            raise RoundFailedError("no member has a snapshot")
         if agreed != own_state:
-            raise RoundFailedError("this leader's own state differs from that of most")
+            raise RoundFailedError("this leader's state differs from that of most members")
         strikes = self._context.links.strikes
         avoided = self._silences.passed_over(trio.current_time()) | {peer for peer in members if strikes.get(peer)}
         reducers = policy.reducers_of(members, joins, avoided)
@@ -103,7 +103,7 @@ class AveragingLeader:
         return record_of(self._context.run, head, {p: joins[p] for p in members}, contributors, conclusion)
 
     async def _await_contributions(self, members: Sequence[PeerId]) -> list[PeerId]:
-        """The one contributor set: members complete at every reducer. Ends when all others have been given up."""
+        """The contributors: members complete at every reducer. Waits until all others are excluded or time is up."""
         complete: dict[PeerId, set[int]] = {member: set() for member in members}
         failed: set[PeerId] = set()
         until_s = trio.current_time() + self._sending_s
@@ -126,7 +126,7 @@ class AveragingLeader:
         return included
 
     async def _await_reports(self, contributors: Sequence[m.Contributor]) -> Conclusion:
-        """What the reducers made of it."""
+        """The parts of the record, from the reports of the reducers."""
         reports: dict[int, m.Reduced] = {}
         while True:
             conclusion = self._context.averaging.conclude(self._plan, contributors, reports)
@@ -141,7 +141,7 @@ class AveragingLeader:
         return 0 <= part < len(self._plan) and self._plan[part].reducer == sender
 
     def _parts_left(self) -> list[int]:
-        """The parts whose reducers are there. Raises RoundFailedError when too few are."""
+        """The parts whose reducers are not gone. Raises RoundFailedError if too few are left."""
         left = [i for i, part in enumerate(self._plan) if part.reducer not in self._gone]
         gone = next((part.reducer for part in self._plan if part.reducer in self._gone), None)
         if gone is not None and (self._context.averaging.needs_every_reducer or not left):
@@ -149,7 +149,7 @@ class AveragingLeader:
         return left
 
     async def _news(self, until_s: float) -> list[tuple[PeerId, m.Message]]:
-        """What has come in; waits until something does, somebody is gone, or the time is out."""
+        """New messages; waits for a message, a lost peer, or the time-out."""
         awaited = [at_s + self._silent_s for peer_id, at_s in self._heard_s.items() if peer_id not in self._gone]
         wake_s = min([until_s, *awaited])
         with trio.move_on_at(wake_s):
@@ -163,5 +163,5 @@ class AveragingLeader:
         for peer_id, at_s in self._heard_s.items():
             if peer_id not in self._gone and now >= at_s + self._silent_s:
                 self._silences.note(peer_id, now, SILENT_REDUCER_S)
-                self._gone[peer_id] = f"it said nothing for {now - at_s:.0f} s"
+                self._gone[peer_id] = f"it sent nothing for {now - at_s:.0f} s"
         return news

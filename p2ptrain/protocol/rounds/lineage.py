@@ -1,4 +1,4 @@
-"""When a lineage has ended because its voters are gone, and what the next one is called."""
+"""When a lineage has ended because its voters are gone, and the id of the next one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from p2ptrain.protocol.rounds.quorum import is_quorum
 from p2ptrain.protocol.wire.messages import Head
 from p2ptrain.protocol.wire.transport import PeerId
 
-# A quorum of voters out of reach for this long, or three intervals, ends the lineage (DESIGN.md, round protocol, 10).
+# A lineage ends after no quorum of its voters was reachable for this long, or for three intervals.
 QUORUM_LOST_S = 60.0
 
 
 class LineageWatch:
-    """Keeps the time since a quorum of the head's voters was there."""
+    """Measures the time since a quorum of the head's voters was reachable."""
 
     def __init__(self, liveness: Liveness) -> None:
         self._liveness = liveness
         self._seen_s = 0.0
 
     def excuse(self) -> None:
-        """Count from now: we stand at a new head, or were held up ourselves, and nobody could be there for us."""
+        """Count from now: after a new head, or after this process was held up."""
         self._seen_s = trio.current_time()
 
     def has_ended(self, head: Head, three_intervals_s: float) -> bool:
-        """Whether the voters are gone for good, and it is for us to go on under a new lineage: the lowest id does."""
+        """Whether the voters are gone for good, and we have the lowest id and so begin a new lineage."""
         voters, present = head.voters, self._liveness.present()
         if is_quorum(present, voters):
             self.excuse()
@@ -41,9 +41,6 @@ class LineageWatch:
 
 
 def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:
-    """The id of a lineage: its generation, and a hash of what it continues and of who began it when.
-
-    `parent` is the lineage that it continues, or the run digest for a run's first.
-    """
+    """The id of a lineage: its generation, and a hash of its parent lineage (or the run digest), round and founder."""
     generation = int(parent.split("-")[0]) + 1 if "-" in parent else 0
     return f"{generation}-{hashlib.sha256(f'{parent}/{round_}/{founder}/{incarnation}'.encode()).hexdigest()[:16]}"

@@ -1,7 +1,7 @@
 """Taking part in one attempt: join, send and reduce, fetch the outcome.
 
-A participation begins with `Prepare` from the consensus, and ends when the driver cancels its scope. When anything goes
-wrong in it, this attempt is over for us; the next one starts from the same snapshot and sends the same bytes.
+A participation begins with `Prepare` from the consensus, and ends when the driver cancels its scope, or on an error.
+The next attempt uses the same snapshot and sends the same bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
@@ -24,19 +25,18 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# A roster, a Reduce, a record to fetch: a leader has no more to say in one attempt.
+# More than an honest leader sends in one attempt: a Roster, a Reduce and a Propose.
 MAX_ORDERS = 8
 
 Order = Roster | Reduce | Fetch
 
 
 class Participation:
-    """One attempt of a leader's that we take part in. Run `run` in a task; cancel `scope` when the attempt has ended.
+    """An attempt that we take part in. Run `run` in a task; cancel `scope` when the attempt has ended.
 
     Args:
-        head: what the round starts from.
-        fetch: holds all parts of a record; raises RoundFailedError, PeerLostError or WireError.
-        apply: takes an event to the consensus.
+        fetch: fetches all parts of a record; raises RoundFailedError, PeerLostError or WireError.
+        apply: passes an event to the consensus.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Participation:
 
     @property
     def stage(self) -> str:
-        """What we are doing, for people."""
+        """What we are doing, as text."""
         if self._held:
             return "agreeing"
         if self._fetching:
@@ -72,35 +72,35 @@ class Participation:
         return f"sending {sent}/{to_send}"
 
     def deliver(self, order: Order) -> None:
-        """Take an order: the leader's, or the consensus's."""
+        """Queue an order of the leader or of the consensus."""
         try:
             self._orders_send.send_nowait(order)
         except trio.WouldBlock:
-            logger.warning("the leader of attempt %d says more than can be heard", self.attempt.counter)
+            logger.warning("the leader of attempt %d sends too many orders", self.attempt.counter)
 
     def contribute(self, sender: PeerId, message: Contribution, data: bytes) -> None:
-        """Take one chunk of a member's outer gradient. Raises WireError on a chunk that is off the plan."""
+        """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan."""
         if self._transfer is not None:
-            self._transfer.contribute(sender, message, data)
+            self._transfer.collect(sender, message.start, message.stop, data)
         else:
             self._early.add(sender, message.start, message.stop, data)
 
     def note_lost(self, peer_id: PeerId) -> None:
-        """A link broke: nothing more will come from there."""
+        """The link to a peer broke."""
         self._lost.add(peer_id)
         if self._transfer is not None:
             self._transfer.note_lost(peer_id)
 
     def give_up_stalled(self) -> None:
-        """Leave senders out that make no progress; called a few times a second."""
+        """Exclude senders that make no progress; called a few times a second."""
         if self._transfer is not None:
             self._transfer.give_up_stalled()
 
     async def run(self, window_s: float) -> None:
-        """Take part until cancelled, or until something goes wrong, which is said to the consensus and never raised.
+        """Take part until cancelled, or until an error, which is reported to the consensus and not raised.
 
         Args:
-            window_s: how long there is for our snapshot.
+            window_s: seconds for taking our snapshot.
         """
         with self.scope:
             try:
@@ -127,7 +127,6 @@ class Participation:
             except* (RoundFailedError, PeerLostError, WireError) as errors:
                 self._fail(str(innermost(errors)))
             except* Exception as errors:
-                # Our bug. It costs this attempt; the next one begins anew.
                 logger.exception("attempt %d ended by an unexpected error", self.attempt.counter, exc_info=errors)
                 self._fail(f"unexpected error: {innermost(errors)!r}")
 
@@ -167,10 +166,3 @@ class Participation:
             ready_attempt=None,
             ready=None,
         )
-
-
-def innermost(error: BaseException) -> BaseException:
-    """The first error in a group of groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

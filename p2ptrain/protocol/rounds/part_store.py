@@ -1,4 +1,4 @@
-"""The blobs of the last round, by hash: what reducers serve, READY members hold, and late members fetch."""
+"""The blobs of the last round, by hash: served by reducers, held by READY members, fetched by late members."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.wire.messages import Answer, Part, Record, Request
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
-# One piece of a part on the wire: small enough for control frames to pass between two.
+# One piece of a part on the wire: small, so that control frames can pass in between.
 PIECE_BYTES = 128 * 1024
-# Pieces of one part asked for at once, so that the round trip is hidden.
+# Pieces of one part requested at once, to hide the round trip.
 PIPELINE = 4
-# A piece that does not come within this time is asked of somebody else (a 64 KiB/s link takes 2 s; guess).
+# After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
 PIECE_TIMEOUT_S = 20.0
-# Rounds whose means are kept for late members. Each costs a quarter of the model's bytes (int8); who needs more than a
-# whole interval to fetch one had better replace its state.
+# Rounds whose means are kept for late members. Each takes a quarter of the model's bytes (int8); a member that is later
+# than a whole interval replaces its state instead.
 KEPT_ROUNDS = 1
-# After this long only a part's reducer keeps it: late members ask within seconds (guess).
+# After this long only a part's reducer keeps it: late members fetch within seconds (guess).
 KEEP_ALL_S = 30.0
 
 
 class PartStore:
-    """Owns the bytes. Parts of unfinished attempts are dropped when a round commits."""
+    """Parts of unfinished attempts are dropped when a round commits."""
 
     def __init__(self, links: Links, compute: Compute, averaging: Averaging) -> None:
         self._links = links
@@ -38,7 +38,7 @@ class PartStore:
         self._records: list[Record] = []
 
     def add(self, sha256: str, data: bytes | bytearray) -> None:
-        """Keep a part whose hash is known to be right."""
+        """Keep a part with a verified hash."""
         self._parts[sha256] = data
 
     def get(self, sha256: str) -> bytes | bytearray:
@@ -49,13 +49,13 @@ class PartStore:
         return next((r for r in self._records if (r.lineage, r.round) == (lineage, round_)), None)
 
     def keep(self, record: Record) -> None:
-        """Remember a committed record, and forget everything that the kept records do not name."""
+        """Keep a committed record, and drop parts that no kept record names."""
         self._records = [*self._records, record][-KEPT_ROUNDS:]
         named = {part.sha256 for kept in self._records for part in kept.parts}
         self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
 
     def trim(self, record: Record, own: PeerId) -> None:
-        """Of the last record, keep only the parts that we averaged: who comes this late asks their reducers first."""
+        """Of the last record, keep only the parts that we averaged; late members ask the reducers first."""
         if self._records[-1:] == [record]:
             named = {part.sha256 for part in record.parts if part.reducer == own}
             self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
@@ -68,10 +68,7 @@ class PartStore:
         await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
 
     async def fetch(self, record: Record, others: Sequence[PeerId]) -> None:
-        """Hold all parts of a record: each from its reducer, else from anyone else who has it.
-
-        Raises PeerLostError when a part is nowhere to be had.
-        """
+        """Fetch all parts of a record, each from its reducer or else from another peer. Raises PeerLostError."""
         try:
             async with trio.open_nursery() as nursery:
                 for part in record.parts:
@@ -93,7 +90,7 @@ class PartStore:
             if await self._compute(lambda data=data: hashlib.sha256(data).hexdigest()) == part.sha256:
                 self._parts[part.sha256] = data
                 return
-        raise PeerLostError(f"nobody has part [{part.start}, {part.stop})")
+        raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
         count = -(-size // PIECE_BYTES)

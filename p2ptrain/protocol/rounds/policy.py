@@ -1,6 +1,6 @@
-"""Who takes part in a round, what each counts, and who averages: pure decisions of a leader on what members say.
+"""A leader's decisions from the Joins: contributors, weights and reducers. Pure.
 
-What others claim is bounded here by what the rest of them say, so that one odd number decides nothing.
+Claims of one peer are limited by those of the others, so that a single wrong number has little effect.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from p2ptrain.protocol.wire.messages import Join
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
-# A round has at most this many contributors; the others adopt its outcome as members that were left out (guess).
+# Contributors per round; further members are left out (guess).
 MAX_CONTRIBUTORS = 64
-# A claimed rate counts as at most so many times the median of the claims.
+# A claimed rate is limited to this many times the median.
 MOST_RATES = 4.0
-# Floats count no further, and no training gets there.
+# The largest integer that floats represent exactly.
 MOST_COUNT = 2**53
 
 
 def check_join(join: Join) -> None:
-    """Raises WireError on claims that cannot be true."""
+    """Raises WireError on impossible claims."""
     for name in ("tokens", "shard_tokens", "run_step"):
         if not 0 <= getattr(join, name) <= MOST_COUNT:
             raise WireError(f"a Join with {name} = {getattr(join, name)}: must be between 0 and 2^53")
@@ -34,16 +34,13 @@ def check_join(join: Join) -> None:
 
 
 def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
-    """The state that most of those who joined stand on; where two are as many, our own. `joins` is not empty."""
+    """The state of most joined peers; on a tie, our own. `joins` is not empty."""
     states = [join.state_sha256 for join in joins.values()]
     return max(set(states), key=lambda state: (states.count(state), state == own))
 
 
 def members_of(lineage: str, round_: int, joins: Mapping[PeerId, Join], state_sha256: str) -> list[PeerId]:
-    """Who contributes: those with a snapshot on the agreed state, a sample where there are too many; sorted.
-
-    The sample is drawn by a hash of round and id, anew for every round, so that in the long run all count alike.
-    """
+    """Members with a snapshot on the agreed state, sorted; a sample by a hash of round and id if too many."""
     able = [p for p, join in joins.items() if join.has_snapshot and join.state_sha256 == state_sha256]
 
     def draw(peer_id: PeerId) -> bytes:
@@ -55,10 +52,10 @@ def members_of(lineage: str, round_: int, joins: Mapping[PeerId, Join], state_sh
 def reducers_of(
     members: Sequence[PeerId], joins: Mapping[PeerId, Join], avoided: Collection[PeerId] = ()
 ) -> list[PeerId]:
-    """Members that are linked to all the others, the best-connected first; may be empty.
+    """Members that are linked to all other members, the best-connected first; may be empty.
 
     Args:
-        avoided: those who kept silent as reducers, or broke the protocol; asked only where nobody else can.
+        avoided: peers that were silent as reducers or broke the protocol; used only if no other can reduce.
     """
     linked = [
         reducer for reducer in members if all(reducer in joins[other].linked for other in members if other != reducer)
@@ -69,7 +66,7 @@ def reducers_of(
 
 
 def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
-    """How outer gradients are weighted, in the order of `joins`: none more than twice the median's tokens."""
+    """Weights of outer gradients, in the order of `joins`: none more than twice the median's tokens."""
     match run.round_weights:
         case "equal":
             return [1.0] * len(joins)
@@ -79,10 +76,8 @@ def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
 
 
 def included(
-    members: Sequence[PeerId],
-    complete: Mapping[PeerId, Collection[int]],
-    parts: Collection[int],
+    members: Sequence[PeerId], complete: Mapping[PeerId, Collection[int]], parts: Collection[int],
     gone: Collection[PeerId],
-) -> list[PeerId]:
-    """The contributors: members whose outer gradient is whole at every one of these parts, and that are not gone."""
+) -> list[PeerId]:  # fmt: skip
+    """The contributors: members that are complete at all of these parts, and not gone."""
     return [member for member in members if member not in gone and set(parts) <= set(complete.get(member, ()))]

@@ -1,4 +1,4 @@
-"""Who decides a round: its voters, the contributors of the round before, and how many of them it takes."""
+"""Voters and quorums: the contributors of a round are the voters of the next."""
 
 from __future__ import annotations
 
@@ -11,26 +11,23 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 Voter = tuple[PeerId, str]
 
-# Deciders of a round. 31 votes are plenty, and bound the leader's wait in large swarms (guess).
+# Bounds the leader's wait in large swarms (guess).
 MAX_VOTERS = 31
 
 
 def record_sha256(record: Record) -> str:
-    """The name of a record: two peers that commit the same name commit the same bytes."""
+    """The hash of a record, which names it."""
     return hashlib.sha256(pack_value(record)).hexdigest()
 
 
 def voters_of(record: Record) -> tuple[Voter, ...]:
-    """The contributors, in the record's order, as voters of the next round. A peer that is listed twice votes once."""
+    """The voters of the next round: the contributors in the record's order. A peer that is listed twice votes once."""
     first = {c.peer_id: c.incarnation for c in reversed(record.contributors)}
     listed = dict.fromkeys(c.peer_id for c in record.contributors)
     return tuple((peer, first[peer]) for peer in listed)[:MAX_VOTERS]
 
 
 def is_quorum(present: Collection[Voter], voters: Sequence[Voter]) -> bool:
-    """Whether `present` holds more than half of the voters, or exactly half and the first listed.
-
-    So any two quorums share a voter.
-    """
+    """Whether `present` has more than half of the voters, or half with the first. Any two quorums share a voter."""
     count = sum(voter in present for voter in voters)
     return 2 * count > len(voters) or (2 * count == len(voters) > 0 and voters[0] in present)

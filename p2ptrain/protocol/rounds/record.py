@@ -1,4 +1,4 @@
-"""The record of a round, from what its members said and what its reducers made: a pure function of the leader's."""
+"""The record of a round, from the Joins of its members and the reports of its reducers. Pure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
-# Whatever speed a member claims, its interval is at most so many times the run's, and counts fit 64 bits on the wire.
+# Limits of a member's interval, whatever speed it claims, and of counts, which have 64 bits on the wire.
 MOST_INTERVALS = 1000
 MOST_TOKENS = 2**62
 
 
 def record_of(
-    run: RunConfig,
-    head: Head,
-    members: Mapping[PeerId, Join],
-    contributors: Sequence[Contributor],
+    run: RunConfig, head: Head, members: Mapping[PeerId, Join], contributors: Sequence[Contributor],
     conclusion: Conclusion,
-) -> Record:
-    """What a round decides: which mean, which outer step, and when the next round is.
+) -> Record:  # fmt: skip
+    """The decision of a round: the mean, the outer step, and the next interval of each member.
 
     Args:
-        members: everybody on the roster, with what they said; each gets an interval.
-        contributors: those in the mean.
-        conclusion: where the mean is.
+        members: all members on the roster, with their Joins.
+        contributors: the members in the mean.
+        conclusion: the parts of the mean.
     """
     included = [members[c.peer_id] for c in contributors]
     ends = 2 * sum(join.at_length for join in included) >= len(included) and run.total_steps > 0

@@ -1,4 +1,4 @@
-"""What one peer knows of one round, for the consensus: as acceptor, as member, as proposer, and as learner."""
+"""The consensus state of one round at one peer: acceptor, member, proposer and learner."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # Lower than every real attempt.
 NO_ATTEMPT = Attempt(-1, "", "")
-# A counter is believed when it is at most so much higher than all that we know. Honest peers are a few apart (guess).
+# Calls whose counter is further ahead of all known ones are refused. Honest peers are a few apart (guess).
 MAX_COUNTERS_AHEAD = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a leader may keep us, whatever it says, in seconds.
+    """Limits on an attempt of another leader, in seconds.
 
     Attributes:
-        window_s: the longest joining window that is granted.
-        grace_s: from the end of the window to its Roster or Propose.
-        attempt_s: from its Roster, and once more from its Propose, to its last word.
+        window_s: the longest joining window.
+        grace_s: from the end of the window to the Roster or Propose.
+        attempt_s: from the Roster, and again from the Propose, to the end.
     """
 
     window_s: float
@@ -33,7 +33,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Acceptor:
-    """What we promised and accepted in this round. Outlives attempts; a voter's safety rests on it."""
+    """What we promised and accepted in this round. It must outlive attempts, for safety."""
 
     promised: Attempt = NO_ATTEMPT
     attempt: Attempt | None = None
@@ -42,7 +42,7 @@ class Acceptor:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Our part in the attempt that we promised last."""
+    """Our participation in the attempt that we promised last."""
 
     attempt: Attempt
     deadline_s: float
@@ -53,7 +53,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """An attempt that we lead. `record` is None until it is proposed; `gone` cannot follow the attempt any more."""
+    """An attempt that we lead. `record` is None until proposed; `gone` peers refused, withdrew or were lost."""
 
     attempt: Attempt
     called: tuple[PeerId, ...]
@@ -69,7 +69,7 @@ class Proposer:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything that one peer knows of one round. `head` is what it starts from, `highest` a counter."""
+    """The state of the round after `head`. Calls may exceed `highest`, the highest known counter, by `ahead`."""
 
     peer: PeerId
     incarnation: str
@@ -93,12 +93,12 @@ def begin(peer: PeerId, incarnation: str, head: Head, limits: Limits) -> State:
 
 
 def restarted(state: State) -> State:
-    """What must survive when a peer's protocol is built anew and keeps its incarnation: all but what was under way."""
+    """The state to keep when a peer's node is replaced under the same incarnation: without current attempts."""
     learner = Learner(record=state.learner.record)
     return dataclasses.replace(state, member=None, proposer=None, learner=learner)
 
 
 def deadline_s(state: State) -> float:
-    """When `Tick` will have something to do, unless something else happens before; infinite if never."""
+    """When the next `Tick` is needed; infinite if never."""
     deadlines = [part.deadline_s for part in (state.member, state.proposer) if part is not None]
     return min([*deadlines, state.learner.ask_again_s])

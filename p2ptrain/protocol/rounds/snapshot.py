@@ -1,4 +1,4 @@
-"""What this peer brings to the round at hand: its snapshot, taken once and kept over all attempts, and its expenses."""
+"""This peer's snapshot for the current round, taken once for all attempts, and the cost of the round."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a round has cost this peer so far: bytes on the wire, and seconds since its first attempt."""
+    """The cost of a round so far: bytes on the wire, and seconds since its first attempt."""
 
     bytes_sent: int
     bytes_received: int
@@ -33,11 +33,11 @@ class Spent:
 
 
 class SnapshotTaker:
-    """Asks the training thread for a snapshot, and makes it the outer gradient that every attempt of a round sends.
+    """Requests a snapshot from the training thread, and encodes the outer gradient that every attempt sends.
 
     Attributes:
-        own: the contribution to the round at hand; None until the snapshot is there.
-        sits_out: why we bring nothing to this round though we are there; empty where we do.
+        own: the contribution to the current round; None until the snapshot is taken.
+        sits_out: why we do not contribute to this round; empty if we do.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SnapshotTaker:
         self._counters = counters
         self._compute = compute
         self._faults = faults
-        # What top-k has not sent yet. With other codecs it stays in the weights, and is sent with the next gradient.
+        # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
         self._error = np.zeros_like(state.anchor) if run.round_codec == "topk" else None
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
@@ -60,11 +60,11 @@ class SnapshotTaker:
         self._traffic_before = (0, 0)
 
     def begin(self) -> None:
-        """The first attempt at a round begins: what it costs is counted from here."""
+        """Count the cost of the round from here: its first attempt."""
         self._began_s, self._traffic_before = trio.current_time(), self._traffic()
 
     async def take(self, window_s: float) -> OwnContribution | None:
-        """The snapshot of this round, taken now if there is none yet; None when training does not come by in time."""
+        """The snapshot of this round, taken now if needed; None if training did not take it in time."""
         if not self._asked_faults:
             self._asked_faults = True
             if self._faults.loses_gradient():
@@ -74,14 +74,14 @@ class SnapshotTaker:
         if self.own is None:
             called_s = trio.current_time()
             buffer = await self._compute(touched_buffer, self._num_blocks)
-            # The training thread comes by once a step, and on a busy machine later than that: half a window of room.
+            # The training thread takes it at its next step, on a busy machine later: leave half of the window.
             self._exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
             with trio.move_on_at(called_s + window_s):
                 await self._arrived.wait()
         return self.own
 
     def arrive(self, snapshot: Snapshot) -> None:
-        """The training thread has taken the snapshot that was asked for."""
+        """The training thread has taken the requested snapshot."""
         if self.own is None:
             self.own = OwnContribution(
                 snapshot.weights, snapshot.tokens, snapshot.steps, snapshot.run_step, snapshot.at_length,
@@ -90,11 +90,8 @@ class SnapshotTaker:
             self._arrived.set()
 
     async def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
-        """Encode these chunks of our contribution, one visit to the worker thread at a time.
-
-        Raises RoundFailedError when weights are not finite: we sit this round out then.
-        """
-        # An attempt that was ended may still be at it in the worker thread.
+        """Encode these chunks of our contribution. Raises RoundFailedError, and sits out, if weights are not finite."""
+        # The worker thread may still encode for an attempt that has ended.
         async with self._encoding:
             own = self.own
             if own is None:
@@ -107,23 +104,23 @@ class SnapshotTaker:
                 raise RoundFailedError("its weights are not finite") from None
 
     def sit_out(self, reason: str) -> None:
-        """Bring nothing to this round any more: what we have cannot be sent. The next round asks anew."""
+        """Do not contribute to this round."""
         self.own, self.sits_out = None, reason
 
     def note_included(self) -> None:
-        """The round took our contribution: of top-k, what was not sent is owed from now on."""
+        """Our contribution is in the mean: keep the error of top-k for the next round."""
         if self.own is not None and self.own.next_error is not None:
             self._error = self.own.next_error
 
     def forget(self) -> None:
-        """The round is resolved, or skipped: the next one takes a snapshot of its own."""
+        """The round is resolved or skipped: drop its snapshot."""
         self.own, self.sits_out = None, ""
         self._arrived = trio.Event()
         self._asked_faults = False
         self._exchange.want_snapshot(None)
 
     def spent(self) -> Spent:
-        """What the round has cost so far."""
+        """The cost of the round so far."""
         sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_before, strict=True))
         return Spent(sent, received, trio.current_time() - self._began_s)
 
@@ -132,5 +129,5 @@ class SnapshotTaker:
 
 
 def touched_buffer(num_blocks: int) -> torch.Tensor:
-    """A (num_blocks, 64) buffer whose pages exist already, so that the training thread does not pay for them."""
+    """A (num_blocks, 64) buffer with its pages allocated here, not in the training thread."""
     return torch.empty((num_blocks, 64)).fill_(0.0)

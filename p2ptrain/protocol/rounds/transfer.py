@@ -1,6 +1,6 @@
-"""The averaging of one attempt at one member: it sends its chunks, collects others', and reduces what it is told to.
+"""The averaging of one attempt at one member: send our chunks, collect those of other members, reduce our parts.
 
-What goes where is the averaging strategy's plan, which comes with the leader's Roster.
+The leader's Roster contains the plan of the averaging strategy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 
 class Transfer:
-    """One roster being carried out. Its methods that wait raise RoundFailedError, PeerLostError or WireError."""
+    """Carries out one roster. Async methods raise RoundFailedError, PeerLostError or WireError."""
 
     def __init__(
         self, context: RoundContext, roster: Roster, taker: SnapshotTaker, early: EarlyChunks, tell: Tell
     ) -> None:
-        """Takes over the chunks that came early. The plan has been checked."""
+        """Takes the early chunks. The plan has been checked."""
         self.reducing = False
         self._context = context
         self._roster = roster
@@ -43,33 +43,30 @@ class Transfer:
             if part.reducer == context.peer_id
         ]
         for sender, start, stop, data in early.take():
-            self._collect(sender, start, stop, data, checked=True)
+            self.collect(sender, start, stop, data, checked=True)
         for sender in early.overrun:
             self.note_lost(sender)
 
     @property
     def sent(self) -> tuple[int, int]:
-        """Chunks on their way, and how many there are to send."""
+        """Chunks sent, and chunks to send in all."""
         return self._to_send - self._unsent, self._to_send
 
-    def contribute(self, sender: PeerId, message: Contribution, data: bytes) -> None:
-        """Take one chunk of a member's outer gradient. Raises WireError when it is off the plan or does not decode."""
-        self._collect(sender, message.start, message.stop, data)
-
-    def _collect(self, sender: PeerId, start: int, stop: int, data: bytes, *, checked: bool = False) -> None:
+    def collect(self, sender: PeerId, start: int, stop: int, data: bytes, *, checked: bool = False) -> None:
+        """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan or does not decode."""
         for collection in self._collections:
             here = collection.start <= start < collection.stop
             if here and collection.add(sender, start, stop, data, trio.current_time(), checked=checked):
                 self._report(collection)
 
     def note_lost(self, peer_id: PeerId) -> None:
-        """Nothing more will come from there."""
+        """The link to a peer broke."""
         for collection in self._collections:
             if collection.fail(peer_id):
                 self._report(collection)
 
     def give_up_stalled(self) -> None:
-        """Leave senders out that make no progress; called a few times a second."""
+        """Exclude senders that make no progress; called a few times a second."""
         rtt_s = {peer_id: link.rtt_s for peer_id, link in self._context.links.live.items()}
         for collection in self._collections:
             if collection.give_up_stalled(trio.current_time(), rtt_s):
@@ -84,17 +81,14 @@ class Transfer:
         )
 
     async def report_forever(self) -> None:
-        """Tell the leader how its parts stand, also when there is no news: that we are at it."""
+        """Report our parts to the leader at intervals, also without news, to show that we are alive."""
         while self._collections:
             await trio.sleep(REPORT_S)
             for collection in self._collections:
                 self._report(collection)
 
     async def send(self) -> None:
-        """Encode our outer gradient and stream every part to its reducer, all reducers at once.
-
-        Raises RoundFailedError when it cannot be encoded; then we sit the round out.
-        """
+        """Encode our outer gradient and stream every part to its reducer, to all reducers at once."""
         own = self._taker.own
         if own is None:
             raise RoundFailedError("on the roster without a snapshot")
@@ -108,7 +102,7 @@ class Transfer:
                 self._encoded = trio.Event()
 
     def _visits(self) -> Iterator[list[tuple[int, int]]]:
-        """Chunks to encode at a time, round-robin over the parts: every reducer has something to do from the start."""
+        """Chunks to encode at a time, round-robin over the parts, so that no reducer waits."""
         lanes = [deque(chunk_bounds(*span)) for span in dict.fromkeys((p.start, p.stop) for p in self._roster.parts)]
         while lanes:
             for lane in lanes:
@@ -124,7 +118,7 @@ class Transfer:
                 while start not in encoded:
                     await self._encoded.wait()
                 if link is None:
-                    self._collect(context.peer_id, start, stop, encoded[start], checked=True)
+                    self.collect(context.peer_id, start, stop, encoded[start], checked=True)
                 else:
                     message = Contribution(roster.lineage, roster.round, roster.attempt, start, stop)
                     await link.send_bulk(message, encoded[start], Traffic.ROUND, compress=True)
@@ -134,7 +128,7 @@ class Transfer:
                 raise
 
     async def reduce(self, order: Reduce) -> None:
-        """Combine exactly the contributors that the leader names, part by part, and serve the result."""
+        """Combine the contributors that the leader names, part by part, and serve the result."""
         if self._reduced is not None:
             if order != self._reduced:
                 raise RoundFailedError("told to average two sets of contributors")

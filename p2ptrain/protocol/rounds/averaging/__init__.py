@@ -1,7 +1,7 @@
-"""How the members' outer gradients become one mean: the strategies, of which a run names one.
+"""Averaging strategies: how the members' outer gradients become one mean.
 
 `strategy` has the interface, and every other file one strategy. A new one is a file here, a line in `STRATEGIES`, and
-its name in `config.AVERAGINGS`. What counts how much, and who is left out, is not theirs: see `rounds/policy.py`.
+its name in `config.AVERAGINGS`. Weights and contributors are decided in `rounds/policy.py`.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gath
 
 
 def averaging_of(run: RunConfig) -> Averaging:
-    """The strategy that a run's settings name."""
+    """The strategy in a run's settings."""
     return STRATEGIES[run.averaging](run)

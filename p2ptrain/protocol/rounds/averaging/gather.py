@@ -1,10 +1,8 @@
-"""All-gather: every member sends its whole encoded outer gradient to every other, and each averages for itself.
+"""All-gather: every member sends its whole encoded outer gradient to all others, and each averages for itself.
 
-One way less than with reducers, and the mean is never encoded, so nothing is lost in coding it. Each member sends and
-receives the bytes of all the others, so this is for two or three peers, and for sparse codecs, whose mean would
-have as many values as all of them together (SparseLoCo: Sarfi et al., 2025).
-
-All decode the same bytes and add them in the order of the record, so all have the same bits.
+One transfer less than with reducers, and the mean is not encoded. Each member exchanges bytes with all others, so this
+is for two or three peers, and for sparse codecs, whose mean has as many values as all gradients together (SparseLoCo:
+Sarfi et al., 2025). All add the same bytes in the order of the record, so results are bit-identical.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ BLOCKS_PER_VISIT = 16 * 1024
 class Gather:
     """Every reducer receives everything; a blob is one contributor's whole encoded outer gradient."""
 
-    # Who does not receive everything fetches the rest like any late member, by hash.
+    # A member that did not receive everything fetches the rest by hash, like a late member.
     needs_every_reducer = False
 
     def __init__(self, run: RunConfig) -> None:
@@ -43,7 +41,7 @@ class Gather:
         self._merge = merge_of(run)
 
     def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
-        """The whole vector to each."""
+        """The whole vector to each reducer."""
         return tuple(RosterPart(0, num_blocks, reducer) for reducer in reducers)
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
@@ -51,12 +49,12 @@ class Gather:
         if any((part.start, part.stop) != (0, num_blocks) for part in roster.parts):
             raise WireError("a part that is not the whole vector")
         if not reducers or len(set(reducers)) < len(reducers) or not set(reducers) <= set(roster.members):
-            raise WireError("reducers that are not each another member")
+            raise WireError("reducers that are not distinct members")
 
     def reduce(
         self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int
     ) -> ReducedPart:
-        """Nothing is averaged here: each contributor's chunks become one blob."""
+        """Join each contributor's chunks to one blob, without averaging."""
         bounds = chunk_bounds(part.start, part.stop)
         gram = gram_of(chunks, bounds, contributors, self._codec, compared)
         wholes = [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
@@ -65,7 +63,7 @@ class Gather:
     def conclude(
         self, plan: Sequence[RosterPart], contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:
-        """One report is enough: who holds other bytes fetches those that the record names."""
+        """One report is enough: members with other bytes fetch those in the record."""
         for i, report in sorted(reports.items()):
             if len(report.sha256s) == len(contributors):
                 parts = (

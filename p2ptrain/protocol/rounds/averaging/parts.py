@@ -1,7 +1,7 @@
 """Reducers: the vector is split into parts, and one member averages each part for all.
 
-The butterfly of hivemind's averager (Ryabinin et al., Moshpit SGD, 2021) and of every ring all-reduce: each member
-sends one encoded vector and receives one mean, whatever their number. The mean is encoded once more on its way.
+As in hivemind's averager (Ryabinin et al., Moshpit SGD, 2021), each member sends one encoded vector and receives one
+mean, whatever the number of members. The mean is encoded again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Parts:
         self._merge = merge_of(run)
 
     def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
-        """One part for each reducer, or for the best of them where the vector has fewer chunks."""
+        """One part for each reducer, or for the best of them if the vector has fewer chunks."""
         bounds = split_parts(num_blocks, len(reducers))
         return tuple(RosterPart(start, stop, reducers[i]) for i, (start, stop) in enumerate(bounds))
 
@@ -50,11 +50,8 @@ class Parts:
     def reduce(
         self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int
     ) -> ReducedPart:
-        codec, bounds, averaged = (
-            mean_codec(self._run, len(contributors)),
-            chunk_bounds(part.start, part.stop),
-            bytearray(),
-        )
+        codec, averaged = mean_codec(self._run, len(contributors)), bytearray()
+        bounds = chunk_bounds(part.start, part.stop)
         gram = gram_of(chunks, bounds, contributors, self._codec, compared)
         for start, stop in bounds:
             encoded = [(chunks[c.peer_id].pop(start), c.weight) for c in contributors]

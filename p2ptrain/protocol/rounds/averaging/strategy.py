@@ -1,13 +1,11 @@
-"""What an averaging strategy has to say: who sends what to whom, how chunks are combined, and how the outcome decodes.
+"""The interface of averaging strategies: who sends what to whom, how chunks are combined, how the mean is decoded.
 
-An attempt goes the same way under every strategy. The leader makes a *plan*: parts, each a run of blocks and its
-reducer. Every member sends its encoded chunks of each part to that part's reducer. When the leader has named the
-contributors, each reducer *reduces* its part: it turns what it holds into blobs of bytes that it serves by their hash,
-and reports the hashes. From enough reports the leader *concludes* the parts of the record. Members fetch the blobs
-that the record names, and *decode* the mean outer gradient from them, chunk by chunk.
+Every attempt has the same steps. The leader makes a *plan*: parts, each a range of blocks and its reducer. Every member
+sends its encoded chunks of each part to that part's reducer. When the leader has named the contributors, each reducer
+*reduces* its part to blobs of bytes, serves them by hash, and reports the hashes. From enough reports the leader
+*concludes* the parts of the record. Members fetch the blobs in the record, and *decode* the mean chunk by chunk.
 
-Everything here is pure: bytes and records in, bytes and records out. Two peers that decode the same record get the same
-bits.
+Strategies are pure. Peers that decode the same record get the same bits.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ Blobs = Callable[[str], bytes | bytearray]
 Chunks = dict[PeerId, dict[int, bytes]]
 Merge = Callable[[Sequence[tuple[bytes, float]], Codec, int], Array]
 
-# Outer gradients are compared in pairs where there are at most so many, in about so many chunks of each part.
+# Outer gradients are compared in pairs if there are at most MAX_COMPARED, in about SAMPLED_CHUNKS of each part.
 MAX_COMPARED = 16
 SAMPLED_CHUNKS = 8
 
 
 @dataclass(frozen=True)
 class ReducedPart:
-    """What one reducer made of its part.
+    """A reduced part.
 
     Attributes:
-        blobs: what it serves from now on, each with its SHA-256, in the order in which the hashes are reported.
-        gram: the inner products of the contributors' outer gradients there, row by row; empty when there are too many.
+        blobs: to serve, each with its SHA-256, in the order of the reported hashes.
+        gram: the inner products of the contributors' outer gradients in this part, row by row; empty if too many.
     """
 
     blobs: list[tuple[str, bytes | bytearray]]
@@ -54,22 +52,22 @@ class ReducedPart:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The parts of a record, and the Gram matrices that add up to that of the whole vectors."""
+    """The parts of a record, and their Gram matrices, whose sum is that of the whole vectors."""
 
     parts: tuple[Part, ...]
     grams: tuple[tuple[float, ...], ...]
 
 
 class Averaging(Protocol):
-    """One strategy. Made from the run's settings, without state."""
+    """A stateless strategy, made from the run's settings."""
 
     @property
     def needs_every_reducer(self) -> bool:
-        """Whether an attempt fails with any of its reducers; else they are like other members."""
+        """Whether an attempt fails if any reducer fails."""
         ...
 
     def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
-        """Who receives which blocks of every member's outer gradient.
+        """The blocks that each reducer receives of every member's outer gradient.
 
         Args:
             reducers: members that are linked to all the others, the best first; at least one.
@@ -77,17 +75,17 @@ class Averaging(Protocol):
         ...
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
-        """Raises WireError unless this is a plan that `plan` could have made."""
+        """Raises WireError unless `plan` could have made this plan."""
         ...
 
     def reduce(
         self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int
     ) -> ReducedPart:
-        """Combine the contributors' chunks of one part. Heavy: call it in a worker thread.
+        """Combine the contributors' chunks of one part. Call it in a worker thread.
 
         Args:
-            chunks: hold every chunk of the part for every contributor; used up, to free memory early.
-            compared: the first so many blocks of the whole vector are outer gradients, compared with each other.
+            chunks: every chunk of the part for every contributor; removed, to free memory early.
+            compared: the number of blocks, from the first, that are outer gradients and compared with each other.
 
         Raises:
             WireError: a mean that is not finite.
@@ -97,26 +95,26 @@ class Averaging(Protocol):
     def conclude(
         self, plan: Sequence[RosterPart], contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:
-        """The record's parts, as soon as these reports, by number of their part, are enough; None before."""
+        """The record's parts if these reports (by part number) suffice, else None."""
         ...
 
     def check_record(self, record: Record, num_blocks: int) -> None:
-        """Raises WireError unless the record's parts are such that `decode` gives the whole mean."""
+        """Raises WireError unless `decode` gives the whole mean from the record's parts."""
         ...
 
     def size_bytes(self, record: Record, part: Part) -> int:
-        """Bytes of the blob that a record's part names."""
+        """Size of the blob of a record's part."""
         ...
 
     def spans(self, record: Record) -> list[tuple[int, int]]:
-        """Runs of whole chunks that cover the vector in order: what is decoded in one visit to the worker thread."""
+        """Ranges of whole chunks that cover the vector in order, each decoded in one call of the worker thread."""
         ...
 
     def decode(self, record: Record, blobs: Blobs, start: int, stop: int) -> Array:
         """The mean outer gradient of one chunk: (stop - start, 64) float32, fresh, finite.
 
         Args:
-            blobs: gives the bytes of every blob that the record names and that has a size of `size_bytes`.
+            blobs: returns the bytes of a blob in the record, of size `size_bytes`.
 
         Raises:
             WireError: bytes that do not decode.
@@ -125,19 +123,19 @@ class Averaging(Protocol):
 
 
 def merge_of(run: RunConfig) -> Merge:
-    """The mean that a run's settings name."""
+    """The mean in a run's settings."""
     return disjoint_mean if run.round_mean == "disjoint" else weighted_mean
 
 
 def sha256_of(data: bytes | bytearray) -> str:
-    """The name of a blob."""
+    """The hash that names a blob."""
     return hashlib.sha256(data).hexdigest()
 
 
 def gram_of(
     chunks: Chunks, bounds: Sequence[tuple[int, int]], contributors: Sequence[Contributor], codec: Codec, compared: int
 ) -> tuple[float, ...]:
-    """About the Gram matrix of the contributors' outer gradients in these chunks, from a sample of them."""
+    """Estimate the Gram matrix of the contributors' outer gradients in these chunks, from a sample."""
     if len(contributors) > MAX_COMPARED:
         return ()
     comparable = {start: (stop, min(stop, compared) - start) for start, stop in bounds if start < compared}

@@ -1,1 +1,1 @@
-"""`Peer`: joins a user's training loop to a node on the network thread; alone, or as a torch process group."""
+"""`Peer`: connects a user's training loop to a node on the network thread; a torch process group is one peer."""

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class GossipHost(Protocol):
-    """What gossip needs of its node."""
+    """The members of a node that gossip uses."""
 
     run: RunConfig
     peer_id: PeerId

@@ -1,4 +1,4 @@
-"""All links of a peer: who gets one, who is refused and told why, and that requests always end."""
+"""All links of a peer: which connections are accepted or refused and why, and that requests always end."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_peer_that_lost_its_end_of_a_link_gets_a_new_one_at_once() -> None:
             await trio.sleep(0.1)
             await check_works(a, b)
             assert trio.current_time() - start < 1
-            assert link.lost_reason == "it dialled anew"
+            assert link.lost_reason == "it dialled again"
 
     run_virtual(main)
 

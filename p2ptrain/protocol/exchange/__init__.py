@@ -1,1 +1,1 @@
-"""The synchronous half of `Peer.step()`: the only code that touches the model, and what it and the node hand over."""
+"""The synchronous part of `Peer.step()`, the only code that changes the model, and its interface to the node."""

@@ -273,7 +273,7 @@ class Links:
             if link.hello.incarnation != hello.incarnation:
                 link.close("it was restarted")
             elif trio.current_time() - link.opened_s > HELLO_TIMEOUT_S:
-                link.close("it dialled anew")
+                link.close("it dialled again")
             if not link.lost.is_set():
                 if link.streams >= MAX_STREAMS:
                     await stream.aclose()

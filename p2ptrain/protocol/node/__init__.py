@@ -1,1 +1,1 @@
-"""One peer of a run: all parts of the protocol in one nursery, and what builds it anew when it fails."""
+"""One peer of a run: all parts of the protocol in one nursery, and its restart after failures."""

@@ -1,14 +1,13 @@
-"""Every state that a few peers can reach in deciding one round, by the very `consensus.step` that runs in a peer.
+"""Explores every reachable state of a few peers that decide one round, with `consensus.step` itself.
 
-The network is the set of everything that was ever sent: any of it may be delivered now, again, or never. So delivery in
-any order, loss and repetition need no moves of their own, and neither does a crash: a peer that is given nothing any
-more. What the driver does (snapshot, averaging, fetching) takes any time as well: its events lie in the same set. Moves
-of a peer itself are to lead, to find that a time is out, to be built anew with its memory, and to be started anew
-without (another incarnation, which is no voter).
+The network is the set of all messages ever sent: each may be delivered now, again, or never. So reordering, loss and
+repetition need no moves of their own, and neither does a crash, after which nothing is delivered to a peer. Driver work
+(snapshot, averaging, fetching) takes any time as well: its events are in the same set. Moves of a peer are to lead, to
+time out, to restart with its memory, and to restart without it (as another incarnation, which is not a voter).
 
-Peers' states and events are numbered as they come up, and what one event does to one peer is worked out once, so a
-state of the whole is one integer: the peers' numbers, and a bit for each thing that was sent. States that differ only
-in which of two alike peers is which count as one. The search is breadth first: what it finds is a shortest way.
+Peer states and events are numbered, and the effect of an event on a peer state is computed once, so a global state is
+one integer: the peers' numbers, and a bit for each message sent. States that differ only by exchanging two equivalent
+peers are merged. The search is breadth first, so it finds a shortest path.
 """
 
 from __future__ import annotations

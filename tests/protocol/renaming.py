@@ -1,4 +1,4 @@
-"""States of several peers that differ only in which of two alike peers is which: one with the names exchanged."""
+"""Symmetry reduction: merges states that differ only by exchanging two equivalent peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A seeded storm over a swarm on the memory network, and the shortest one that still breaks what it broke.
+"""A seeded storm of faults over a swarm on the memory network, and its reduction to the shortest failing one.
 
 A storm is data: a list of faults, each with its time, its victims and how long it lasts. So it can be played again,
 with any of its faults left out, and what is left in the end is printed as Python that plays it.

@@ -1,4 +1,4 @@
-"""Real nodes on the memory network and virtual time, each training a tiny model: the harness of the protocol tests.
+"""Test harness: real nodes on the memory network and virtual time, each training a tiny model.
 
 Training is a random walk with drift towards a common target: no loss function is needed to see whether what rounds
 commit is the weighted mean of what their contributors brought.
@@ -179,7 +179,7 @@ class Swarm:
         return peer
 
     def check(self) -> None:
-        """The promise holds so far, and nobody's program has ended."""
+        """The invariant holds so far, and no peer has ended."""
         assert not self.run_audit.disagreements, self.run_audit.disagreements
         errors = {peer.peer_id: peer.error for peer in [*self.peers.values(), *self.dead] if peer.error is not None}
         assert not errors, errors

@@ -1,4 +1,4 @@
-"""Averaging strategies: what each decodes, and rounds of real nodes with each."""
+"""Averaging strategies: decoded means, and rounds of real nodes with each strategy."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_late_joiner_of_a_run_that_gathers_takes_part() -> None:
 
 @pytest.mark.parametrize("kind", [messages.Contribution, messages.Arrived, messages.Reduced, messages.Propose])
 def test_a_run_that_gathers_loses_a_member_and_no_round(kind: type[messages.Message]) -> None:
-    """No reducer is needed: whoever is left goes on within the same attempt, where there is still a quorum."""
+    """No reducer is needed: the remaining peers continue the attempt if they are a quorum."""
 
     async def main() -> None:
         async with swarm(dataclasses.replace(GATHER, round_codec="none")) as s:
@@ -193,7 +193,7 @@ def test_who_sends_different_bytes_to_different_members_splits_nobody() -> None:
 
             link.send_bulk = types.MethodType(send_otherwise, link)  # type: ignore[method-assign]
             told = trio.current_time()
-            # The swarm checks that nobody commits another state than others.
+            # The swarm checks that all commit the same state.
             await s.until(lambda: sum(r["t"] > told for r in s.peers["c"].rounds()) >= 3)
             assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
 

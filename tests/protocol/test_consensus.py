@@ -1,7 +1,7 @@
-"""No two peers ever learn two records for one round: all that a few peers can do is tried, by `consensus.step` itself.
+"""No two peers learn two records for one round: exhaustive exploration with `consensus.step` itself.
 
-`STATES=1000000` in the environment (or `make storms`) goes on to larger scenarios until that many states were seen.
-That the search would find a mistake is shown by planting some.
+`STATES=1000000` in the environment (or `make storms`) continues with larger scenarios until that many states were seen.
+Planted faults show that the search finds mistakes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each transition of `consensus.step`, and what it makes of messages that no honest peer sends."""
+"""Each transition of `consensus.step`, and invalid messages."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def test_half_a_ready_record_or_one_from_the_future_breaks_the_rules() -> None:
         run = leading()
         with pytest.raises(WireError):
             run.hears("b", odd)
-    # Where it is not for an attempt of ours, it is nobody's business.
+    # Ignored if it is not for an attempt of ours.
     assert Run(peer()).hears("b", join(FIRST, FIRST, record())) == []
 
 

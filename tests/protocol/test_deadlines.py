@@ -1,4 +1,4 @@
-"""Limits that follow what was measured, within the bounds that a user sets."""
+"""Timeouts follow measured durations, within the user's limits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_who_was_often_silent_is_given_longer_up_to_the_users_bound(peer_timeout
 
 
 def test_who_was_held_up_himself_does_not_take_the_others_for_lost() -> None:
-    """A laptop that was closed has not heard anybody for an hour, and no beat of that hour has been read yet."""
+    """After a suspend of an hour, the beats of that hour have not been read yet."""
 
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (a, b, link, other):

@@ -1,4 +1,4 @@
-"""A peer's memory of its own events: bounded, exact in its sums, and checked by whoever reads it."""
+"""The event log of a peer: bounded, with exact sums, verified by its readers."""
 
 from __future__ import annotations
 

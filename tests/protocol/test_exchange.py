@@ -1,4 +1,4 @@
-"""The synchronous half of `step()`: what is mixed and what is skipped, when a round is due, and how it lands."""
+"""`Exchange.step()`: which fragments are merged or skipped, when a round is due, and how it lands."""
 
 from __future__ import annotations
 

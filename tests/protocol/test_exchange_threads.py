@@ -1,4 +1,4 @@
-"""An exchange between two real threads that are switched all the time: nothing is lost, nothing is half written."""
+"""An exchange between two real threads with frequent switches: no lost updates, no torn reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An arbitrary exception in every phase of a round, at one of three real nodes, and what it may cost.
+"""An arbitrary exception in every phase of a round, at one of three real nodes.
 
-An attempt's error costs that attempt, an outcome's at most that this peer falls behind and takes over the others'
-state. The node lives, its training goes on, the others commit, and it is back in a later round.
+An error in an attempt costs that attempt; when applying a round, at most a download of the state. The node and its
+training continue, the others commit, and the node takes part in a later round.
 """
 
 from __future__ import annotations

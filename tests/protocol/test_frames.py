@@ -1,4 +1,4 @@
-"""Frames: what goes out comes in, and bytes from strangers are refused before anything big is allocated."""
+"""Frames: round trips, and untrusted bytes are refused before large allocations."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_random_prefix_is_refused_or_within_bounds(data: bytes) -> None:
 
 
 def bomb() -> bytes:
-    """50 MB of zeros in a few kB; says so in its own frame."""
+    """50 MB of zeros in a few kB, declared in its own frame."""
     return zstandard.ZstdCompressor().compress(bytes(50_000_000))
 
 

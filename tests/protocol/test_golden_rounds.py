@@ -1,10 +1,10 @@
-"""Six rounds of four peers, written down: whoever rewrites the round protocol shows that what it decides is the same.
+"""The records of six rounds of four peers are the same as in a fixture, so that changes to the protocol show.
 
 Two swarms, on the memory network and virtual time. Without gossip every bit is known: weights come from whole numbers
 and are changed by single, separately rounded operations, so that hashes are the same on every processor. With gossip
 torch mixes fragments, whose last bits differ by processor; of that swarm the fixture holds who sent how many to whom.
 
-Who reduces which part is left out: it follows measured rates, and these the bytes of every message.
+Reducers are left out: they depend on measured rates, and so on the size of every message.
 
 Run as a program, this file prints the fixture anew.
 """

@@ -1,4 +1,4 @@
-"""Gossip: what is sent to whom, and what of what comes in is believed."""
+"""Gossip: what is sent to which peers, and which received fragments are accepted."""
 
 from __future__ import annotations
 
@@ -480,7 +480,7 @@ def test_gossip_shrinks_the_disagreement_of_a_swarm() -> None:
 
 @pytest.mark.slow
 def test_in_a_swarm_nearly_all_fragments_are_merged() -> None:
-    """Also across rounds: epoch drops above 5 % are a defect (DESIGN.md)."""
+    """Also across rounds: epoch drops above 5 % are a defect."""
 
     async def main() -> None:
         async with swarm(RUN, latency_s=0.02) as s:

@@ -1,7 +1,7 @@
-"""A member that says anything at all: well-formed messages with made-up contents, at any time.
+"""A hostile member that sends well-formed messages with random contents at any time.
 
-It may spoil rounds while it is there (the promise of the round protocol does not cover liars), but it ends nobody's
-program, keeps nobody busy for ever, and once it has gone the others go on as if it had never been.
+It may spoil rounds while it is linked (the round protocol does not tolerate liars), but it ends no peer, keeps no peer
+busy for ever, and once it has gone the others continue normally.
 """
 
 from __future__ import annotations

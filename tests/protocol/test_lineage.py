@@ -1,4 +1,4 @@
-"""When a lineage counts as ended: only after its voters were out of reach for long, as seen by one who was awake."""
+"""A lineage ends only after its voters were unreachable for long, as seen by a peer that was running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD = Head("g", "0-x", 3, "s", "a", (("a", "1"), ("b", "1"), ("c", "1")), 100, 
 
 
 class Host:
-    """Peer `a`, its links to others, and who of them said Leave."""
+    """Peer `a`, its links to others, and which of them sent Leave."""
 
     peer_id, incarnation = "a", "1"
 

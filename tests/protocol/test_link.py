@@ -1,4 +1,4 @@
-"""One link: who goes first, how much is on its way, and how a dead path shows. All on virtual time."""
+"""One link: priorities, flow control, and detection of dead paths. All on virtual time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Meter:
     [(64e3, 0.05), (250e3, 0.001), (1e6, 0.001), (1e6, 0.05), (1e6, 0.15), (1e7, 0.05), (1e7, 0.15)],
 )
 def test_bulk_fills_the_path_and_never_more_than_the_window(bandwidth_bytes_s: float, latency_s: float) -> None:
-    """DESIGN: max(64 KiB, 0.25 s × the rate) unacknowledged, and what the round trip itself holds."""
+    """At most max(64 KiB, 0.25 s × the rate) unacknowledged, and what the round trip itself holds."""
 
     async def main() -> None:
         network = MemoryNetwork(latency_s=latency_s, bandwidth_bytes_s=bandwidth_bytes_s)

@@ -1,4 +1,4 @@
-"""Looking at a run from outside: an observer sees the settings and the members, and nobody counts it."""
+"""Looking at a run from outside: an observer sees the settings and the members, and is not counted."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_only_a_chosen_member_contradicts_what_is_known_of_a_run(chosen: str, th
 
 @pytest.mark.parametrize("there", ["z", ""])
 def test_what_fits_the_users_settings_is_preferred_and_the_rest_is_told(there: str) -> None:
-    """One stranger's settings end nobody who can join another; where nobody has others, the user is told of them."""
+    """Other settings of one peer are ignored if another peer can be joined, else they are reported to the user."""
 
     async def main() -> None:
         other = dataclasses.replace(RUN, lr=0.5)

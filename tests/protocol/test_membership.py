@@ -1,4 +1,4 @@
-"""Who takes part: announcing, finding, remembering within bounds, and forgetting."""
+"""Membership: announcing, finding, remembering within bounds, and forgetting."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ def test_members_meet_again_after_a_partition() -> None:
 
 
 async def lone_member(t: Town) -> tuple[Member, list[tuple[float, str]]]:
-    """A member that can reach nobody, and its attempts to dial."""
+    """A member that can reach no peer, and its attempts to dial."""
     member = await t.start("a")
     dialled: list[tuple[float, str]] = []
 

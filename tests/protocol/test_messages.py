@@ -1,4 +1,4 @@
-"""Messages: every type survives the wire, and headers from strangers are refused unless each field is right."""
+"""Messages: every type round-trips, and headers with any wrong field are refused."""
 
 from __future__ import annotations
 

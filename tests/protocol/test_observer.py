@@ -1,4 +1,4 @@
-"""Watching a swarm from outside: everybody is followed, nobody is disturbed, and nonsense costs only its sender."""
+"""Watching a swarm from outside: all peers are followed, none is disturbed, invalid data costs only its sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in a round and who averages, whatever single members claim."""
+"""Contributors, weights and reducers, with false claims of single members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who can dial whom, and rounds among peers of which some cannot."""
+"""Which peers can dial which, and rounds if some cannot."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_those_are_dialled_who_may_be_reached(own: list[str], theirs: list[
 
 
 class Dials:
-    """A transport that reaches nobody, and notes when it was asked to."""
+    """A transport that reaches no peer, and records attempts."""
 
     def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
         self.inner = network.transport(peer_id)

@@ -1,4 +1,4 @@
-"""What strangers and partners can make a peer hold: streams, unfinished frames, queues. All on virtual time."""
+"""Limits on what other peers can make a peer hold: streams, incomplete frames, queues. All on virtual time."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_unfinished_frames_of_many_links_hold_no_more_than_the_budget() -> None:
 
 
 def test_a_partner_is_not_silent_while_we_do_not_listen() -> None:
-    """Its frame waits for the budget longer than anybody may be silent."""
+    """Its frame waits for the budget longer than a peer may be silent."""
 
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (a, b, link, other):

@@ -1,4 +1,4 @@
-"""What a swarm comes through: many at once, halves that meet again, unequal speeds, lost fragments, slow links."""
+"""Swarms under load: many peers, healed partitions, unequal speeds, lost fragments, slow links."""
 
 from __future__ import annotations
 

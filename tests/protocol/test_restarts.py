@@ -1,4 +1,4 @@
-"""What ends by itself is started again, not for ever."""
+"""Restarts after failures, and when they are given up."""
 
 from __future__ import annotations
 

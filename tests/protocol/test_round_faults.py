@@ -1,7 +1,7 @@
 """Any member may fail at any message of a round.
 
-The promise is checked as every swarm runs: no two peers ever committed different states for one (lineage,
-round). Here it is also asked that the survivors go on, and that what they commit is the mean of those named.
+Every swarm checks that no two peers commit different states for one (lineage, round). These tests also check that the
+survivors continue, and that they commit the mean of the contributors in the record.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_member_killed_at_a_message_is_left_out_and_the_others_go_on(
 
 
 async def leave_then_go_on(s: Swarm, leaver: str) -> None:
-    """A peer says that it leaves, and goes; the others' next round must not wait for a time to be out."""
+    """A peer sends Leave; the next round of the others must not wait for a timeout."""
     s.peers[leaver].node.leave("done")
     await trio.sleep(0.2)
     s.kill(leaver)
@@ -191,7 +191,7 @@ def test_a_message_that_comes_twice_ends_nobody(kind: type[messages.Message]) ->
 
 @pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
 def test_after_a_sleep_of_the_whole_machine_the_run_goes_on_where_it_was(kind: type[messages.Message]) -> None:
-    """All timeouts are over at once, and nobody was gone: no lineage is begun, no member forgotten."""
+    """All timeouts expire at once, and no peer was gone: no lineage begins, no member is forgotten."""
 
     async def main() -> None:
         rng = random.Random(kind.__name__)

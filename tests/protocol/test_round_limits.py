@@ -1,6 +1,6 @@
-"""What one odd value, one broken member or one liar may cost a round: its own place in it, and never the round.
+"""An invalid value, a broken member or a liar costs its own part in a round, never the round.
 
-Real nodes in virtual time; "x" is a member that says whatever a test wants.
+Real nodes in virtual time; "x" is a member that sends what a test wants.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds on the memory network: what is committed, by whom, and what it does to the weights."""
+"""Rounds on the memory network: records, contributors, and their effect on the weights."""
 
 from __future__ import annotations
 

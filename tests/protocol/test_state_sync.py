@@ -1,4 +1,4 @@
-"""Late joiners: every byte of the state is verified, whoever sends it, and a joiner stands where the others do."""
+"""Late joiners: every byte of the state is verified, and a joiner reaches the state of the other peers."""
 
 from __future__ import annotations
 
@@ -722,7 +722,7 @@ def test_a_donor_whose_memory_is_damaged_is_refused_and_another_serves() -> None
 
 
 def test_fresh_peers_do_not_donate_to_each_other() -> None:
-    """Four start at once with nobody to ask: one founds, and the others have its state and no other."""
+    """Four start at once without initial peers: one founds, and the others adopt its state."""
 
     async def main() -> None:
         async with swarm(RUN, latency_s=0.01) as s:

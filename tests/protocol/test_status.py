@@ -1,4 +1,4 @@
-"""What peers say that they do: in words that tell how far a round is, and seen by the others in heartbeats."""
+"""The status of peers: the progress of a round as text, also in heartbeats."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Storms: whatever befalls a swarm, no two peers commit different states, and once it is over all are one again.
+"""Storms: under random faults no two peers commit different states, and afterwards all have the same state.
 
-`STORMS=500` in the environment (or `make storms SEEDS=500`) plays so many seeds instead of the few that every run of
-the tests does.
+`STORMS=500` in the environment (or `make storms SEEDS=500`) runs this many seeds instead of a few.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Nodes as a real peer runs them: on a network thread, with a worker thread, and each model in a thread of its own."""
+"""Nodes with real threads: a network thread, a worker thread, and a thread for each model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links without nodes: endpoints on the memory network that record what they are told, for tests of links alone."""
+"""Endpoints on the memory network that record callbacks, for tests of links without nodes."""
 
 from __future__ import annotations
 

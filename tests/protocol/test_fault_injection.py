@@ -275,7 +275,7 @@ def test_after_five_restarts_in_a_row_it_is_given_up_and_training_goes_on(caplog
             fail_node(peer)
             await s.until(lambda: peer.runner is not None and peer.runner.failure is not None)
             assert trio.current_time() - began_s >= sum(RESTART_AFTER_S)
-            assert "failed 6 times in a row, at last with Bug('always')" in str(peer.runner.failure)
+            assert "failed 6 times in a row, last with Bug('always')" in str(peer.runner.failure)
             assert "cut off" in peer.runner.status
             assert len(errors_in(caplog)) == len(RESTART_AFTER_S) + 1
             await stepping(s, peer, seconds=30)

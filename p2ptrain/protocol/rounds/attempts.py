@@ -111,7 +111,7 @@ class Attempts:
         match message:
             case m.Roster(attempt=attempt) | m.Reduce(attempt=attempt):
                 if member is not None and attempt == member.attempt and sender == attempt.leader:
-                    if isinstance(message, Roster):
+                    if isinstance(message, m.Roster):
                         self._context.averaging.check_plan(message, self._context.state.num_blocks)
                     member.deliver(message)
             case m.Contribution(attempt=attempt):

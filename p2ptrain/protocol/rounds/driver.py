@@ -328,7 +328,7 @@ class RoundDriver:
                 case Send(to, message):
                     self.tell(to, message)
                 case Broadcast(message):
-                    for peer_id in self._liveness.trainers():
+                    for peer_id in self._liveness.peers.trainers():
                         self.tell(peer_id, message)
                 case Prepare():
                     if self._attempts_failed == 0:
@@ -440,7 +440,7 @@ class RoundDriver:
         """Say that we are due, and lead, where it is time for that; returns how soon to look again."""
         due = self._caller.due(self.head, self._attempts_failed, now)
         if due is not None:
-            for peer_id in (self.context.peer_id, *self._liveness.trainers()):
+            for peer_id in (self.context.peer_id, *self._liveness.peers.trainers()):
                 self.tell(peer_id, due)
         if not self._caller.is_ours_to_lead(self.head, now):
             return LOOK_S

@@ -126,7 +126,7 @@ class Outcomes:
         if record.parent_sha256 != parent_sha256:
             raise RoundFailedError("the record starts from another state than ours")
         assert self._nursery is not None
-        await self._fetcher.fetch(record, self._liveness.trainers(), self._nursery)
+        await self._fetcher.fetch(record, self._liveness.peers.trainers(), self._nursery)
 
     def prefetch(self, record: Record, parent_sha256: str) -> None:
         """Fetch the parts of a record of which it is not shown yet that it was committed, unless others come in."""

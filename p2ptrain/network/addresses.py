@@ -1,7 +1,8 @@
-"""Multiaddrs: checking those that the user gives, and ordering those that we give to others."""
+"""Multiaddrs: checks of those that the user gives, and conversions for p2pd and other peers."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import ipaddress
@@ -15,18 +16,18 @@ from p2ptrain.protocol.membership.reachability import is_public
 
 # A machine with many interfaces reports about ten; each costs up to a 5 s dial.
 MAX_HINTS = 16
-# What stands before a peer id inside a binary multiaddr.
+# Precedes a peer id inside a binary multiaddr.
 P2P_CODE = b"\xa5\x03"
 HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
 EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
 
-# Any address out there: to find our own on the way to it, not to send anything.
-_OUT_THERE = {"0.0.0.0": ("8.8.8.8", 9), "::": ("2001:4860:4860::8888", 9)}
-# Where one is found that listens everywhere; other addresses may be a router's, with another port.
+# Public addresses that a socket is connected to, without sending, to find the outgoing interface's address.
+_PUBLIC_HOSTS = {"0.0.0.0": ("8.8.8.8", 9), "::": ("2001:4860:4860::8888", 9)}
+# The loopback address always shows the listening port; other addresses may be a router's, with another port.
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _LISTEN_REMEDIES = {
-    errno.EADDRINUSE: "another program uses that port: choose another one, or 0 for any that is free",
-    errno.EADDRNOTAVAIL: "this machine does not have it; /ip4/0.0.0.0/tcp/0 listens on all addresses that it has",
+    errno.EADDRINUSE: "another program uses that port: choose another port, or 0 for any free one",
+    errno.EADDRNOTAVAIL: "this machine does not have that address; /ip4/0.0.0.0/tcp/0 listens on all of its addresses",
     errno.EACCES: "ports below 1024 need special rights: choose a higher one",
 }
 
@@ -35,18 +36,18 @@ def check_initial_peers(maddrs: Iterable[str]) -> None:
     """Raises ConfigError unless each is a multiaddr that ends in /p2p/<peer id>."""
     for text in maddrs:
         if not text.isprintable() or " " in text:  # the parser takes "4001\n" for a port
-            raise ConfigError(f"initial peer {text!r} holds blanks or unprintable characters; write it like {EXAMPLE}")
+            raise ConfigError(f"initial peer {text!r} contains blanks or unprintable characters; expected {EXAMPLE}")
         maddr = _parse("initial peer", text, EXAMPLE)
         if maddr.protocols()[-1].name != "p2p" or len(list(maddr.protocols())) < 2:
             raise ConfigError(
                 f"initial peer {text!r} must be an address that ends in /p2p/<peer id>, such as {EXAMPLE}; "
-                "copy the whole line that the other peer printed"
+                "copy the whole address that the other peer printed"
             )
 
 
 @functools.lru_cache(maxsize=4096)
 def is_initial_peer(maddr: str) -> bool:
-    """Whether a text is an address that a run can be joined through."""
+    """Whether a text is a valid initial peer."""
     try:
         check_initial_peers([maddr])
     except ConfigError:
@@ -57,8 +58,8 @@ def is_initial_peer(maddr: str) -> bool:
 def check_host_maddrs(maddrs: Iterable[str]) -> None:
     """Raises ConfigError unless each is a multiaddr that this machine can listen on now.
 
-    p2pd would say so itself only if all of them failed; and two p2pds of one user happily share a port, after which
-    each gets half of the other's connections.
+    p2pd reports failures only if all addresses fail. Two p2pds of one user can also share a port without an error;
+    each then gets half of the other's connections.
     """
     for text in maddrs:
         maddr = _parse("host address", text, HOST_EXAMPLE)
@@ -74,18 +75,18 @@ def check_host_maddrs(maddrs: Iterable[str]) -> None:
 
 
 def check_announce_maddrs(maddrs: Iterable[str]) -> None:
-    """Raises ConfigError unless each is a multiaddr that others can dial: with a port, and without a peer id."""
+    """Raises ConfigError unless each is a multiaddr with a port and without a peer id."""
     for text in maddrs:
         maddr = _parse("announced address", text, "/dns4/example.org/tcp/31337")
         if maddr.protocols()[-1].name == "p2p" or port_of(maddr) in (None, 0):
             raise ConfigError(
-                f"announced address {text!r} must be what others can dial, with the port and without /p2p/, "
+                f"announced address {text!r} must have a port and must not contain /p2p/, "
                 "such as /dns4/example.org/tcp/31337"
             )
 
 
 def has_public_address(host_maddrs: Iterable[str], announce_maddrs: Iterable[str]) -> bool:
-    """Whether this machine listens on a public address of its own, or on one that the user announces."""
+    """Whether this machine listens on or announces a public address."""
     return is_public(announce_maddrs) or is_public(map(_as_seen_outside, host_maddrs))
 
 
@@ -98,39 +99,37 @@ def port_of(maddr: Multiaddr) -> int | None:
 
 
 def dialable(maddrs: Iterable[Multiaddr], peer_id: str) -> list[str]:
-    """The addresses with our peer id behind them, each once, loopback last."""
+    """The addresses with our peer id appended, without duplicates, loopback last."""
     texts = dict.fromkeys(f"{maddr}/p2p/{peer_id}" for maddr in maddrs)
     return sorted(texts, key=_is_loopback)
 
 
 def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
-    """Host addresses with the port that was chosen where they leave it open, as far as the addresses in use show it.
+    """Replace port 0 by the port that is in use, where the addresses in use show it.
 
     Args:
-        host_maddrs: addresses that are listened on, such as /ip4/0.0.0.0/tcp/0.
-        found: what came of it, such as /ip4/192.168.1.5/tcp/40123/p2p/Qm… and /ip4/127.0.0.1/tcp/40123/p2p/Qm….
+        host_maddrs: addresses to listen on, such as /ip4/0.0.0.0/tcp/0.
+        found: addresses in use, such as /ip4/192.168.1.5/tcp/40123/p2p/Qm… and /ip4/127.0.0.1/tcp/40123/p2p/Qm….
     """
     parts_of_found = [maddr.split("/") for maddr in found]
 
     def fixed(host_maddr: str) -> str:
         _, family, host, transport, port, *rest = host_maddr.split("/")
         seen_at = _LOOPBACK_OF.get(host, host)
-        for _, *others in parts_of_found:
-            if port == "0" and others[:3] == [family, seen_at, transport] and others[4 : 4 + len(rest)] == rest:
-                return "/".join(["", family, host, transport, others[3], *rest])
+        for _, *used in parts_of_found:
+            if port == "0" and used[:3] == [family, seen_at, transport] and used[4 : 4 + len(rest)] == rest:
+                return "/".join(["", family, host, transport, used[3], *rest])
         return host_maddr
 
     return tuple(map(fixed, host_maddrs))
 
 
 def hints(maddrs: Iterable[str], peer_id: str) -> list[bytes]:
-    """Addresses that a stranger gave for a peer, in p2pd's binary form; at most 16, and only what is an address."""
+    """Untrusted addresses of a peer in p2pd's binary form: at most 16, without malformed ones."""
     encoded = []
     for text in itertools.islice(maddrs, MAX_HINTS):
-        try:
+        with contextlib.suppress(Exception):  # the parser raises many types
             encoded.append(_to_bytes(text.removesuffix(f"/p2p/{peer_id}")))
-        except Exception:  # the parser raises whatever it stumbles over
-            continue
     return encoded
 
 
@@ -148,7 +147,7 @@ def peer_id_bytes(peer_id: str) -> bytes:
 
 
 def _to_bytes(maddr: str) -> bytes:
-    """A multiaddr in p2pd's binary form. hivemind writes a relay's peer id in it as a CID, which p2pd does not take."""
+    """A multiaddr in p2pd's binary form. hivemind encodes a relay's peer id as a CID, which p2pd rejects."""
     way, *relayed = maddr.split("/p2p/")
     encoded = bytes(Multiaddr(way).to_bytes())
     for text in relayed:
@@ -161,21 +160,21 @@ def _to_bytes(maddr: str) -> bytes:
 def _parse(what: str, text: str, example: str) -> Multiaddr:
     try:
         return Multiaddr(text)
-    except Exception as error:  # the parser raises whatever it stumbles over
+    except Exception as error:  # the parser raises many types
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{what} {text!r} is not a multiaddr ({reason}); write it like {example}") from None
+        raise ConfigError(f"{what} {text!r} is not a multiaddr ({reason}); expected {example}") from None
 
 
 def _as_seen_outside(host_maddr: str) -> str:
-    """The address by which packets would leave, for one that listens everywhere; else the address itself."""
+    """A wildcard address replaced by that of the interface towards the internet; other addresses unchanged."""
     _, family, host, *rest = host_maddr.split("/")
-    if host not in _OUT_THERE:
+    if host not in _PUBLIC_HOSTS:
         return host_maddr
     with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET, socket.SOCK_DGRAM) as trial:
         try:
-            trial.connect(_OUT_THERE[host])  # sends nothing
+            trial.connect(_PUBLIC_HOSTS[host])  # sends nothing
             host = str(trial.getsockname()[0])
-        except OSError:  # no way out
+        except OSError:  # no route
             host = _LOOPBACK_OF[host]
     return "/".join(["", family, host, *rest])
 
@@ -186,7 +185,7 @@ def _is_loopback(maddr: str) -> bool:
 
 
 def _try_to_listen(maddr: Multiaddr) -> None:
-    """Raises OSError when the address or its port cannot be had."""
+    """Raises OSError when the address or its port is not available."""
     family, transport, *_ = (protocol.name for protocol in maddr.protocols())
     address = maddr.value_for_protocol(next(iter(maddr.protocols())).code)
     with socket.socket(
@@ -194,5 +193,5 @@ def _try_to_listen(maddr: Multiaddr) -> None:
         socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM,
     ) as trial:
         if transport == "tcp":
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as p2pd: the last owner may just have ended
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as p2pd does
         trial.bind((address, port_of(maddr) or 0))

@@ -1,4 +1,4 @@
-"""Background tasks of a block whose own exceptions stay what they are."""
+"""Background tasks for a block of code, without wrapping the block's exceptions in groups."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import trio
 
 @contextlib.asynccontextmanager
 async def open_background() -> AsyncIterator[trio.Nursery]:
-    """A nursery whose tasks are cancelled at the end of the block, however that ends.
+    """A nursery whose tasks are cancelled when the block ends.
 
-    A plain nursery wraps the block's exceptions in exception groups, and then nobody who wrote `except ConfigError`
-    around five nested blocks would catch one. What a background task raises cancels the block and does come as a group.
+    A plain nursery would wrap the block's exceptions in exception groups, which `except ConfigError` does not catch.
+    An exception of a background task cancels the block and is raised as a group.
     """
     raised: BaseException | None = None
     async with trio.open_nursery() as nursery:

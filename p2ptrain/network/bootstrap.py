@@ -1,30 +1,47 @@
-"""Reaching the peers that the user named, through which all others are found.
+"""Dials the initial peers, through which all other peers are found.
 
-p2pd could do this at its start. But it dials them one after the other, says of a failure only that it failed, and
-tries again after 15 minutes; we want all at once, the reason for each, and seconds.
+p2pd could do this at its start, but it dials them one by one, gives no reasons for failures, and retries only after 15
+minutes. Here all are dialled at once, within seconds, with a reason for each failure.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import trio
 
-from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import by_peer_id, hints, peer_id_bytes
 from p2ptrain.network.control import ask
 from p2ptrain.network.daemon import probe_flags, run_daemon
-from p2ptrain.network.diagnosis import explain_unreachable
 from p2ptrain.settings.peer_config import NetworkConfig
 
 # libp2p gives each address 5 s; through a relay it takes longer.
 DIAL_TIMEOUT_S = 10.0
-# Once one initial peer is there, the others that are up follow within a round trip or two.
+# Once one initial peer is connected, the reachable ones follow within a round trip or two.
 STRAGGLERS_S = 0.5
-# Whoever holds our identity is usually known to the initial peer itself, and then found in milliseconds.
+# The initial peer usually knows a peer with our identity, and then answers in milliseconds.
 FIND_TIMEOUT_S = 3.0
+# p2pd's messages about a failed dial, and their meaning; the first match counts.
+_DIAL_REASONS = (
+    (r"peer id mismatch.* key matches (\w+)", r"another peer answers there, with the id \1"),
+    (r"connection refused", "connection refused: nothing listens on that port"),
+    (r"no such host|failed to resolve|no (good )?addresses", "the host name or address cannot be resolved"),
+    (r"unreachable|no route", "there is no route to that address"),
+    (r"deadline exceeded|timeout|timed out", "no answer"),
+    (r"failed to negotiate", "the program that answers there is not a libp2p peer"),
+)
+
+
+def explain_dial(message: str) -> str:
+    """Translate p2pd's message about a failed dial into a few words."""
+    for pattern, reason in _DIAL_REASONS:
+        if match := re.search(pattern, message):
+            return match.expand(reason)
+    return message.strip().rpartition("\n")[2]
 
 
 async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
@@ -32,12 +49,12 @@ async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: fl
 
     Args:
         control_path: p2pd's control socket.
-        peer_id: whom to reach.
-        maddrs: where it may be; what is not an address is ignored. Without any, libp2p's own DHT is asked.
+        peer_id: the peer to reach.
+        maddrs: its possible addresses; malformed ones are ignored. If empty, libp2p's own DHT is asked.
         timeout_s: how long it may take.
 
     Raises:
-        PeerLostError: it cannot be reached, or not in time.
+        PeerLostError: the peer cannot be reached in time.
     """
     connecting = p2pd_pb2.ConnectRequest(
         peer=peer_id_bytes(peer_id), addrs=hints(maddrs, peer_id), timeout=math.ceil(timeout_s)
@@ -46,17 +63,17 @@ async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: fl
 
 
 async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) -> list[str]:
-    """Connect to all initial peers at once, and go on when the first are there.
+    """Connect to all initial peers at once; return shortly after the first connection.
 
     Args:
         control_path: p2pd's control socket.
         initial_peers: checked multiaddrs; several may name the same peer.
 
     Returns:
-        The ids of those that we are connected with: none only if no address was given.
+        Ids of the connected peers; empty only if no address was given.
 
     Raises:
-        UnreachableError: none can be reached. The message names each and the reason. Takes at most 10 s.
+        UnreachableError: none can be reached. The message gives the reason for each. Takes at most 10 s.
     """
     addresses = by_peer_id(initial_peers)
     connected: list[str] = []
@@ -75,17 +92,21 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
         for peer_id in addresses:
             nursery.start_soon(attempt, peer_id, nursery.cancel_scope)
     if addresses and not connected:
-        raise explain_unreachable(failures)
+        found = "; ".join(f"{maddr} ({explain_dial(message)})" for maddr, message in failures.items())
+        raise UnreachableError(
+            f"no initial peer can be reached: {found}. Check that the peer is running, that address and port are "
+            "those that it printed, and that no firewall blocks the connection"
+        )
     return connected
 
 
 def ways_in(config: NetworkConfig) -> tuple[str, ...]:
-    """All addresses to join through: of the initial peers and of those that are remembered."""
+    """All addresses to join through: initial and remembered peers."""
     return (*config.initial_peers, *config.remembered_peers)
 
 
 async def connected_peers(control_path: str) -> list[str]:
-    """The ids of all peers that p2pd has a connection with. Raises PeerLostError when p2pd does not answer."""
+    """Ids of all peers that p2pd is connected to. Raises PeerLostError when p2pd does not answer."""
     response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), DIAL_TIMEOUT_S)
     return list(dict.fromkeys(PeerID(info.id).to_base58() for info in response.peers))
 
@@ -93,49 +114,41 @@ async def connected_peers(control_path: str) -> list[str]:
 async def refuse_taken_identity(
     config: NetworkConfig, peer_id: str, directory: Path, *, own: tuple[str, ...], ask: bool
 ) -> None:
-    """Ask the network whether a peer with our identity is already there.
+    """Check that no other peer in the network uses our identity.
 
-    Two peers of one identity break each other's connections in ways that nobody understands. It takes a second daemon,
-    with an identity of its own, for 0.3 s: libp2p cannot look for itself.
+    Two peers with one identity break each other's connections. The check takes 0.3 s and a second daemon with a
+    temporary identity, because a libp2p peer cannot look itself up.
 
     Args:
-        config: whose initial and remembered peers are asked.
+        config: its initial and remembered peers are asked.
         peer_id: our identity.
-        directory: where the second daemon's socket may be.
-        own: addresses at which only a peer of our identity can be; nobody should be there.
-        ask: whether they are asked.
+        directory: for the second daemon's socket.
+        own: initial peers with our own id; no peer should answer there.
+        ask: whether to ask the other initial peers.
 
     Raises:
-        ConfigError: it is there.
+        ConfigError: another peer uses the identity.
         UnreachableError: no initial peer can be reached.
     """
     async with run_daemon(probe_flags(), directory / "probe.sock", config.startup_timeout_s) as daemon:
-        taken = bool(own) and await _answers(daemon.control_path, peer_id, list(own))
+        taken = bool(own) and await _is_reachable(daemon.control_path, peer_id, list(own))
         if not taken and ask and ways_in(config):
             await dial_initial_peers(daemon.control_path, ways_in(config))
-            taken = await _is_present(daemon.control_path, peer_id)
+            taken = await _is_reachable(daemon.control_path, peer_id, [])
     if taken:
         raise ConfigError(
-            f"identity {config.identity} is already taken by a peer in this network ({peer_id}); stop that one, "
-            "or give each peer an identity file of its own"
+            f"identity {config.identity} is already taken by a peer in this network ({peer_id}); stop that peer, "
+            "or give each peer its own identity file"
         )
 
 
-async def _answers(control_path: str, peer_id: str, maddrs: list[str]) -> bool:
-    try:
-        await dial(control_path, peer_id, maddrs, FIND_TIMEOUT_S)
-    except PeerLostError:
-        return False
-    return True
-
-
-async def _is_present(control_path: str, peer_id: str) -> bool:
+async def _is_reachable(control_path: str, peer_id: str, maddrs: list[str]) -> bool:
     with trio.move_on_after(FIND_TIMEOUT_S):
         while True:
             try:
-                await dial(control_path, peer_id, [], FIND_TIMEOUT_S)
+                await dial(control_path, peer_id, maddrs, FIND_TIMEOUT_S)
             except PeerLostError as error:
-                # libp2p's DHT comes to know its first peer an instant after the connection.
+                # libp2p's DHT learns of its first peer shortly after the connection.
                 if "failed to find any peer in table" not in str(error):
                     return False
                 await trio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The border between trio, in which everything of ours is written, and asyncio, in which hivemind is."""
+"""Calling hivemind's asyncio code from our trio code."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ T = TypeVar("T")
 
 
 async def from_asyncio(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run an asyncio coroutine to its end from trio code that is a guest of the same thread's asyncio loop.
+    """Run an asyncio coroutine from trio in guest mode on the same thread's asyncio loop, and return its result.
 
-    A trio cancellation cancels the asyncio task and waits until it has ended. If it ended with a result all the same,
-    that is returned, so that nothing it has opened is lost.
-
-    Returns:
-        What the coroutine returns.
+    A trio cancellation cancels the asyncio task and waits until it has ended. If it still ended with a result, that
+    is returned, so that resources it opened are not lost.
 
     Raises:
-        ConnectionAbortedError: the coroutine was cancelled on its asyncio side.
-        Exception: whatever the coroutine raises.
+        ConnectionAbortedError: the coroutine was cancelled by asyncio code.
+        Exception: anything that the coroutine raises.
     """
     waiter = trio.lowlevel.current_task()
     raise_cancelled: trio.lowlevel.RaiseCancelT | None = None

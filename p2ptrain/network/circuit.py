@@ -1,8 +1,7 @@
-"""What relays and those who use them say to each other: libp2p's circuit relay, version 2.
+"""Messages of libp2p's circuit relay v2, which peers and relays exchange.
 
-Whoever wants to be dialled through a relay reserves a place there ("hop" protocol). Whoever dials asks the relay to
-connect the two ("hop" again), the relay asks the other ("stop" protocol), and from then on passes bytes on. Messages
-are those of `circuit.proto`, with their length before them.
+A peer that wants to be dialled through a relay reserves a place there ("hop" protocol). A dialling peer asks the relay
+for a connection ("hop"), the relay asks the target ("stop" protocol), and then forwards bytes both ways.
 """
 
 from __future__ import annotations
@@ -12,38 +11,28 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.circuit_pb2 import HopMessage, StopMessage
-from p2ptrain.network.control import read_varint, varint
+from p2ptrain.network.control import framed, receive_frame
+from p2ptrain.network.libp2p_pb2 import HopMessage, StopMessage
 from p2ptrain.protocol.wire.transport import Stream
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
-MAX_MESSAGE_BYTES = 4096
 
 AnyMessage = TypeVar("AnyMessage", HopMessage, StopMessage)
 
 
 async def send(stream: Stream, message: HopMessage | StopMessage) -> None:
     """Send one message. Raises PeerLostError."""
-    body = message.SerializeToString()
-    await stream.send_all(varint(len(body)) + body)
+    await stream.send_all(framed(message))
 
 
 async def receive(stream: Stream, kind: type[AnyMessage]) -> tuple[AnyMessage, bytes]:
-    """The next message, and what came behind it already. Raises PeerLostError, also for what is no such message.
+    """Receive one message. Returns it and the bytes that followed. Raises PeerLostError, also for malformed messages.
 
-    A field of another type than it should have is as good as missing, as everywhere in protobuf.
+    As usual in protobuf, a field of the wrong type counts as missing.
     """
-    data = b""
-    while True:
-        size, start = read_varint(data)
-        if size > MAX_MESSAGE_BYTES or (start == 0 and len(data) >= 10):
-            raise PeerLostError("malformed relay message")
-        if start and len(data) >= start + size:
-            try:
-                return kind.FromString(data[start : start + size]), data[start + size :]
-            except DecodeError:
-                raise PeerLostError("malformed relay message") from None
-        if not (some := await stream.receive_some()):
-            raise PeerLostError("the stream ended before the message")
-        data += some
+    body, rest = await receive_frame(stream)
+    try:
+        return kind.FromString(body), rest
+    except DecodeError:
+        raise PeerLostError("malformed relay message") from None

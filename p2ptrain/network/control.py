@@ -1,11 +1,11 @@
-"""Streams of libp2p, over the unix sockets through which the libp2p daemon (p2pd) is told what to do.
+"""libp2p streams and control requests over the unix sockets of the libp2p daemon (p2pd).
 
 p2pd speaks length-prefixed protobuf: a client connects, sends a request and gets a response. After a STREAM_OPEN the
-same socket carries the stream's bytes; for a stream that a peer opens, p2pd connects to our socket, names the peer,
-and the bytes follow. Both are one message from p2pd and then raw bytes, which is all that `DaemonSocket` knows.
+same socket carries the stream. For an incoming stream, p2pd connects to our socket, names the peer, and the bytes
+follow. In both cases `DaemonSocket` reads one message and then raw bytes.
 
-hivemind offers the same through asyncio's StreamReader. Here p2pd's bytes go straight from the event loop's callback
-into a bounded buffer that wakes the trio task: no asyncio task per read, and backpressure to the peer.
+Unlike hivemind's StreamReader, p2pd's bytes go from the event loop's callback into a bounded buffer that wakes the
+trio task: there is no asyncio task per read, and peers get backpressure.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.protocol.wire.transport import Stream
 
-# Bytes received but not yet taken. Beyond it we stop reading, and p2pd and then the peer come to a halt.
+# Received bytes that nobody has read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
-# Bytes given to send_all but not yet to p2pd when it returns.
+# Bytes that send_all may leave unsent when it returns.
 SEND_BUFFER_BYTES = 256 * 1024
 # A response from p2pd: a list of 128 peers with all their addresses takes about 40 kB.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-# How long bytes already accepted by send_all may take to reach p2pd after aclose.
+# Messages of libp2p's own protocols, from other peers.
+MAX_FRAME_BYTES = 4096
+# How long bytes accepted by send_all may take to reach p2pd after aclose.
 LINGER_S = 2.0
 # p2pd resets the stream when we close our end, and libp2p then drops what the other p2pd has received but not yet
-# handed on. So the end waits until the last bytes are this old: some hundred times what they take on an idle machine.
+# delivered. So closing waits until the last bytes are this old: about 100 times their delay on an idle machine.
 LAST_BYTES_S = 0.25
 
 
 class DaemonSocket:
-    """A connection with p2pd: an asyncio protocol on one side, `protocol.transport.Stream` on the other.
+    """A connection to p2pd: an asyncio protocol that implements `protocol.wire.transport.Stream`.
 
-    One task may send and one may receive at a time. A cancelled receive loses nothing; after a cancelled send, its
-    bytes still arrive, unless the stream is closed.
+    One task may send and one may receive at a time. A cancelled receive loses nothing. The bytes of a cancelled send
+    still arrive, unless the stream is closed.
 
     Attributes:
         remote: the authenticated identity of the peer, base58; "" until it is known.
@@ -47,10 +50,7 @@ class DaemonSocket:
     """
 
     def __init__(self, on_message: Callable[[DaemonSocket, bytes], None] | None = None) -> None:
-        """
-        Args:
-            on_message: called once with p2pd's first message, in the event loop.
-        """
+        """`on_message` is called once, in the event loop, with p2pd's first message."""
         self.remote = ""
         self.on_lost: Callable[[DaemonSocket], object] = lambda _: None
         self._on_message = on_message
@@ -66,10 +66,10 @@ class DaemonSocket:
         self._senders = trio.lowlevel.ParkingLot()
         self._transport: asyncio.Transport | None = None
 
-    # What peers' streams are used for.
+    # Stream interface.
 
     async def send_all(self, data: bytes) -> None:
-        """Send all bytes, waiting while the network is full. Raises PeerLostError when the stream is broken."""
+        """Send all bytes, waiting while the buffer is full. Raises PeerLostError when the stream is broken."""
         await trio.lowlevel.checkpoint_if_cancelled()
         await self._wait_writable()
         assert self._transport is not None
@@ -93,35 +93,33 @@ class DaemonSocket:
         return data
 
     async def aclose(self) -> None:
-        """Close both directions at once; what `send_all` has taken is still delivered. May be called twice."""
+        """Close both directions; bytes accepted by `send_all` are still delivered. May be called twice."""
         if self._broken is None and not self._ended:
             assert self._transport is not None
             self._set_reading(True)
             self._break("the stream was closed on this side")
-            # p2pd closes the socket when it has taken everything. Until then the stream counts as open for whoever
-            # wants to end p2pd.
+            # p2pd closes the socket when it has read everything; until then the stream counts as open.
             loop = asyncio.get_running_loop()
             loop.call_at(max(loop.time(), self._sent_s + LAST_BYTES_S), self._end_writing)
             loop.call_later(LINGER_S, self._transport.abort)
         await trio.lowlevel.cancel_shielded_checkpoint()
 
     def fail(self, reason: str) -> None:
-        """Break the stream at once: both sides of it raise PeerLostError from now on."""
+        """Break the stream at once: send and receive raise PeerLostError from now on."""
         if self._broken is None:
             self._break(reason)
         if self._transport is not None:
             self._transport.abort()
 
-    # What p2pd is asked through.
+    # Control requests.
 
     def write_message(self, message: Any) -> None:
         """Send one protobuf message, length-prefixed."""
         assert self._transport is not None
-        body = message.SerializeToString()
-        self._transport.write(varint(len(body)) + body)
+        self._transport.write(framed(message))
 
     async def first_message(self) -> bytes:
-        """Wait for p2pd's first message. Raises PeerLostError when the connection ends before."""
+        """Wait for p2pd's first message. Raises PeerLostError when the connection ends first."""
         while self._message is None:
             if self._ended or self._broken is not None:
                 raise PeerLostError(self._broken or "the libp2p daemon closed the connection")
@@ -150,8 +148,7 @@ class DaemonSocket:
         self._receivers.unpark_all()
 
     def connection_lost(self, error: Exception | None) -> None:
-        # After the other end's close, bytes of ours that nobody takes any more are no news.
-        if not self._ended:
+        if not self._ended:  # else unsent bytes of ours are expected to be lost
             self._break(f"the connection was lost: {error or 'closed'}")
         self._receivers.unpark_all()
         self._senders.unpark_all()
@@ -211,7 +208,7 @@ class DaemonSocket:
 
 
 async def ask(path: str, request: Any, timeout_s: float) -> Any:
-    """Send p2pd one request on a connection of its own.
+    """Send p2pd one request on a new connection.
 
     Args:
         path: p2pd's control socket.
@@ -222,15 +219,15 @@ async def ask(path: str, request: Any, timeout_s: float) -> Any:
         The `p2pd_pb2.Response`.
 
     Raises:
-        PeerLostError: p2pd is gone, says that it failed, or has not answered in time.
+        PeerLostError: p2pd is gone, reports a failure, or does not answer in time.
     """
-    response, socket = await ask_for_stream(path, request, timeout_s)
+    response, socket = await _ask(path, request, timeout_s)
     socket.fail("done")
     return response
 
 
-async def ask_for_stream(path: str, request: Any, timeout_s: float) -> tuple[Any, DaemonSocket]:
-    """As `ask`, and also returns the socket, which after a STREAM_OPEN carries the stream. The caller closes it."""
+async def _ask(path: str, request: Any, timeout_s: float) -> tuple[Any, DaemonSocket]:
+    """As `ask`; also returns the socket, which carries the stream after a STREAM_OPEN. The caller closes it."""
     with trio.move_on_after(timeout_s):
         socket = await _connect(path)
         try:
@@ -246,16 +243,43 @@ async def ask_for_stream(path: str, request: Any, timeout_s: float) -> tuple[Any
 
 
 async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) -> DaemonSocket:
-    """Have p2pd open a stream to a peer that it is connected with, or knows an address of. The caller closes it.
+    """Open a stream to a peer that p2pd is connected to or has an address of. The caller closes it.
 
     Raises:
-        PeerLostError: the peer cannot be reached, does not speak the protocol, or not in time.
+        PeerLostError: the peer cannot be reached in time, or does not speak the protocol.
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-    _, stream = await ask_for_stream(path, request, timeout_s)
+    _, stream = await _ask(path, request, timeout_s)
     stream.remote = peer_id
     return stream
+
+
+def framed(message: Any) -> bytes:
+    """A protobuf message with its length prefix."""
+    body: bytes = message.SerializeToString()
+    return varint(len(body)) + body
+
+
+async def receive_frame(stream: Stream) -> tuple[bytes, bytes]:
+    """Receive one length-prefixed message from a peer.
+
+    Returns:
+        The message without its prefix, and the bytes that followed it.
+
+    Raises:
+        PeerLostError: the stream ended or broke, or the message is too large.
+    """
+    data = b""
+    while True:
+        size, start = read_varint(data)
+        if size > MAX_FRAME_BYTES or (start == 0 and len(data) >= 10):
+            raise PeerLostError("malformed message")
+        if start and len(data) >= start + size:
+            return data[start : start + size], data[start + size :]
+        if not (some := await stream.receive_some()):
+            raise PeerLostError("the stream ended before the message")
+        data += some
 
 
 async def _connect(path: str) -> DaemonSocket:
@@ -277,7 +301,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes) -> tuple[int, int]:
-    """Protobuf's way to write a number: it, and how many bytes it took; (0, 0) while its end has not arrived."""
+    """Decode a protobuf varint: its value and size in bytes; (0, 0) while it is incomplete."""
     value = 0
     for index, byte in enumerate(data[:10]):
         value |= (byte & 0x7F) << (7 * index)

@@ -1,8 +1,8 @@
-"""The libp2p daemon (p2pd), which hivemind brings along: a process that lives exactly as long as its owner.
+"""Runs the libp2p daemon (p2pd) that comes with hivemind, as a child process that ends with its owner.
 
-It is started here and not by `hivemind.P2P.create`, which leaves processes and sockets behind when a start fails, lets
-a terminal's Ctrl-C kill the daemon before we have said goodbye, and takes over the process's SIGCHLD. Its sockets are
-in a directory of our own, so that no other user of the machine can drive it, and that removing is enough.
+`hivemind.P2P.create` is not used: it leaves processes and sockets behind when a start fails, lets Ctrl-C in a terminal
+kill the daemon before we have left the run, and takes over SIGCHLD. Our sockets are in a private directory, so other
+users of the machine cannot control the daemon.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import cli_path
 from p2ptrain.network.background import open_background
-from p2ptrain.network.diagnosis import explain_start_failure, explain_start_timeout
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
-# It goes within milliseconds; a UPnP router that is slow to drop its port mapping can hold it up.
+# Normally milliseconds; a UPnP router that is slow to drop its port mapping can delay it.
 TERMINATE_TIMEOUT_S = 2.0
 COMMON_FLAGS = {
     "tls": "1",
-    # Were we to vanish before our first connection, it would end by itself.
+    # Ends the daemon if we vanish before our first connection.
     "idleTimeout": "30s",
-    # Requests and responses of the DHT: hivemind's own limit.
+    # For DHT requests and responses; hivemind's own limit.
     "persistentConnMaxMsgSize": str(4 * 1024 * 1024),
 }
 
@@ -45,9 +44,9 @@ class Daemon:
 
     Attributes:
         process: the child process.
-        control_path: the unix socket that it takes requests on.
-        exited: set once it has ended, for whatever reason.
-        last_lines: the end of what it printed.
+        control_path: the unix socket for requests.
+        exited: set once the process has ended.
+        last_lines: the end of its output.
     """
 
     process: subprocess.Popen[bytes]
@@ -57,13 +56,13 @@ class Daemon:
     _ready: trio.Event = field(default_factory=trio.Event)
 
     async def _watch(self) -> None:
-        """Log and keep what it prints, and note its end."""
+        """Log the output and wait for the end of the process."""
         async with trio.open_nursery() as nursery:
             printed_all = trio.Event()
             nursery.start_soon(self._read_output, printed_all)
-            # Popen.wait in a thread: unlike SIGCHLD or a pidfd it works on every system, and in any thread.
+            # Popen.wait in a thread works on every system and in any thread, unlike SIGCHLD or a pidfd.
             await trio.to_thread.run_sync(self.process.wait, abandon_on_cancel=True)
-            # A child that the user's program forked at the wrong moment may keep the pipe open.
+            # Another child of the user's program may have inherited the pipe and keep it open.
             with trio.move_on_after(0.2):
                 await printed_all.wait()
             nursery.cancel_scope.cancel()
@@ -86,14 +85,14 @@ class Daemon:
 
 
 def peer_flags(config: NetworkConfig, identity_path: Path) -> dict[str, str]:
-    """p2pd's flags for a full peer. It dials nobody by itself: see `bootstrap`."""
+    """p2pd's flags for a full peer. Initial peers are not among them: see `bootstrap`."""
     return {
         "id": str(identity_path),
         "hostAddrs": ",".join(config.host_maddrs),
         "announceAddrs": ",".join(config.announce_maddrs),
-        # libp2p's own DHT, in which daemons look up each other's addresses; "server" works without internet.
+        # libp2p's own DHT, where daemons find each other's addresses; "server" works without internet.
         "dhtServer": "1",
-        # Behind NAT: learn our public address, ask the router for a port, and dial and be dialled over relays.
+        # Behind NAT: learn our public address, ask the router for a port, and use relays.
         "autonat": "1",
         "natPortMap": "1",
         "relay": "1",
@@ -104,23 +103,23 @@ def peer_flags(config: NetworkConfig, identity_path: Path) -> dict[str, str]:
 
 
 def probe_flags() -> dict[str, str]:
-    """p2pd's flags for a look around: no identity of its own, nobody can dial it."""
+    """p2pd's flags for a short-lived daemon that cannot be dialled and has a temporary identity."""
     return {"noListenAddrs": "1", "dhtClient": "1"}
 
 
 @contextlib.asynccontextmanager
 async def run_daemon(flags: dict[str, str], control_path: Path, timeout_s: float) -> AsyncIterator[Daemon]:
-    """Start p2pd, and end it on the way out; when entering fails or is cancelled, nothing is left.
+    """Run p2pd until the block ends. Leaves nothing behind, also when entering fails or is cancelled.
 
     Args:
         flags: `peer_flags` or `probe_flags`.
-        control_path: where its control socket is made; that of one that was killed is replaced.
+        control_path: its control socket; the socket of a killed daemon is replaced.
         timeout_s: how long the start may take.
 
     Raises:
-        ConfigError: it did not start; the message says why and what to do.
+        ConfigError: the daemon did not start.
     """
-    control_path.unlink(missing_ok=True)  # one that was killed leaves its socket behind
+    control_path.unlink(missing_ok=True)
     process = _spawn({**flags, **COMMON_FLAGS, "listen": f"/unix{control_path}"})
     daemon = Daemon(process, str(control_path))
     try:
@@ -130,9 +129,13 @@ async def run_daemon(flags: dict[str, str], control_path: Path, timeout_s: float
                 with trio.move_on_after(timeout_s):
                     await daemon._ready.wait()
                 if daemon.exited.is_set():
-                    raise explain_start_failure(daemon.last_lines)
+                    output = "; ".join(daemon.last_lines) or "it ended without output"
+                    raise ConfigError(f"the libp2p daemon did not start: {output}")
                 if not daemon._ready.is_set():
-                    raise explain_start_timeout(timeout_s)
+                    raise ConfigError(
+                        f"the libp2p daemon did not start within {timeout_s:g} s; the machine may be overloaded: "
+                        "raise startup_timeout_s, or run fewer programs"
+                    )
                 yield daemon
             finally:
                 await _end(daemon)
@@ -142,10 +145,10 @@ async def run_daemon(flags: dict[str, str], control_path: Path, timeout_s: float
 
 
 def _spawn(flags: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start p2pd in a session of its own, so that a terminal's Ctrl-C does not reach it.
+    """Start p2pd in its own session, so that Ctrl-C in a terminal does not reach it.
 
-    On Linux it is killed when this thread ends, which covers a kill -9 of the process. It must be the network thread
-    itself, not a worker thread, that does this.
+    On Linux the kernel kills it when this thread ends, also after a kill -9 of the process. So this must run on the
+    network thread, not on a worker thread.
     """
     command = [str(Path(cli_path[0]) / "p2pd"), *(f"-{name}={value}" for name, value in flags.items() if value)]
     if sys.platform == "linux" and sys.executable:
@@ -163,13 +166,13 @@ def _spawn(flags: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 async def _end(daemon: Daemon) -> None:
-    """Terminate, then kill. Returns within seconds whatever happens, with the process reaped."""
+    """Terminate, then kill. Returns within seconds, with the process reaped."""
     process = daemon.process
     with trio.CancelScope(shield=True):
         for end in (process.terminate, process.kill):
             if process.poll() is None:
                 end()
-            # Not `exited`: when we are cancelled, so is the task that sets it.
+            # Not `exited`: a cancellation also cancels the task that sets it.
             with trio.move_on_after(TERMINATE_TIMEOUT_S):
                 while process.poll() is None:
                     await trio.sleep(0.005)

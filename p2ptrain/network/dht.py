@@ -1,7 +1,7 @@
-"""`protocol.transport.Directory` over hivemind's DHT, with records that only their owner can have written.
+"""`protocol.wire.transport.Directory` over hivemind's DHT, with signed records.
 
-A record lives under (key, subkey), and its subkey is the owner's RSA public key. hivemind's nodes refuse a record
-whose signature does not fit that key; the reader derives the peer id from it, so nobody can sign for another peer.
+A record is stored under (key, subkey); the subkey is the owner's RSA public key. hivemind's nodes reject records whose
+signature does not match that key. Readers derive the peer id from the key, so a peer cannot write for another one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,7 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
-from p2ptrain.network._hivemind import (
-    P2P,
-    DHTNode,
-    DHTProtocol,
-    DHTRecord,
-    MSGPackSerializer,
-    Multiaddr,
-    PeerID,
-    RSAPrivateKey,
-    RSAPublicKey,
-    RSASignatureValidator,
-    dht_pb2,
-    get_dht_time,
-)
+from p2ptrain.network import _hivemind as hivemind
 from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial
@@ -40,38 +27,38 @@ from p2ptrain.network.identity import Identity, peer_id_of
 
 logger = logging.getLogger(__name__)
 
-# A member's addresses and where it stands take a few hundred bytes.
+# A member's addresses and state take a few hundred bytes.
 MAX_VALUE_BYTES = 4 * 1024
-# The OpenSSH form of an RSA key of 2048 bits has 372 bytes; larger keys only cost us time.
+# The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys take longer to check.
 MAX_SUBKEY_BYTES = 1024
-# Records are renewed every few seconds to minutes; one that claims to last longer is junk that wants to stay.
+# Records are renewed every few seconds to minutes; longer lifetimes are not legitimate.
 MAX_EXPIRES_IN_S = 3600.0
-# A node that does not answer holds an operation up for hivemind's 3 s; two in a row, then enough.
+# A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
-# Half of it is the patience for initial peers that are down; within 25 s everything has to have failed.
+# Dialling takes up to 10 s before this, and an error is due within 25 s.
 JOIN_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 1.0
 # hivemind's own bound between two nodes' clocks.
 MAX_CLOCK_SKEW_S = 3.0
 VERIFIED_RECORDS = 4096
-# How soon a split network finds together again, against a dial to a dead address each time.
+# Delay until a split network reconnects; each attempt costs a dial to a possibly dead address.
 REJOIN_INTERVAL_S = 15.0
-# Whoever has nobody in its DHT asks its own daemon this often whom it is connected with: half a millisecond's work.
+# How often a node with an empty routing table asks its daemon for connected peers; takes half a millisecond.
 ALONE_INTERVAL_S = 1.0
 
 
 class HivemindDirectory:
-    """Announces our record and looks up others', while it works `through` a node of the DHT."""
+    """Announces our record and looks up those of other peers, through the current DHT node."""
 
     def __init__(self, identity: Identity) -> None:
-        self._node: DHTNode | None = None
+        self._node: hivemind.DHTNode | None = None
         self._subkey = owner_subkey(identity.key.get_public_key())
         self._last_expiration: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def through(self, node: DHTNode) -> Iterator[None]:
-        """Work through a node until the block is left; without one nothing is accepted and nothing found."""
+    def through(self, node: hivemind.DHTNode) -> Iterator[None]:
+        """Use a node until the block ends. Without a node, announcing fails and lookups are empty."""
         self._node = node
         try:
             yield
@@ -82,26 +69,26 @@ class HivemindDirectory:
         """Store our record under `key`, replacing our earlier one.
 
         Args:
-            key: what to find it by.
+            key: the key to look it up by.
             value: at most 4 KiB.
             expires_in_s: at most an hour.
 
         Returns:
-            False when no node accepted it within 8 s.
+            False if no node accepted the record within 8 s.
         """
         if self._node is None:
             return False
         assert len(value) <= MAX_VALUE_BYTES
         assert 0 < expires_in_s <= MAX_EXPIRES_IN_S
         # Of two records of one owner, nodes keep the one that expires later.
-        expiration = max(get_dht_time() + expires_in_s, self._last_expiration.get(key, 0.0) + 1e-3)
+        expiration = max(hivemind.get_dht_time() + expires_in_s, self._last_expiration.get(key, 0.0) + 1e-3)
         self._last_expiration[key] = expiration
         with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
             return bool(await from_asyncio(self._node.store(key, value, expiration, subkey=self._subkey)))
         return False
 
     async def lookup(self, key: str) -> Mapping[str, bytes]:
-        """All unexpired records under `key` by the peer that signed them; empty when none is found within 8 s."""
+        """Unexpired records under `key`, by signing peer; empty if none is found within 8 s."""
         if self._node is None:
             return {}
         with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
@@ -113,7 +100,7 @@ class HivemindDirectory:
 
 @contextlib.contextmanager
 def _unless_it_ends() -> Iterator[None]:
-    """What hivemind raises when the daemon under it ends is any of half a dozen types; it means: not done."""
+    """Ignore errors of an operation whose daemon ends; hivemind then raises one of many types."""
     try:
         yield
     except Exception as error:
@@ -121,50 +108,50 @@ def _unless_it_ends() -> Iterator[None]:
 
 
 class OwnedRecords:
-    """Tells hivemind's nodes which records to keep: small, soon to expire, and signed by the key in their subkey.
+    """Record validator for hivemind's nodes: records must be small, short-lived and signed by the key in their subkey.
 
-    It is hivemind's `RSASignatureValidator` (whose interface it has), made strict: that one lets pass all records
-    without an owner, and a value that is not msgpack would break every lookup of its key.
+    Stricter than hivemind's `RSASignatureValidator`, whose interface it has: that one accepts records without an owner
+    and values that are not msgpack, which break every lookup of their key.
     """
 
-    def __init__(self, key: RSAPrivateKey) -> None:
-        self._signatures = RSASignatureValidator(key)
-        # Every lookup meets the same records again, from several nodes; a signature takes 50 µs to check.
+    def __init__(self, key: hivemind.RSAPrivateKey) -> None:
+        self._signatures = hivemind.RSASignatureValidator(key)
+        # Lookups return the same records again, from several nodes; checking a signature takes 50 µs.
         self._is_signed = functools.lru_cache(maxsize=VERIFIED_RECORDS)(self._signatures.validate)
 
-    def validate(self, record: DHTRecord) -> bool:
+    def validate(self, record: hivemind.DHTRecord) -> bool:
         try:
             return (
                 math.isfinite(record.expiration_time)
-                and record.expiration_time <= get_dht_time() + MAX_EXPIRES_IN_S + MAX_CLOCK_SKEW_S
+                and record.expiration_time <= hivemind.get_dht_time() + MAX_EXPIRES_IN_S + MAX_CLOCK_SKEW_S
                 and len(record.subkey) <= MAX_SUBKEY_BYTES
                 and len(record.value) <= 2 * MAX_VALUE_BYTES
-                and owner_of(MSGPackSerializer.loads(record.subkey)) is not None
-                and _is_value(MSGPackSerializer.loads(self.strip_value(record)))
+                and owner_of(hivemind.MSGPackSerializer.loads(record.subkey)) is not None
+                and _is_value(hivemind.MSGPackSerializer.loads(self.strip_value(record)))
                 and self._is_signed(record)
             )
-        except Exception as error:  # bytes from strangers go through parsers of three libraries
+        except Exception as error:  # untrusted bytes, parsed by three libraries
             logger.debug("malformed record: %r", error)
             return False
 
-    def sign_value(self, record: DHTRecord) -> bytes:
+    def sign_value(self, record: hivemind.DHTRecord) -> bytes:
         return bytes(self._signatures.sign_value(record))
 
-    def strip_value(self, record: DHTRecord) -> bytes:
+    def strip_value(self, record: hivemind.DHTRecord) -> bytes:
         return bytes(self._signatures.strip_value(record))
 
 
-def owner_subkey(key: RSAPublicKey) -> bytes:
+def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:
     """The subkey under which the owner of `key` stores its records."""
     return b"[owner:" + bytes(key.to_bytes()) + b"]"
 
 
 @functools.lru_cache(maxsize=VERIFIED_RECORDS)
 def owner_of(subkey: Any) -> str | None:
-    """The peer id of the owner that a subkey names; None when it is anything but `owner_subkey` of some key."""
+    """The peer id of a subkey's owner; None if it is not the `owner_subkey` of a key."""
     if not isinstance(subkey, bytes) or not subkey.startswith(b"[owner:"):
         return None
-    key = RSAPublicKey.from_bytes(subkey[len(b"[owner:") : -1])
+    key = hivemind.RSAPublicKey.from_bytes(subkey[len(b"[owner:") : -1])
     return peer_id_of(key) if owner_subkey(key) == subkey else None
 
 
@@ -175,29 +162,29 @@ async def join_dht(
     initial_peers: tuple[str, ...],
     connected: Collection[str],
     chosen: Collection[str],
-) -> AsyncIterator[DHTNode]:
-    """Take part in the DHT through a running daemon until the block is left. The daemon ends with it.
+) -> AsyncIterator[hivemind.DHTNode]:
+    """Take part in the DHT through a running daemon until the block ends. This also ends the daemon.
 
     Args:
-        daemon: ended by our leaving.
-        identity: whose key the daemon was started with.
-        initial_peers: multiaddrs to come back to when they are lost.
-        connected: ids of those initial peers that the daemon is connected with; empty to be the first, or to come
-            back through whoever connects with us.
-        chosen: ids of the peers that the user chose to join through; those of the others are only remembered.
+        daemon: a running daemon with our identity.
+        identity: signs our records.
+        initial_peers: multiaddrs to dial again when their peers are lost.
+        connected: ids of the initial peers that the daemon is connected to; empty for the first peer of a network, or
+            to rejoin through incoming connections.
+        chosen: ids of the initial peers that the user gave; the rest are remembered ones.
 
     Raises:
-        ConfigError: no peer that the user chose takes part in the DHT, or our clock differs too much from theirs.
-        UnreachableError: none of those that are remembered takes part in the DHT.
+        ConfigError: no peer that the user gave answers in the DHT, or our clock differs too much from theirs.
+        UnreachableError: no remembered peer answers in the DHT.
         PeerLostError: the daemon does not answer.
     """
     control_path = daemon.control_path
-    p2p: P2P | None = None
-    node: DHTNode | None = None
+    p2p: hivemind.P2P | None = None
+    node: hivemind.DHTNode | None = None
     try:
         try:
             with trio.fail_after(JOIN_TIMEOUT_S):
-                p2p = await from_asyncio(P2P.replicate(Multiaddr(f"/unix{control_path}")))
+                p2p = await from_asyncio(hivemind.P2P.replicate(hivemind.Multiaddr(f"/unix{control_path}")))
                 node = await from_asyncio(_create_node(p2p, identity, connected, chosen))
                 await _check_clock(node, [peer_id for peer_id in connected if peer_id in chosen])
         except (trio.TooSlowError, OSError, EOFError) as error:
@@ -208,7 +195,7 @@ async def join_dht(
             yield node
     finally:
         with trio.CancelScope(shield=True):
-            # A dead one would be waited for in vain.
+            # A node on a dead daemon would not answer.
             if node is not None and not daemon.exited.is_set():
                 with trio.move_on_after(LEAVE_TIMEOUT_S), _unless_it_ends():
                     await from_asyncio(node.shutdown())
@@ -218,84 +205,88 @@ async def join_dht(
                 await from_asyncio(p2p.shutdown())
 
 
-async def _create_node(p2p: P2P, identity: Identity, connected: Collection[str], chosen: Collection[str]) -> DHTNode:
+async def _create_node(
+    p2p: hivemind.P2P, identity: Identity, connected: Collection[str], chosen: Collection[str]
+) -> hivemind.DHTNode:
     try:
-        return await DHTNode.create(
+        return await hivemind.DHTNode.create(
             p2p,
             initial_peers=[f"/p2p/{peer_id}" for peer_id in connected],
             wait_timeout=NODE_TIMEOUT_S,
             record_validator=OwnedRecords(identity.key),
-            # Whether others can reach us is not for the DHT to refuse, and clocks are checked below.
+            # Unreachable peers may take part too, and clocks are checked below.
             strict=False,
-            # No caches: a new member is to be seen at once, and a key holds all members, not one value.
+            # No caches: new members must be visible at once, and a key holds all members, not one value.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
-            # A node that did not answer is asked again after 5 s, not after twice as long each time.
+            # Ask a silent node again every 5 s, without exponential backoff.
             blacklist_time=5.0,
             backoff_rate=1.0,
         )
-    except RuntimeError:  # hivemind's way to say that no initial peer answered
+    except RuntimeError:  # no initial peer answered
         kind = ConfigError if set(connected) & set(chosen) else UnreachableError
         raise kind(
             f"initial peers {', '.join(connected)} can be reached, but do not answer as part of a DHT; "
-            "check that these are addresses that a p2ptrain peer printed"
+            "check that a p2ptrain peer printed these addresses"
         ) from None
 
 
-async def _check_clock(node: DHTNode, connected: Collection[str]) -> None:
-    """Compare our clock with that of each initial peer that answers. Raises ConfigError when one differs too much."""
+async def _check_clock(node: hivemind.DHTNode, connected: Collection[str]) -> None:
+    """Compare our clock with those of the initial peers. Raises ConfigError if one differs too much."""
     for peer_id in connected:
         ahead_s = await clock_ahead_s(node.protocol.p2p, peer_id)
         if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_SKEW_S:
             raise ConfigError(
                 f"this machine's clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} that of "
-                f"initial peer {peer_id}; they may differ by {MAX_CLOCK_SKEW_S:g} s: set the time of both, best by NTP"
+                f"initial peer {peer_id}; at most {MAX_CLOCK_SKEW_S:g} s are allowed: set both clocks, best by NTP"
             )
 
 
-async def clock_ahead_s(p2p: P2P, peer_id: str) -> float | None:
-    """How many seconds our clock is at least ahead of a peer's (below 0: behind); None when it does not answer."""
-    asked = get_dht_time()
+async def clock_ahead_s(p2p: hivemind.P2P, peer_id: str) -> float | None:
+    """Least number of seconds that our clock is ahead of a peer's (negative: behind); None without an answer."""
+    asked = hivemind.get_dht_time()
     try:
-        # The class's own method, below the one of that name that needs a node.
-        stub = super(DHTProtocol, DHTProtocol).get_stub(p2p, PeerID.from_base58(peer_id))
-        ping = await from_asyncio(stub.rpc_ping(dht_pb2.PingRequest(), timeout=NODE_TIMEOUT_S))
-    except Exception as error:  # what hivemind raises is any of half a dozen types
+        # The base class's method: the override needs a node.
+        stub = super(hivemind.DHTProtocol, hivemind.DHTProtocol).get_stub(p2p, hivemind.PeerID.from_base58(peer_id))
+        ping = await from_asyncio(stub.rpc_ping(hivemind.dht_pb2.PingRequest(), timeout=NODE_TIMEOUT_S))
+    except Exception as error:  # hivemind raises one of many types
         logger.debug("%s did not answer a ping: %r", peer_id, error)
         return None
-    return float(max(asked - ping.dht_time, 0.0) - max(ping.dht_time - get_dht_time(), 0.0))
+    return float(max(asked - ping.dht_time, 0.0) - max(ping.dht_time - hivemind.get_dht_time(), 0.0))
 
 
-async def _keep_initial_peers(node: DHTNode, control_path: str, initial_peers: Mapping[str, list[str]]) -> None:
-    """Bring lost initial peers back.
+async def _keep_initial_peers(
+    node: hivemind.DHTNode, control_path: str, initial_peers: Mapping[str, list[str]]
+) -> None:
+    """Reconnect lost initial peers.
 
-    hivemind's node forgets whoever does not answer, and has no way back: after an outage it would stay alone, and the
-    halves of a split network would never meet again.
+    hivemind's node forgets peers that do not answer and never dials them again, so it would stay alone after an
+    outage, and a split network would never rejoin.
     """
-    barrier = ErrorLog(logger).containing("bringing initial peers back")
+    barrier = ErrorLog(logger).containing("reconnecting initial peers")
     while True:
         for peer_id, maddrs in initial_peers.items():
             with barrier, contextlib.suppress(PeerLostError):
-                peer = PeerID.from_base58(peer_id)
+                peer = hivemind.PeerID.from_base58(peer_id)
                 if node.protocol.routing_table.get(peer_id=peer) is None:
                     await dial(control_path, peer_id, maddrs, DIAL_TIMEOUT_S)
                     await from_asyncio(node.protocol.call_ping(peer))
         await trio.sleep(REJOIN_INTERVAL_S)
 
 
-async def _stay_joined(node: DHTNode, control_path: str) -> None:
-    """Come back through anyone at all when all are lost: whoever trains with us has linked to us, or we to it."""
-    barrier = ErrorLog(logger).containing("coming back into the DHT")
+async def _stay_joined(node: hivemind.DHTNode, control_path: str) -> None:
+    """When the routing table is empty, rejoin through any connected peer."""
+    barrier = ErrorLog(logger).containing("rejoining the DHT")
     while True:
         alone = not node.protocol.routing_table.uid_to_peer_id
         if alone:
             with barrier, contextlib.suppress(PeerLostError):
                 for peer_id in await connected_peers(control_path):
                     with barrier:
-                        await from_asyncio(node.protocol.call_ping(PeerID.from_base58(peer_id)))
+                        await from_asyncio(node.protocol.call_ping(hivemind.PeerID.from_base58(peer_id)))
         await trio.sleep(ALONE_INTERVAL_S if alone else REJOIN_INTERVAL_S)
 
 
@@ -304,7 +295,7 @@ def _is_value(value: Any) -> bool:
 
 
 def _read_records(found: Mapping[Any, Any]) -> dict[str, bytes]:
-    now = get_dht_time()
+    now = hivemind.get_dht_time()
     records = {}
     for subkey, (value, expiration) in found.items():
         owner = owner_of(subkey)

@@ -1,4 +1,4 @@
-"""All of a peer's networking in one block: identity, libp2p daemon, DHT, streams; closed in the reverse order."""
+"""Opens a peer's networking: identity, libp2p daemon, DHT and streams; closes them in the reverse order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.network.addresses import (
-    check_announce_maddrs,
-    check_host_maddrs,
-    check_initial_peers,
-    has_public_address,
-)
+from p2ptrain.network import addresses
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import refuse_taken_identity, ways_in
 from p2ptrain.network.dht import HivemindDirectory
@@ -28,10 +23,7 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 @dataclass(frozen=True)
 class Network:
-    """What `open_network` gives: who we are, our streams, and the shared directory.
-
-    All stay what they are when the libp2p daemon dies and another takes its place.
-    """
+    """An open network: our identity, streams and directory. All survive a restart of the libp2p daemon."""
 
     transport: LibP2P
     directory: HivemindDirectory
@@ -47,35 +39,35 @@ class Network:
 
     @property
     def failure(self) -> ConfigError | None:
-        """Why we are cut off for good; None while there is a libp2p daemon, or may be one again."""
+        """Why no daemon will be started again; None while one is running or being restarted."""
         return self.supervisor.failure
 
     def tell(self, events: Events) -> None:
-        """From now on have `events` called, on the network thread, with each death and restart of the daemon."""
+        """Call `events`, on the network thread, with each death and restart of the daemon."""
         self.supervisor.on_event = events
 
 
 @contextlib.asynccontextmanager
 async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIterator[Network]:
-    """Join the network until the block is left; then, or when entering fails, no process and no socket is left.
+    """Join the network until the block ends. Leaves no process and no socket behind, also when entering fails.
 
-    To be entered in a task of the network thread.
+    Call it in a task of the network thread.
 
     Args:
-        config: how to meet it.
-        alone: do not ask for the initial peers at the start: nobody may be there. They are looked for from then on.
+        config: addresses, identity and initial peers.
+        alone: start even if no initial peer can be reached; they are tried again from then on.
 
     Raises:
-        ConfigError: an address, the identity or the machine's clock does not do.
-        UnreachableError: no initial peer can be reached. At most 25 s go by before it is known.
+        ConfigError: an address, the identity or the machine's clock is unusable.
+        UnreachableError: no initial peer can be reached. Takes at most 25 s.
     """
-    check_initial_peers((*config.initial_peers, *config.remembered_peers))
-    check_host_maddrs(config.host_maddrs)
-    check_announce_maddrs(config.announce_maddrs)
+    addresses.check_initial_peers((*config.initial_peers, *config.remembered_peers))
+    addresses.check_host_maddrs(config.host_maddrs)
+    addresses.check_announce_maddrs(config.announce_maddrs)
     async with contextlib.AsyncExitStack() as stack:
         scratch = stack.enter_context(scratch_directory())
         identity = stack.enter_context(hold_identity(config.identity, scratch))
-        # One list of initial peers may be given to all peers, those on it included.
+        # All peers may be given the same list of initial peers, so it may contain our own addresses.
         own = tuple(maddr for maddr in config.initial_peers if maddr.endswith(f"/p2p/{identity.peer_id}"))
         config = dataclasses.replace(
             config,
@@ -86,7 +78,7 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
             await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
         control_path = scratch / "p2pd.sock"
         directory = HivemindDirectory(identity)
-        public = has_public_address(config.host_maddrs, config.announce_maddrs)
+        public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
         relays = None if public else Relays(str(control_path))
         relay = Relay(str(control_path), config.relay_peers) if public and config.relay_peers else None
         libp2p = open_libp2p(identity.peer_id, str(control_path), scratch, relays, relay)

@@ -1,7 +1,6 @@
-"""Who we are to others: an RSA key in a file, whose public half hashes to the peer id.
+"""A peer's identity: an RSA key in a file. The peer id is the hash of its public half.
 
-RSA because hivemind's record signatures know nothing else. The file is libp2p's own format, the same that hivemind
-and other libp2p programs write.
+hivemind's record signatures support only RSA. The file has libp2p's own format, as hivemind writes it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ from p2ptrain.network._hivemind import PeerID, RSAPrivateKey, RSAPublicKey, cryp
 
 logger = logging.getLogger(__name__)
 
-# Multihash prefix of a SHA-256 digest: its code and its length.
+# Multihash prefix of a SHA-256 digest: code and length.
 _SHA256_MULTIHASH = b"\x12\x20"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A peer's private key, the file that p2pd reads it from, and the peer id that follows from it.
-
-    `is_new`: it was made just now, so nobody else can have it.
-    """
+    """A peer's private key, the file that p2pd reads it from, and the peer id. `is_new`: the key was just made."""
 
     path: Path
     key: RSAPrivateKey
@@ -41,14 +37,14 @@ class Identity:
 
 @contextlib.contextmanager
 def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
-    """Read or make the identity, and keep other processes of this machine from using it meanwhile.
+    """Read or create the identity, and lock it against other processes of this machine.
 
     Args:
-        path: the key file, made when missing; None for a new identity that is kept nowhere.
-        scratch: a private directory, for the key file of an identity that is kept nowhere.
+        path: the key file, created if missing; None for a temporary identity.
+        scratch: a private directory for a temporary identity's key file.
 
     Raises:
-        ConfigError: the file cannot be read, written or understood, or another process uses it.
+        ConfigError: the file cannot be read, written or parsed, or another process uses it.
     """
     if path is None:
         yield _make(scratch / "identity.key")
@@ -59,13 +55,13 @@ def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
             f"identity {file}: the directory {file.parent} does not exist; create it, or choose another file"
         )
     if file.exists():
-        _read(file)  # what is no key is refused before a lock is left beside it
+        _read(file)  # reject a file that is not a key before a lock file is created beside it
     with _locked(file):
         yield _read(file) if file.exists() else _make(file)
 
 
 def peer_id_of(public_key: RSAPublicKey) -> str:
-    """The base58 peer id of a public key: the SHA-256 of its protobuf form, as libp2p's peer id specification says."""
+    """The base58 peer id of a public key: the SHA-256 of its protobuf form (libp2p's peer id specification)."""
     der = serialization.load_ssh_public_key(public_key.to_bytes()).public_bytes(
         encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -80,11 +76,11 @@ def _locked(file: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise ConfigError(
-            f"identity {file} is in use by another process on this machine; stop that one, "
-            "or give each peer an --identity file of its own"
+            f"identity {file} is in use by another process on this machine; stop that process, "
+            "or give each peer its own --identity file"
         ) from None
     except OSError as error:
-        # A key in a read-only place, such as a container's secret, is fine; it only cannot be locked.
+        # A key may be in a read-only place, such as a container's secret.
         logger.debug("identity %s cannot be locked: %s", file, error)
     try:
         yield
@@ -117,9 +113,9 @@ def _read(file: Path) -> Identity:
         key = RSAPrivateKey.__new__(RSAPrivateKey)
         key.__setstate__({"_private_key": message.data})
         peer_id = peer_id_of(key.get_public_key())
-    except Exception as error:  # protobuf, cryptography and hivemind each raise their own
+    except Exception as error:  # protobuf, cryptography and hivemind raise different types
         raise ConfigError(
-            f"identity {file} does not hold an RSA private key in libp2p's format ({error}); "
-            "remove it to have a new one made, or choose another file"
+            f"identity {file} is not an RSA private key in libp2p's format ({error}); "
+            "remove the file to create a new key, or choose another file"
         ) from None
     return Identity(file, key, peer_id, is_new=False)

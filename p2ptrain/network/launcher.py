@@ -1,6 +1,6 @@
-"""Becomes p2pd, after telling Linux to kill it together with us: `python launcher.py <our pid> <p2pd> <its flags…>`.
+"""Execs p2pd so that Linux kills it when its parent ends: `python launcher.py <parent's pid> <p2pd> <flags…>`.
 
-Run as a script of its own, because what Python does between fork and exec in a process with many threads may hang.
+This is a separate script because Python code between fork and exec can hang in a process with many threads.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ SIGKILL = 9
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-    if os.getppid() == parent:  # else it died before the kernel was told
+    if os.getppid() == parent:  # else the parent died before prctl
         os.execv(command[0], command)
 
 

@@ -1,4 +1,4 @@
-"""`protocol.transport.Transport` over a libp2p daemon: authenticated, encrypted streams between peers."""
+"""`protocol.wire.transport.Transport` over a libp2p daemon: authenticated, encrypted streams between peers."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from p2ptrain.network.relays import RENEW_EVERY_S, Relays
 logger = logging.getLogger(__name__)
 
 PROTOCOL_NAME = "p2ptrain/1"
-# Dialling through two NATs takes seconds; more than this and the peer is as good as gone.
+# Dialling through two NATs takes seconds; a peer that takes longer than this counts as lost.
 OPEN_TIMEOUT_S = 10.0
-# p2pd's own requests are answered within a millisecond; this is for a machine under heavy load.
+# p2pd answers control requests within a millisecond; this is for a machine under heavy load.
 CONTROL_TIMEOUT_S = 10.0
-# Streams opened by others that nobody has accepted yet; more are refused.
+# Incoming streams that are not accepted yet; more are refused.
 ACCEPT_QUEUE = 64
-# How long streams may take to hand their last bytes to p2pd when we leave.
+# How long streams may take to pass their last bytes to p2pd when we leave.
 CLOSE_TIMEOUT_S = 1.0
-# A router's port mapping, or an address that other peers see us under, shows up some seconds after the start.
+# A router's port mapping, or an address reported by other peers, appears some seconds after the start.
 REFRESH_MADDRS_S = 15.0
-# A daemon that has not answered so many times in a row, each for CONTROL_TIMEOUT_S, hangs and is ended. Only awake time
-# counts: on a machine that slept it answers at once.
+# After so many unanswered requests in a row, each of CONTROL_TIMEOUT_S, a daemon is killed. Time in suspend does not
+# count: a daemon answers at once after it.
 MAX_UNANSWERED = 3
-# Before we relay again after an error of our own.
+# Seconds before we relay again after an error of our own.
 RELAY_AGAIN_S = 1.0
-# Those whom we dial first have just been dialled, and answer within a round trip; more than this does not hold us up.
+# Limit for the first reservations at relays, which delay the start; peers just dialled answer within a round trip.
 FIRST_PLACES_S = 2.0
 
 
 class LibP2P:
     """Opens and accepts streams of this peer. Made by `open_libp2p`.
 
-    It outlives the daemon that it works `through`: when that one has died every stream is broken, and streams are
-    opened and accepted again once there is another.
+    It outlives its daemon: when the daemon dies all streams break, and streams work again with the next daemon.
 
     Attributes:
         peer_id: our identity, base58.
@@ -71,23 +70,23 @@ class LibP2P:
 
     @property
     def maddrs(self) -> list[str]:
-        """Addresses under which others can dial us, ending in /p2p/<peer id>, loopback last."""
+        """Addresses under which other peers can dial us, ending in /p2p/<peer id>, loopback last."""
         return list(self._maddrs)
 
     async def open_stream(self, peer_id: str, maddrs: list[str]) -> DaemonSocket:
         """Open a stream.
 
         Args:
-            peer_id: whom to reach.
-            maddrs: where it may be, for a peer that we are not connected with; those that make no sense are ignored.
+            peer_id: the peer to reach.
+            maddrs: its possible addresses, if we are not connected; malformed ones are ignored.
 
         Raises:
-            PeerLostError: it cannot be reached, does not speak our protocol, or took more than 10 s.
+            PeerLostError: the peer cannot be reached within 10 s, or does not speak our protocol.
         """
         try:
             peer_id_bytes(peer_id)
         except ValueError:
-            raise PeerLostError(f"{peer_id!r} is no peer id") from None
+            raise PeerLostError(f"{peer_id!r} is not a peer id") from None
         with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
             if maddrs:
@@ -103,7 +102,7 @@ class LibP2P:
 
     @contextlib.asynccontextmanager
     async def through(self, daemon: Daemon) -> AsyncIterator[None]:
-        """Work through a running daemon until the block is left; all streams are closed then.
+        """Use a running daemon until the block ends; then all streams are closed.
 
         Raises:
             PeerLostError: the daemon does not answer.
@@ -135,7 +134,7 @@ class LibP2P:
         stream.on_lost = self._streams.discard
 
     def _take(self, stream: DaemonSocket, message: bytes) -> None:
-        """p2pd has connected to us and named the peer: hand the stream to whoever accepts, or to the relay."""
+        """Take an incoming stream, for `accept` or for the relay. `message` names the peer."""
         info = p2pd_pb2.StreamInfo.FromString(message)
         stream.remote = PeerID(info.peer).to_base58()
         self._own(stream)
@@ -145,7 +144,7 @@ class LibP2P:
         try:
             self._waiting.send_nowait(stream)
         except trio.WouldBlock:
-            logger.warning("refused a stream of %s: %d are waiting to be accepted", stream.remote, ACCEPT_QUEUE)
+            logger.warning("refused a stream from %s: %d are waiting to be accepted", stream.remote, ACCEPT_QUEUE)
             stream.fail("too many streams")
 
     def _go_offline(self) -> None:
@@ -157,7 +156,7 @@ class LibP2P:
             stream.fail(reason)
 
     async def _close_streams(self) -> None:
-        """Close all streams, and wait until p2pd has taken what was sent last."""
+        """Close all streams, and wait until p2pd has read their last bytes."""
         with trio.CancelScope(shield=True):
             for stream in list(self._streams):
                 await stream.aclose()
@@ -171,7 +170,7 @@ class LibP2P:
         self._maddrs = await own_maddrs(self._control_path, self.peer_id, relayed)
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
-        """Follow our addresses; a daemon that hangs is ended, and so replaced."""
+        """Refresh our addresses. A daemon that does not answer is killed, so that it is restarted."""
         unanswered, barrier = 0, self._errors.containing("reading our addresses")
         while unanswered < MAX_UNANSWERED:
             await trio.sleep(REFRESH_MADDRS_S)
@@ -181,7 +180,7 @@ class LibP2P:
                     unanswered = 0
                 except PeerLostError:
                     unanswered += 1
-        logger.warning("the libp2p daemon (p2pd) does not answer any more: ending it")
+        logger.warning("the libp2p daemon (p2pd) does not answer; killing it")
         daemon.process.kill()
 
     async def _renew_places(self) -> None:
@@ -189,7 +188,7 @@ class LibP2P:
             await self._relays.renew()
 
     async def _keep_places(self) -> None:
-        barrier = self._errors.containing("renewing places at relays")
+        barrier = self._errors.containing("renewing reservations at relays")
         while True:
             await trio.sleep(RENEW_EVERY_S)
             with barrier, contextlib.suppress(PeerLostError):
@@ -210,11 +209,11 @@ class LibP2P:
 
 
 async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiaddr] = ()) -> list[str]:
-    """The addresses of a daemon, as it knows them itself and through relays, loopback last. Raises PeerLostError."""
+    """The daemon's own and relayed addresses, loopback last. Raises PeerLostError."""
     response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY), CONTROL_TIMEOUT_S)
     found = []
     for address in response.identify.addrs:
-        with contextlib.suppress(Exception):  # a kind of address that hivemind's parser does not know
+        with contextlib.suppress(Exception):  # an address type that hivemind's parser does not know
             found.append(Multiaddr(address))
     return dialable([*found, *relayed], peer_id)
 
@@ -223,14 +222,14 @@ async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiadd
 async def open_libp2p(
     peer_id: str, control_path: str, directory: Path, relays: Relays | None = None, relay: Relay | None = None
 ) -> AsyncIterator[LibP2P]:
-    """The streams of a peer, which any daemon of its identity can carry, until the block is left.
+    """Serve a peer's streams, with any daemon of its identity, until the block ends.
 
     Args:
         peer_id: our identity.
         control_path: the control socket of each daemon.
-        directory: where our own socket is made, which a daemon hands streams to.
-        relays: through which others reach a peer that they cannot dial; None for one that they can.
-        relay: what we do for such peers; None for nothing.
+        directory: for our own socket, through which daemons pass incoming streams.
+        relays: our reservations at relays; None if other peers can dial us.
+        relay: the relay that we offer to such peers, if any.
     """
     libp2p = LibP2P(peer_id, control_path, str(directory / "streams.sock"), relays, relay)
     loop = asyncio.get_running_loop()

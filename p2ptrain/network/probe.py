@@ -1,7 +1,6 @@
-"""A look at the network with a daemon of its own: what a peer here would be seen under, and whom it would reach.
+"""Tests the network with a temporary daemon: under which addresses a peer here is seen, and which peers it reaches.
 
-It takes an identity that nobody has seen, leaves nothing behind, and asks the initial peers for two things: the time,
-and to be dialled back.
+It uses a new identity, leaves nothing behind, and asks initial peers for the time and for a dial-back.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import P2P, Multiaddr
 from p2ptrain.network.addresses import by_peer_id, check_initial_peers
-from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial
+from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial, explain_dial
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import peer_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
-from p2ptrain.network.diagnosis import explain_dial
 from p2ptrain.network.dialback import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
 from p2ptrain.network.p2p import own_maddrs
@@ -27,15 +25,15 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 @dataclass
 class InitialPeer:
-    """What came of reaching one.
+    """Result of reaching one initial peer.
 
     Attributes:
         maddrs: its addresses, as given.
-        failure: why it was not reached; "" when it was.
-        reached_s: seconds until the encrypted connection stood.
-        answered_s: seconds that a question and its answer took then; None when it did not answer as part of a DHT.
-        clock_ahead_s: how much our clock is ahead of its, at least; below 0: behind. None when it did not answer.
-        dialled_back: whether it could dial us, and the address, or what it said.
+        failure: why it was not reached; "" if it was.
+        reached_s: seconds until the encrypted connection was open.
+        answered_s: seconds of a DHT ping; None if it did not answer.
+        clock_ahead_s: seconds that our clock is ahead of its, at least (negative: behind); None without an answer.
+        dialled_back: result of its dial-back, with the address or its explanation.
     """
 
     peer_id: str
@@ -49,9 +47,12 @@ class InitialPeer:
 
 @dataclass
 class Probe:
-    """What a look gave. `maddrs`: own addresses as libp2p finds them, the router's mapping included where there is one.
+    """Result of a probe.
 
-    `started_s`: how long the daemon took to start.
+    Attributes:
+        started_s: seconds that the daemon took to start.
+        maddrs: own addresses as libp2p finds them, including a router's port mapping.
+        peers: the initial peers.
     """
 
     started_s: float
@@ -60,15 +61,15 @@ class Probe:
 
 
 async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
-    """Start a daemon as a peer's would be, and look around.
+    """Start a daemon as a peer would, and reach all initial peers.
 
     Args:
-        config: how to listen, and whom to reach. Its identity is not used.
+        config: listening addresses and initial peers. Its identity is not used.
         mapping_s: how long a router may take to map a port.
 
     Raises:
-        ConfigError: an address makes no sense, or the daemon does not start.
-        PeerLostError: the daemon ended on the way.
+        ConfigError: an address is invalid, or the daemon does not start.
+        PeerLostError: the daemon ended during the probe.
     """
     check_initial_peers(config.initial_peers)
     with scratch_directory() as scratch, hold_identity(None, scratch) as identity:
@@ -84,7 +85,7 @@ async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
                         nursery.start_soon(_reach, daemon.control_path, p2p, peer)
                     await trio.sleep(mapping_s)
                 found.maddrs = await own_maddrs(daemon.control_path, identity.peer_id)
-                # One after the other: the first that would try is enough, and each gives its time for it.
+                # One after the other, as one dial-back is enough.
                 for peer in found.peers:
                     if peer.answered_s is not None:
                         peer.dialled_back = await dial_back(

@@ -1,8 +1,8 @@
-"""Passing bytes on between peers that cannot dial each other: our end of libp2p's circuit relay.
+"""A libp2p circuit relay: forwards bytes between peers that cannot dial each other.
 
-p2pd has a relay of its own, which ends each circuit after two minutes or 128 KiB. Its flags for more come to nothing at
-every few starts, as two of its parts race for the protocol. So that protocol is answered here. The ends of a circuit
-encrypt and authenticate what they send to each other: a relay sees who talks to whom, and how much.
+p2pd's own relay ends each circuit after two minutes or 128 KiB; its flags for higher limits sometimes have no effect,
+because two of its parts race for the protocol. So the protocol is answered here. The ends of a circuit encrypt and
+authenticate their traffic: a relay sees only who talks to whom, and how much.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.circuit_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.control import DaemonSocket, open_stream
+from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.protocol.wire.transport import Stream
 
 logger = logging.getLogger(__name__)
 
-# Those who hold a place renew it three times a minute; whoever went without a word makes room after this.
+# Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
 PLACE_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
 # Requests and circuits at once; more are refused.
@@ -33,11 +33,11 @@ MAX_STREAMS = 512
 
 
 class Relay:
-    """Gives out places, and carries circuits to those who have one.
+    """Grants reservations, and carries circuits to peers that have one.
 
     Args:
-        control_path: of p2pd's control socket.
-        places: peers that can have one at a time; no peer has more circuits than that either.
+        control_path: p2pd's control socket.
+        places: most reservations at a time, and most circuits of one peer.
     """
 
     def __init__(self, control_path: str, places: int) -> None:
@@ -50,7 +50,7 @@ class Relay:
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_STREAMS)
 
     def take(self, stream: DaemonSocket) -> None:
-        """A peer has opened a stream for the hop protocol. Called in the event loop."""
+        """Take a stream for the hop protocol from a peer. Called in the event loop."""
         if self._streams == MAX_STREAMS:
             stream.fail("too many requests at once")
             return
@@ -79,7 +79,7 @@ class Relay:
                 case _:
                     await circuit.send(stream, _status(Status.MALFORMED_MESSAGE))
         except (PeerLostError, trio.TooSlowError) as error:
-            logger.debug("a request of %s to relay failed: %s", stream.remote, error)
+            logger.debug("a relay request of %s failed: %s", stream.remote, error)
         finally:
             self._streams -= 1
             await stream.aclose()
@@ -94,7 +94,7 @@ class Relay:
         return HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation)
 
     async def _connect(self, source: DaemonSocket, target: str) -> None:
-        """Carry a circuit from its request to its end."""
+        """Open a circuit and carry it until it ends."""
         if self._until_s.get(target, 0.0) < trio.current_time():
             await circuit.send(source, _status(Status.NO_RESERVATION))
             return
@@ -120,9 +120,9 @@ class Relay:
             self._circuits -= Counter(ends)  # forgets those at zero
 
     async def _ask_target(self, source: str, target: str) -> tuple[DaemonSocket, bytes]:
-        """Ask the one with the place to take a circuit.
+        """Ask a peer with a reservation to accept a circuit.
 
-        Returns the stream to it, and what it has already sent into the circuit. Raises PeerLostError.
+        Returns the stream to it, and the bytes that it has already sent. Raises PeerLostError.
         """
         stream = await open_stream(self._control_path, target, circuit.STOP, REQUEST_TIMEOUT_S)
         request = StopMessage(type=StopMessage.CONNECT, peer=Peer(id=peer_id_bytes(source)))
@@ -131,7 +131,7 @@ class Relay:
                 await circuit.send(stream, request)
                 answer, read_ahead = await circuit.receive(stream, StopMessage)
             if answer.status != Status.OK:
-                raise PeerLostError(f"{target} takes no circuit")
+                raise PeerLostError(f"{target} accepts no circuit")
         except BaseException as error:
             stream.fail("not connected")
             if isinstance(error, trio.TooSlowError):
@@ -141,17 +141,17 @@ class Relay:
 
 
 async def _carry(one: Stream, other: Stream) -> None:
-    """Pass on what comes from either until one of them ends. Raises PeerLostError when it breaks."""
+    """Forward bytes both ways until one of the streams ends or breaks."""
     async with trio.open_nursery() as nursery:
 
-        async def pass_on(source: Stream, target: Stream) -> None:
+        async def forward(source: Stream, target: Stream) -> None:
             with contextlib.suppress(PeerLostError):
                 while data := await source.receive_some():
                     await target.send_all(data)
             nursery.cancel_scope.cancel()
 
-        nursery.start_soon(pass_on, one, other)
-        nursery.start_soon(pass_on, other, one)
+        nursery.start_soon(forward, one, other)
+        nursery.start_soon(forward, other, one)
 
 
 def _status(status: Status) -> HopMessage:
@@ -159,7 +159,7 @@ def _status(status: Status) -> HopMessage:
 
 
 def _target_of(request: HopMessage) -> str:
-    """Whom a request wants to be connected with. Raises PeerLostError."""
+    """The peer id that a request asks to be connected to. Raises PeerLostError."""
     try:
         return str(PeerID(request.peer.id).to_base58())
     except ValueError:

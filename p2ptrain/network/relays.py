@@ -1,12 +1,10 @@
-"""Places at relays: how a peer behind NAT gets an address under which others can dial it (libp2p's circuit relay v2).
+"""Reservations at relays, through which other peers can dial a peer behind NAT (libp2p's circuit relay v2).
 
-A relay is a peer with a public address that passes bytes on between two others. It sees who talks to whom and how
-much; the streams inside are as encrypted and authenticated as all others. Whoever has a place at a relay can be dialled
-through it by anybody who can dial the relay.
+A relay is a peer with a public address that forwards bytes between two peers. A peer with a reservation can be dialled
+by every peer that can dial the relay.
 
-p2pd asks for places by itself only from relays that were named at its start, if all of them answer, and once others
-have told it that it is behind NAT; else after three minutes. But asking is one message. So we send it ourselves, to
-whatever public peers we are connected with: initial peers at the start, and others once they are gone.
+p2pd reserves only at relays named at its start, if all answer and after other peers report that it is behind NAT, or
+after three minutes. A reservation takes one message, so we send it to any connected public peers.
 """
 
 from __future__ import annotations
@@ -19,28 +17,28 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
-from p2ptrain.network.circuit_pb2 import HopMessage, Status
 from p2ptrain.network.control import ask, open_stream
+from p2ptrain.network.libp2p_pb2 import HopMessage, Status
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 
 logger = logging.getLogger(__name__)
 
-# The second is for when the first goes; each carries what all its peers say to each other.
+# The second is a spare. Relays carry all traffic of their peers, so no more are used.
 MAX_RELAYS = 2
-# A place of ours lapses after two minutes, one of other relays with the connection; and asking costs next to nothing.
+# A reservation at a p2ptrain peer expires after two minutes, at other relays with the connection; renewing is cheap.
 RENEW_EVERY_S = 20.0
 ASK_TIMEOUT_S = 3.0
-# Whoever refused is not asked again for a while: it may be full, or no relay.
+# A peer that refused is not asked again for a while: it may be full, or not a relay.
 REFUSED_S = 120.0
-# Every libp2p program passes on 128 KiB for two minutes; that is for finding each other, not for training.
+# Many libp2p programs forward 128 KiB for two minutes; that is too little for training.
 MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
 
 class Relays:
-    """The places that this peer has.
+    """This peer's reservations.
 
     Attributes:
-        maddrs: addresses that lead here through relays, without our peer id.
+        maddrs: our addresses through relays, without our peer id.
     """
 
     def __init__(self, control_path: str) -> None:
@@ -50,7 +48,7 @@ class Relays:
         self._refused_until_s: dict[str, float] = {}
 
     async def renew(self) -> None:
-        """Keep the places that we have, and ask for others while there are fewer than two.
+        """Renew our reservations, and ask for more while there are fewer than two.
 
         Raises:
             PeerLostError: the daemon does not answer.
@@ -70,31 +68,31 @@ class Relays:
             self.maddrs = tuple(Multiaddr(f"{maddr}/p2p/{relay}/p2p-circuit") for relay, maddr in kept.items())
 
     async def _has_place(self, relay: str) -> bool:
-        """Whether a relay gives us a place, or renews it."""
+        """Whether a relay grants or renews a reservation."""
         try:
             await self._reserve(relay)
         except PeerLostError as error:
-            logger.debug("no place at relay %s: %s", relay, error)
-            # Where we had one, the relay may be busy or just started anew.
+            logger.debug("no reservation at relay %s: %s", relay, error)
+            # A relay where we had one may be busy or restarting.
             if relay not in self._places:
                 self._refused_until_s[relay] = trio.current_time() + REFUSED_S
             return False
         return True
 
     async def _public_peers(self) -> dict[str, str]:
-        """Those that we are connected with at a public address, and that address."""
+        """Peers that we are connected to at a public address, with that address."""
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
         response = await ask(self._control_path, request, ASK_TIMEOUT_S)
         found: dict[str, str] = {}
         for connection in response.peers:
-            with contextlib.suppress(Exception):  # a kind of address that hivemind's parser does not know
+            with contextlib.suppress(Exception):  # an address type that hivemind's parser does not know
                 maddr = str(Multiaddr(connection.addrs[0]))
                 if scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr):
                     found[PeerID(connection.id).to_base58()] = maddr
         return found
 
     async def _reserve(self, relay: str) -> None:
-        """Ask for a place, or for its renewal. Raises PeerLostError when the relay is gone or refuses."""
+        """Ask for a reservation or its renewal. Raises PeerLostError if the relay is gone or refuses."""
         stream = await open_stream(self._control_path, relay, circuit.HOP, ASK_TIMEOUT_S)
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
@@ -108,10 +106,10 @@ class Relays:
 
 
 def check_answer(answer: HopMessage) -> None:
-    """Raises PeerLostError unless a relay's answer grants a place whose circuits are good enough to train over."""
+    """Raises PeerLostError unless a relay grants a reservation with limits that are high enough for training."""
     if answer.status != Status.OK:
         raise PeerLostError(f"it refused, with status {answer.status}")
-    # What is not limited is not mentioned, and reads as 0.
+    # A missing field means no limit, and reads as 0.
     seconds, size = answer.limit.duration, answer.limit.data
     if 0 < seconds < MIN_CIRCUIT_S or 0 < size < MIN_CIRCUIT_BYTES:
-        raise PeerLostError(f"it passes on {size} bytes in {seconds} s at most")
+        raise PeerLostError(f"it forwards at most {size} bytes in {seconds} s")

@@ -1,7 +1,7 @@
-"""The private directory of a running peer: its sockets, and the key of an identity that is kept nowhere.
+"""A running peer's private directory, for its sockets and the key of a temporary identity.
 
-A process that was killed outright leaves its directory behind. The lock in it, which ends with its holder whatever
-happens, tells the next peer on this machine that it may be removed.
+A killed process leaves its directory behind. The lock file in it is released with the process, so the next peer on
+this machine can tell that the directory may be removed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LOCK = "lock"
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A new directory that nobody else can enter, removed at the end. Raises ConfigError."""
+    """A new directory that only this user can read, removed at the end. Raises ConfigError."""
     parent = _parent()
     remove_leftovers(parent)
     try:
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
     except OSError as error:
-        raise ConfigError(f"no directory for sockets can be made ({error}); set TMPDIR to a writable one") from None
+        raise ConfigError(f"cannot create a directory for sockets ({error}); set TMPDIR to a writable one") from None
     try:
         with (path / f"{LOCK}.new").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Under its own name only once it is held, so that nobody takes us for dead.
+            # Renamed only once it is locked, so that another peer does not remove it.
             (path / f"{LOCK}.new").rename(path / LOCK)
             yield path
     finally:
@@ -42,7 +42,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path | None = None) -> None:
-    """Remove the directories of peers that were killed outright; in the usual place when `parent` is None."""
+    """Remove the directories of killed peers below `parent` (None: the usual place)."""
     for path in (parent or _parent()).glob(f"{PREFIX}*-*/{LOCK}"):
         with contextlib.suppress(OSError), path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,7 @@
-"""Keeps a libp2p daemon under a peer: the first one, and another of the same identity whenever one has died.
+"""Starts a peer's libp2p daemon, and restarts it with the same identity when it dies.
 
-p2pd is a program of its own: it can be killed for its memory, by a person, or by a bug in it. The peer's transport and
-directory stay the same objects then; only what they work through is replaced. To the protocol it is an outage of
-some seconds: its links break, and are dialled again.
+p2pd is a separate process that can crash or be killed. The peer's transport and directory stay the same objects and
+are connected to the new daemon. The protocol sees an outage of a few seconds: its links break and are dialled again.
 """
 
 from __future__ import annotations
@@ -29,35 +28,31 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
-# Before the first restart, the second, and so on. Few: what fails as often fails for a reason that stays.
+# Delay before each restart. Few, because repeated failures usually have a lasting cause.
 RESTART_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
-# A daemon that lived as long was a good one: after it, counting begins anew (guess).
+# After a daemon that ran this long, restarts are counted from zero again (guess).
 STABLE_S = 60.0
 
 
 class Events(Protocol):
-    """Where records for the metrics stream go."""
+    """Takes records for the metrics stream."""
 
     def __call__(self, event: str, /, **fields: object) -> None: ...
-
-
-def _ignore(event: str, /, **fields: object) -> None:
-    """For a network that serves no peer that keeps records."""
 
 
 class Supervisor:
     """Owns the daemon of a peer.
 
     Args:
-        config: how to listen, and through whom to join.
-        identity: which every daemon gets.
-        control_path: of every daemon's control socket.
-        transport, directory: what works through the daemon.
-        alone: whether to begin even if no initial peer can be reached; they are looked for again and again.
+        config: listening addresses and initial peers.
+        identity: used by every daemon.
+        control_path: control socket of every daemon.
+        transport, directory: connected to each daemon.
+        alone: start even if no initial peer can be reached; they are tried again.
 
     Attributes:
-        on_event: told of each death and restart.
-        failure: why there will be no daemon any more; None until it comes to that.
+        on_event: called with each death and restart, if set.
+        failure: why no daemon will be started again; None until then.
     """
 
     def __init__(
@@ -70,7 +65,7 @@ class Supervisor:
         *,
         alone: bool,
     ) -> None:
-        self.on_event: Events = _ignore
+        self.on_event: Events | None = None
         self.failure: ConfigError | None = None
         self._errors = ErrorLog(logger)
         self._config = config
@@ -81,10 +76,10 @@ class Supervisor:
         self._alone = alone
 
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """Start a daemon, and others after it; until cancelled, or until the last of many restarts has failed.
+        """Keep a daemon running until cancelled, or until too many restarts have failed.
 
         Raises:
-            ConfigError: the first one did not start.
+            ConfigError: the first daemon did not start.
             UnreachableError: no initial peer can be reached.
         """
         opened = False
@@ -100,12 +95,12 @@ class Supervisor:
             if not opened:
                 raise
             lived_s, reason = self._note_failed(error)
-        # Under the addresses that others know, if they are still free.
+        # On the ports that other peers know, if they are still free.
         same_ports = with_ports_of(self._config.host_maddrs, self._transport.maddrs)
         restarts = Restarts(RESTART_AFTER_S, STABLE_S)
         while (delay_s := restarts.next_delay_s(lived_s)) is not None:
             self._tell(status="died", reason=reason)
-            logger.warning("the libp2p daemon (p2pd) has died (%s): starting another", reason)
+            logger.warning("the libp2p daemon (p2pd) died (%s); restarting it", reason)
             await trio.sleep(delay_s)
             host_maddrs = same_ports if restarts.count == 1 else self._config.host_maddrs
             try:
@@ -118,13 +113,13 @@ class Supervisor:
                 lived_s, reason = self._note_failed(error)
         self.failure = ConfigError(
             f"the libp2p daemon (p2pd) died, and {restarts.count} restarts did not help ({reason}); "
-            "see to what ends it, then start the same command again"
+            "fix the cause, then run the same command again"
         )
         self._tell(status="failed", reason=reason)
         logger.error("%s", self.failure)
 
     async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, reach: bool) -> tuple[float, str]:
-        """One daemon's life. Returns its seconds and what it ended with. Raises ConfigError when it did not begin."""
+        """Run one daemon. Returns its lifetime in seconds and why it ended. Raises ConfigError if not started."""
         async with self._online(config, reach=reach) as daemon:
             opened()
             began_s = trio.current_time()
@@ -132,28 +127,27 @@ class Supervisor:
             return trio.current_time() - began_s, f"exit status {daemon.process.returncode}"
 
     def _note_failed(self, error: Exception) -> tuple[float, str]:
-        """An error of our own code, or of a library's, costs no more than this daemon. Its life was not a good one."""
-        self._errors.note("working through the libp2p daemon; it is replaced", error)
+        """Contain an error of our code or of a library: only this daemon is replaced, after a lifetime of 0 s."""
+        self._errors.note("using the libp2p daemon; it is replaced", error)
         return 0.0, repr(innermost(error))
 
     def _tell(self, *, status: str, reason: str) -> None:
-        try:
-            self.on_event("daemon", status=status, reason=reason)
-        except Exception as error:
-            self._errors.note("telling what became of the libp2p daemon", error)
+        if self.on_event is not None:
+            with self._errors.containing("recording an event of the libp2p daemon"):
+                self.on_event("daemon", status=status, reason=reason)
 
     def _tell_restarted(self) -> None:
         self._tell(status="restarted", reason="")
-        logger.warning("the libp2p daemon (p2pd) runs again, with the same identity")
+        logger.warning("the libp2p daemon (p2pd) is running again, with the same identity")
 
     @contextlib.asynccontextmanager
     async def _online(self, config: NetworkConfig, *, reach: bool) -> AsyncIterator[Daemon]:
-        """A daemon with transport and directory on it; with `reach`, it must reach an initial peer to begin."""
+        """A daemon with transport and directory connected; with `reach`, it must reach an initial peer first."""
         flags = peer_flags(config, self._identity.path)
         async with run_daemon(flags, self._control_path, config.startup_timeout_s) as daemon:
             try:
                 connected = await dial_initial_peers(daemon.control_path, ways_in(config)) if reach else []
-                # p2pd ends with the DHT's connection to it, so that one is closed last.
+                # p2pd ends with the DHT's connection to it, so that connection is closed last.
                 chosen = by_peer_id(config.initial_peers)
                 joining = join_dht(daemon, self._identity, ways_in(config), connected, chosen)
                 async with joining as node, self._transport.through(daemon):

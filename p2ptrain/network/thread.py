@@ -1,8 +1,7 @@
-"""One background thread on which all networking happens.
+"""The background thread that runs all networking.
 
-Its host loop is asyncio (uvloop's where there is one), because hivemind needs that; trio runs in it as a guest,
-because everything of ours is trio. The training thread talks to it through `run`, `start_soon` and `post`, and never
-blocks on the network without a time limit.
+Its host loop is asyncio (uvloop if installed), which hivemind needs. Our own code is trio, which runs in guest mode.
+The training thread uses `run`, `start_soon` and `post`, and never blocks on the network without a time limit.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger(__name__)
 
-# How long a call whose waiter has given up may take to clean up behind itself: a p2pd that ignores SIGTERM gets 2 s.
+# How long a cancelled call may take to clean up: a p2pd that ignores SIGTERM gets 2 s.
 CANCEL_GRACE_S = 5.0
-# At interpreter exit nobody waits longer than this for sockets and processes to go.
+# Longest wait at interpreter exit for sockets and processes to end.
 EXIT_TIMEOUT_S = 8.0
 
 
@@ -48,16 +47,15 @@ class MonotonicClock(trio.abc.Clock):
 class NetworkThread:
     """A daemon thread that runs trio functions for other threads, from construction until `stop`.
 
-    All methods but those of tasks on the thread itself may be called from any other thread. A thread that nobody
-    stopped is stopped at interpreter exit.
+    Public methods may be called from any other thread. The thread is stopped at interpreter exit at the latest.
 
     Attributes:
-        failure: the first exception that a task started by `start_soon` or a callable given to `post` ended with, or
-            that ended the thread; None while all is well. Each bug is logged once as well.
+        failure: the first exception of a task given to `start_soon` or a callable given to `post`, or that ended the
+            thread; None if there was none. Each bug is also logged once.
     """
 
     def __init__(self, clock: trio.abc.Clock | None = None) -> None:
-        """Start the thread and wait until it takes work.
+        """Start the thread and wait until it accepts work.
 
         Args:
             clock: trio's clock on that thread; `MonotonicClock()` when None.
@@ -73,20 +71,17 @@ class NetworkThread:
         atexit.register(self.stop, EXIT_TIMEOUT_S)
 
     def run(self, async_fn: Callable[[*Ts], Awaitable[T]], *args: *Ts, timeout_s: float) -> T:
-        """Run a trio function on the thread to its end, and wait for it.
+        """Run a trio function on the thread, wait for it, and return its result.
 
         Args:
-            async_fn: called with `args` in a task of its own, which is cancelled when the wait ends early.
+            async_fn: called with `args` in a new task, which is cancelled when the wait ends early.
             timeout_s: how long to wait.
 
-        Returns:
-            What the function returns.
-
         Raises:
-            TimeoutError: it took longer than `timeout_s`; it has been cancelled.
-            KeyboardInterrupt: Ctrl-C arrived while waiting; the function has been cancelled.
+            TimeoutError: it took longer than `timeout_s`, and was cancelled.
+            KeyboardInterrupt: Ctrl-C arrived while waiting; the function was cancelled.
             RuntimeError: the thread has stopped.
-            Exception: whatever the function raises.
+            Exception: anything that the function raises.
         """
         assert threading.current_thread() is not self._thread, "it would wait for itself"
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -108,18 +103,18 @@ class NetworkThread:
             self._pending.discard(future)
 
     def start_soon(self, async_fn: Callable[[*Ts], Awaitable[object]], *args: *Ts) -> None:
-        """Start a trio task in the thread's root nursery; what it raises is recorded, and the others live on."""
+        """Start a trio task in the thread's root nursery. Its errors are recorded; other tasks go on."""
         self.post(lambda: self._nursery.start_soon(self._run_recorded, async_fn, args))
 
     def post(self, fn: Callable[[], object]) -> None:
-        """Have the thread call `fn` soon, in order of posting. Does nothing once the thread has stopped."""
+        """Call `fn` on the thread soon, in order of posting. Does nothing once the thread has stopped."""
         self._soon(fn)
 
     def stop(self, timeout_s: float) -> bool:
-        """Cancel all tasks, let them clean up, and wait for the thread to end. May be called any number of times.
+        """Cancel all tasks, let them clean up, and wait for the thread to end. May be called again.
 
         Returns:
-            True when the thread has ended, False when it has not within `timeout_s`.
+            Whether the thread has ended within `timeout_s`.
         """
         assert threading.current_thread() is not self._thread, "it would wait for itself"
         atexit.unregister(self.stop)
@@ -212,8 +207,8 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _log_asyncio_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    # Calls that a lost daemon left behind; asyncio's own handler would write them to the user's terminal. No traceback:
-    # this runs within garbage collection, and Python 3.11 parses code to print one, which it may be doing already.
+    # From calls to a lost daemon; asyncio's own handler would print them to the user's terminal. No traceback: this
+    # runs during garbage collection, and printing one parses code, which Python 3.11 may be doing already.
     logger.debug("asyncio: %s: %r", context.get("message"), context.get("exception"))
 
 

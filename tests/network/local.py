@@ -30,7 +30,7 @@ async def open_pair() -> AsyncIterator[tuple[Network, Network]]:
 async def keep_open(
     config: NetworkConfig, task_status: trio.TaskStatus[tuple[Network, Callable[[], Awaitable[None]]]]
 ) -> None:
-    """For `nursery.start`: a network of another lifetime than the block's, and what closes it."""
+    """For `nursery.start`: a network with its own lifetime, and a function that closes it."""
     close, closed = trio.Event(), trio.Event()
 
     async def aclose() -> None:
@@ -45,7 +45,7 @@ async def keep_open(
 
 @contextlib.asynccontextmanager
 async def open_streams() -> AsyncIterator[tuple[Stream, Stream, Network, Network]]:
-    """Both ends of one stream, and the networks of the opener and the other."""
+    """Both ends of one stream, with the networks of the opening and the accepting peer."""
     async with open_pair() as (first, second):
         ours = await first.transport.open_stream(second.peer_id, second.maddrs)
         await ours.send_all(b"hello")
@@ -76,6 +76,6 @@ def daemons_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is alive; a zombie that nobody has reaped yet is not."""
+    """Whether a process is alive; a zombie is not alive."""
     found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return found.stdout.strip()[:1] not in ("", "Z")

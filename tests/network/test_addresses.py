@@ -1,4 +1,4 @@
-"""Which addresses we give to others, and what we make of theirs."""
+"""Addresses for other peers, and addresses received from them."""
 
 from __future__ import annotations
 

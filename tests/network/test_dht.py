@@ -1,4 +1,4 @@
-"""The directory over real DHT nodes, and which records they keep."""
+"""The directory over real DHT nodes, and the records that they accept."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_forged_and_unowned_records_are_refused(run: Run) -> None:
                 for given_subkey, value in ((subkey, false), (subkey, forged), (None, false), (b"anyone", false)):
                     answer = protocol.call_store(peer, [key], [value], later, subkeys=[given_subkey])
                     assert await from_asyncio(answer) == [False]
-            # A node that serves it all the same is not believed.
+            # Readers reject it even if a node serves it.
             protocol.storage.store_subkey(key, subkey, forged, later)
             assert await reader.directory.lookup("run") == {victim.peer_id: b"true"}
 
@@ -126,7 +126,7 @@ def test_an_exception_while_peers_are_brought_back_costs_that_time_only(
 
     async def main() -> None:
         async with open_network(config()) as first, open_network(config(first)) as second:
-            # The one has an initial peer to bring back, the other anybody whom it is connected with.
+            # One has an initial peer to reconnect, the other only connected peers.
             forgetful, other = (second, first) if lost == "one" else (first, second)
             node, peer = forgetful.directory._node, PeerID.from_base58(other.peer_id)
             assert node is not None
@@ -149,14 +149,14 @@ def test_an_exception_while_peers_are_brought_back_costs_that_time_only(
             assert pings >= 3
 
     run(main)
-    # Once for each of the two that look for peers.
+    # Once for each of the two loops.
     assert 1 <= caplog.text.count("AssertionError: a node id that is none") <= 2
 
 
 def test_clock_that_differs_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(offset_s: float, word: str) -> None:
         async with open_network(config()) as first:
-            monkeypatch.setattr(dht, "get_dht_time", lambda: time.time() + offset_s)
+            monkeypatch.setattr(dht.hivemind, "get_dht_time", lambda: time.time() + offset_s)
             with pytest.raises(ConfigError, match=rf"clock is \d+\.\d s {word} .*{first.peer_id}.*NTP"):
                 async with open_network(config(first)):
                     pass
@@ -168,12 +168,12 @@ def test_clock_that_differs_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) 
 def test_peers_that_the_user_did_not_choose_keep_nobody_from_starting(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Remembered from an earlier run: by now they may say anything about the time, or run no DHT."""
+    """Remembered peers may report any time, or take no part in a DHT."""
 
     async def main() -> None:
         async with open_network(config()) as first:
             others = config(remembered_peers=tuple(first.maddrs))
-            monkeypatch.setattr(dht, "get_dht_time", lambda: time.time() + 7)
+            monkeypatch.setattr(dht.hivemind, "get_dht_time", lambda: time.time() + 7)
             async with open_network(others):
                 pass
             monkeypatch.undo()
@@ -184,7 +184,7 @@ def test_peers_that_the_user_did_not_choose_keep_nobody_from_starting(
             async def nobody_answers(*_: Any, **__: Any) -> None:
                 raise RuntimeError("DHTNode bootstrap failed: none of the initial_peers responded to a ping.")
 
-            monkeypatch.setattr(dht.DHTNode, "create", nobody_answers)
+            monkeypatch.setattr(dht.hivemind.DHTNode, "create", nobody_answers)
             with pytest.raises(UnreachableError, match="do not answer as part of a DHT"):
                 async with open_network(others):
                     pass

@@ -1,4 +1,4 @@
-"""Asking to be dialled back: what is said, and what is made of the answers, honest and hostile."""
+"""Dial-back requests, and the handling of honest and hostile answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting and ending: what the user is told when it fails, and that nothing is ever left behind."""
+"""Opening and closing the network: error messages for users, and no leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STRANGER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 @pytest.fixture(autouse=True)
 def sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Where sockets are made, also those of child processes; short, as a socket's path must be. Nothing may be left."""
+    """The directory for sockets, also of child processes. Its path is short; it must be empty at the end."""
     with tempfile.TemporaryDirectory(prefix="t-") as directory:
         monkeypatch.setenv("TMPDIR", directory)
         monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -43,7 +43,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def refusal(run: Run, settings: NetworkConfig) -> str:
-    """The message of the ConfigError that opening a network with these settings ends in."""
+    """The message of the ConfigError when a network with these settings is opened."""
 
     async def main() -> None:
         async with open_network(settings):
@@ -57,7 +57,7 @@ def refusal(run: Run, settings: NetworkConfig) -> str:
 
 @pytest.fixture
 def listener() -> Iterator[int]:
-    """The port of something on 127.0.0.1 that accepts connections and says nothing."""
+    """The port of a listener on 127.0.0.1 that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -65,7 +65,7 @@ def listener() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"initial_peers": ("127.0.0.1:4001",)}, ["'127.0.0.1:4001' is not a multiaddr", "write it like"]),
+        ({"initial_peers": ("127.0.0.1:4001",)}, ["'127.0.0.1:4001' is not a multiaddr", "expected"]),
         ({"initial_peers": ("/ip4/127.0.0.1/tcp/4001",)}, ["must be an address that ends in /p2p/"]),
         ({"initial_peers": (f"/p2p/{STRANGER}",)}, ["must be an address that ends in /p2p/"]),
         ({"initial_peers": ("/ip4/127.0.0.1/tcp/4001/p2p/junk",)}, ["is not a multiaddr", "junk"]),
@@ -73,10 +73,10 @@ def listener() -> Iterator[int]:
         ({"host_maddrs": ("0.0.0.0",)}, ["host address '0.0.0.0' is not a multiaddr"]),
         ({"host_maddrs": ("/dns4/localhost/tcp/0",)}, ["must be an IP address and a port"]),
         ({"host_maddrs": (f"/ip4/0.0.0.0/tcp/0/p2p/{STRANGER}",)}, ["must be an IP address and a port"]),
-        ({"host_maddrs": ("/ip4/198.51.100.7/tcp/0",)}, ["198.51.100.7", "this machine does not have it"]),
-        ({"announce_maddrs": ("/ip4/1.2.3.4/tcp/0",)}, ["announced address", "with the port"]),
-        ({"announce_maddrs": ("/dns4/example.org",)}, ["announced address", "with the port"]),
-        ({"announce_maddrs": (f"/ip4/1.2.3.4/tcp/1/p2p/{STRANGER}",)}, ["without /p2p/"]),
+        ({"host_maddrs": ("/ip4/198.51.100.7/tcp/0",)}, ["198.51.100.7", "this machine does not have that address"]),
+        ({"announce_maddrs": ("/ip4/1.2.3.4/tcp/0",)}, ["announced address", "must have a port"]),
+        ({"announce_maddrs": ("/dns4/example.org",)}, ["announced address", "must have a port"]),
+        ({"announce_maddrs": (f"/ip4/1.2.3.4/tcp/1/p2p/{STRANGER}",)}, ["must not contain /p2p/"]),
     ],
 )
 def test_addresses_that_cannot_work(run: Run, settings: dict[str, Any], parts: list[str]) -> None:
@@ -105,7 +105,7 @@ def test_initial_peers_that_are_something_else(run: Run, listener: int) -> None:
             message = str(caught.value)
             assert f"{wrong_id} (another peer answers there, with the id {other.peer_id})" in message
             assert f"{silent} (no answer)" in message
-            assert f"{unknown} (the host name or address leads nowhere)" in message
+            assert f"{unknown} (the host name or address cannot be resolved)" in message
             assert "\n" not in message
             return message
 
@@ -170,7 +170,7 @@ def test_identity_is_made_once_and_kept(run: Run, tmp_path: Path) -> None:
 def test_identities_that_do_not_work(run: Run, tmp_path: Path) -> None:
     corrupt = tmp_path / "corrupt.key"
     corrupt.write_bytes(b"junk")
-    assert f"identity {corrupt} does not hold an RSA private key" in refusal(run, config(identity=str(corrupt)))
+    assert f"identity {corrupt} is not an RSA private key" in refusal(run, config(identity=str(corrupt)))
     assert list(tmp_path.iterdir()) == [corrupt]
     missing = tmp_path / "no such directory" / "peer.key"
     assert f"the directory {missing.parent} does not exist" in refusal(run, config(identity=str(missing)))
@@ -207,7 +207,7 @@ def test_identity_in_use_in_the_network(run: Run, tmp_path: Path) -> None:
 
 
 def test_identity_of_the_very_peer_that_is_joined_through(run: Run, tmp_path: Path) -> None:
-    """Its own address is no initial peer, but who answers there has the same key."""
+    """The own address is skipped as an initial peer, but the peer that answers there has the same key."""
     original, copy = tmp_path / "original.key", tmp_path / "copy.key"
 
     async def main() -> None:
@@ -296,7 +296,7 @@ async def main():
     finally:
         print("closed", flush=True)
 
-# Shells start what runs in the background, as the tests may, with Ctrl-C ignored.
+# Shells start background jobs with Ctrl-C ignored, and the tests may run in one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 thread = NetworkThread()
 if sys.argv[1] == "forget":
@@ -309,7 +309,7 @@ else:
 
 @pytest.fixture
 def start_peer(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[str], int]]]:
-    """Start a peer in a process and session of its own; gives the process and its daemon's pid."""
+    """Start a peer in its own process and session. Returns the process and its daemon's pid."""
     script = tmp_path / "peer.py"
     script.write_text(PEER)
     processes: list[subprocess.Popen[str]] = []
@@ -376,7 +376,7 @@ def test_launcher_gives_up_when_the_peer_is_already_gone(tmp_path: Path) -> None
 if sys.platform == "linux":  # the launcher is for Linux alone
 
     def test_launcher_makes_its_command_die_with_the_peer(tmp_path: Path) -> None:
-        # p2pd also ends by itself when its last client is gone, but not while it starts.
+        # p2pd also ends when its last client is gone, but not during its start.
         script = tmp_path / "peer.py"
         script.write_text(f"""
 import os, subprocess, sys

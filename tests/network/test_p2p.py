@@ -112,7 +112,7 @@ def test_slow_reader_stops_the_sender_and_our_buffer_is_bounded(run: Run) -> Non
         async with open_streams() as (ours, theirs, _, _):
             sent = 0
             chunk = os.urandom(256 * 1024)
-            # p2pd buffers some megabytes; after that nothing moves.
+            # p2pd buffers some megabytes; then the sender blocks.
             for _ in range(400):
                 with trio.move_on_after(1.0) as scope:
                     await ours.send_all(chunk)
@@ -121,7 +121,7 @@ def test_slow_reader_stops_the_sender_and_our_buffer_is_bounded(run: Run) -> Non
                     break
             else:
                 pytest.fail(f"{sent} bytes were sent to a peer that reads nothing")
-            # One read of the event loop comes on top of the bound.
+            # One read of the event loop may exceed the bound.
             assert theirs._buffered_bytes <= control.RECEIVE_BUFFER_BYTES + 256 * 1024  # type: ignore[attr-defined]
             assert await read(theirs, sent) == chunk * (sent // len(chunk))
 
@@ -220,7 +220,7 @@ def test_maddrs_are_dialable_with_loopback_last(run: Run) -> None:
 def test_a_refresh_that_fails_is_tried_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of our addresses, and of our places at relays: a bug in either costs no stream."""
+    """A bug while refreshing addresses or reservations breaks no stream."""
 
     async def main() -> None:
         async with open_pair() as (first, second):
@@ -234,7 +234,7 @@ def test_a_refresh_that_fails_is_tried_again(
                     done.set()
                 raise ZeroDivisionError("a bug of ours")
 
-            # Both loops wait for their next time already: other ones, that come at once.
+            # Both loops already wait with the old interval: start new ones with a short one.
             monkeypatch.setattr(p2p, "REFRESH_MADDRS_S", 0.01)
             monkeypatch.setattr(p2p, "RENEW_EVERY_S", 0.01)
             monkeypatch.setattr(p2p, "own_maddrs", fail)

@@ -1,4 +1,4 @@
-"""Places at relays: what is asked, which answers will do, and streams that go through one."""
+"""Reservations at relays: requests, acceptable answers, and streams through a relay."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import circuit_pb2, relays
+from p2ptrain.network import libp2p_pb2, relays
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.circuit import HOP, receive, send
-from p2ptrain.network.circuit_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.control import open_stream, varint
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
+from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.p2p import PROTOCOL_NAME
 from p2ptrain.network.relays import check_answer
 from p2ptrain.network.scratch import scratch_directory
@@ -38,7 +38,7 @@ OPEN = "/ip4/5.188.7.1/tcp/4001"
 
 
 def answer(status: int, *, limit_s: int = 0, limit_bytes: int = 0) -> HopMessage:
-    """What a relay says to a request for a place."""
+    """A relay's answer to a reservation request."""
     said = HopMessage(type=HopMessage.STATUS, status=status, reservation=Reservation(expire=10**9, voucher=b"voucher"))
     if limit_s:
         said.limit.duration = limit_s
@@ -48,7 +48,7 @@ def answer(status: int, *, limit_s: int = 0, limit_bytes: int = 0) -> HopMessage
 
 
 class Given:
-    """A stream that brings some bytes, one by one, and then ends."""
+    """A stream that delivers bytes one by one, and then ends."""
 
     def __init__(self, data: bytes) -> None:
         self.sent = b""
@@ -92,7 +92,7 @@ def test_no_place_is_taken_elsewhere(answered: HopMessage, complaint: str) -> No
         check_answer(answered)
 
 
-# As libp2p's specification has them, with their lengths: what other programs send and expect.
+# Bytes as in libp2p's specification, with their lengths.
 @pytest.mark.parametrize(
     ("message", "data"),
     [
@@ -117,12 +117,13 @@ def test_messages_are_those_of_libp2p(message: HopMessage | StopMessage, data: b
     trio.run(main)
 
 
+@pytest.mark.processes
 def test_the_generated_messages_are_those_of_the_proto_file(tmp_path: Path) -> None:
-    root = Path(circuit_pb2.__file__).parents[2]
+    root = Path(libp2p_pb2.__file__).parents[2]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(root), f"--descriptor_set_out={tmp_path / 'set'}"]
-    subprocess.run([*command, circuit_pb2.DESCRIPTOR.name], cwd=root, check=True)
+    subprocess.run([*command, libp2p_pb2.DESCRIPTOR.name], cwd=root, check=True)
     generated = FileDescriptorProto()
-    circuit_pb2.DESCRIPTOR.CopyToProto(generated)
+    libp2p_pb2.DESCRIPTOR.CopyToProto(generated)
     (compiled,) = FileDescriptorSet.FromString((tmp_path / "set").read_bytes()).file
     compiled.ClearField("source_code_info")
     for message in [*compiled.message_type, *generated.message_type]:
@@ -189,7 +190,7 @@ def test_who_listens_everywhere_has_the_address_by_which_packets_leave(monkeypat
 
 @contextlib.asynccontextmanager
 async def open_relay(**settings: Any) -> AsyncIterator[tuple[Network, str]]:
-    """A peer that says it has a public address, and where it listens."""
+    """A peer that announces a public address, and its listening address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
     async with open_network(config(host_maddrs=(at,), announce_maddrs=(OPEN,), **settings)) as relay:
@@ -198,7 +199,7 @@ async def open_relay(**settings: Any) -> AsyncIterator[tuple[Network, str]]:
 
 @contextlib.asynccontextmanager
 async def open_relayed() -> AsyncIterator[tuple[str, Network, Network, str]]:
-    """The control socket of a daemon that knows nobody, a relay, a peer, and that peer's address through the relay."""
+    """A daemon's control socket, a relay, a peer, and that peer's address through the relay."""
     async with open_relay() as (relay, at), open_network(config(initial_peers=(at,))) as other:
         with scratch_directory() as directory:
             async with run_daemon(probe_flags(), directory / "probe.sock", 25) as probe:
@@ -214,7 +215,7 @@ def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peer_is_reached_through_a_relay(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
         async with open_relayed() as (probe, relay, other, circuit):
-            # At once, so that this is among the first addresses that it tells anybody.
+            # At once, so that it is among the first addresses that it announces.
             assert circuit in other.maddrs
             await dial(probe, other.peer_id, [circuit], 10)
             ours = await open_stream(probe, other.peer_id, PROTOCOL_NAME, 10)
@@ -255,7 +256,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
     monkeypatch.setattr("p2ptrain.network.p2p.REFRESH_MADDRS_S", 0.05)
     monkeypatch.setattr(relays.Relays, "renew", renew)
     run(main)
-    assert caplog.text.count("renewing places at relays failed; it is tried again") == 1
+    assert caplog.text.count("renewing reservations at relays failed; it is tried again") == 1
 
 
 @pytest.mark.processes

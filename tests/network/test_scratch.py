@@ -1,4 +1,4 @@
-"""Directories of running peers are theirs alone; those of killed ones go with the next peer."""
+"""Running peers have private directories; the next peer removes those of killed peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2ptrain.network.scratch import LOCK, remove_leftovers, scratch_directory
 
 @pytest.fixture
 def usual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of all scratch directories, for this test: a short path, as sockets need it."""
+    """The parent of all scratch directories in this test: a short path, as sockets need."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("p2ptrain.network.scratch.MAX_PARENT_LENGTH", 4096)
     return tmp_path

@@ -1,4 +1,4 @@
-"""A libp2p daemon that dies is replaced by another of the same identity; one that keeps dying is given up."""
+"""A libp2p daemon that dies is restarted with the same identity, a limited number of times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., Any]
 
 
 class Seen:
-    """What a network told of its daemon."""
+    """Events about a network's daemon."""
 
     def __init__(self, network: Network) -> None:
         self.events: list[str] = []
@@ -53,7 +53,7 @@ async def network_and_pid(*initial: Network, **settings: Any) -> Any:
 
 
 async def opened(network: Network, other: Network) -> tuple[Stream, Stream]:
-    """Both ends of a stream; dialled again until it opens, as membership does."""
+    """Both ends of a stream; dials until it opens, as membership does."""
     while True:
         with contextlib.suppress(PeerLostError):
             stream = await network.transport.open_stream(other.peer_id, other.maddrs)
@@ -75,7 +75,7 @@ def test_everything_works_again_with_another_daemon(run: Run) -> None:
             peer_id, maddrs = network.peer_id, network.maddrs
             ours, theirs = await opened(network, other)
             os.kill(pid, signal.SIGKILL)
-            # The daemon's end and the other peer's look the same to a stream that has already ended.
+            # A stream that has ended looks the same whether the daemon or the other peer ended it.
             with contextlib.suppress(PeerLostError):
                 assert await ours.receive_some() == b""
             with pytest.raises(PeerLostError):
@@ -197,7 +197,7 @@ def test_one_that_lived_long_has_all_its_restarts_again(run: Run, monkeypatch: p
 def test_a_bug_while_a_daemon_works_costs_that_daemon(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the first daemon's life, and in the next one's; whoever is told of it may fail too."""
+    """With the first daemon and the next one; the event callback may fail too."""
     monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0, 0.0))
     watch, lives, bugs = p2p.LibP2P._watch, 0, [trio.Event(), trio.Event()]
 

@@ -1,4 +1,4 @@
-"""The network thread: work from other threads, its failures, its end."""
+"""The network thread: work from other threads, failures, and stopping."""
 
 from __future__ import annotations
 

@@ -92,3 +92,35 @@ class Limit(_message.Message):
     duration: int
     data: int
     def __init__(self, duration: _Optional[int] = ..., data: _Optional[int] = ...) -> None: ...
+
+class AutoNat(_message.Message):
+    __slots__ = ("type", "dial", "response")
+    class Type(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DIAL: _ClassVar[AutoNat.Type]
+        DIAL_RESPONSE: _ClassVar[AutoNat.Type]
+    DIAL: AutoNat.Type
+    DIAL_RESPONSE: AutoNat.Type
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    DIAL_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    type: AutoNat.Type
+    dial: Dial
+    response: DialResponse
+    def __init__(self, type: _Optional[_Union[AutoNat.Type, str]] = ..., dial: _Optional[_Union[Dial, _Mapping]] = ..., response: _Optional[_Union[DialResponse, _Mapping]] = ...) -> None: ...
+
+class Dial(_message.Message):
+    __slots__ = ("peer",)
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    peer: Peer
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class DialResponse(_message.Message):
+    __slots__ = ("status", "text", "address")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    text: bytes
+    address: bytes
+    def __init__(self, status: _Optional[int] = ..., text: _Optional[bytes] = ..., address: _Optional[bytes] = ...) -> None: ...

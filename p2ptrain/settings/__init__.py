@@ -1,1 +1,1 @@
-"""The run's and the machine's settings, presets, and the table that makes flags, variables and TOML of them."""
+"""Settings of the run and of the machine, presets, and the table of flags, variables and TOML keys."""

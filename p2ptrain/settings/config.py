@@ -1,7 +1,7 @@
-"""The settings that a run agrees on. What is one machine's own business is in `peer_config`.
+"""The settings that a run agrees on. Settings of one machine are in `peer_config`.
 
 `RunConfig` must be equal on every peer: its hash, the run digest, is checked in the first frame of every stream.
-A joiner takes it over from the run and may repeat settings, but not contradict them.
+A joiner adopts it from the run. Settings that the user gives as well must agree with it.
 """
 
 from __future__ import annotations
@@ -14,30 +14,33 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config_rules import check, check_choice, check_count, check_positive, is_finite
+from p2ptrain.settings.config_rules import check, check_choice, check_count, check_number, check_positive
 
 PROTOCOL_VERSION = 1
 
-# What a setting means where a peer does not state it, if that is not its default: the default that it was added with,
-# once the default has changed; what older versions do, for a new setting that is not off by default. No entry changes.
+# The meaning of a setting that a peer leaves out, if that is not its default. When a default changes, its old value is
+# added here; so is what older versions do, for a new setting that is not off by default. Entries never change.
 BASELINE: Mapping[str, Any] = {}
-# Told and hashed whatever their value.
+# Sent and hashed even if at the baseline.
 ALWAYS_STATED = ("run_id", "protocol_version")
 
-DATA_KINDS = ("stdlib", "text", "")
-FRAGMENT_CODECS = ("int8", "fp16")
 AVERAGINGS = ("parts", "gather")
-ROUND_CODECS = ("int8", "int4", "fp16", "none", "topk")
-FRAGMENT_SELECTIONS = ("cyclic", "fresh")
-FRAGMENT_SCHEDULES = ("fixed", "ramp", "decay")
-TOPOLOGIES = ("push", "pairs", "groups", "all")
-SYNC_SCHEDULES = ("fixed", "grow", "shrink")
-OUTER_OPTIMIZERS = ("nesterov", "sgdm", "sgd", "adam")
-OUTER_LR_SCHEDULES = ("constant", "cosine")
-ROUND_WEIGHTS = ("tokens", "equal", "shard")
-ROUND_MEANS = ("weighted", "disjoint")
-INNER_MOMENTS = ("local", "averaged")
-SHARDINGS = ("iid", "unbalanced", "clusters")
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "data": ("stdlib", "text", ""),
+    "fragment_selection": ("cyclic", "fresh"),
+    "fragment_codec": ("int8", "fp16"),
+    "fragment_schedule": ("fixed", "ramp", "decay"),
+    "topology": ("push", "pairs", "groups", "all"),
+    "sync_schedule": ("fixed", "grow", "shrink"),
+    "averaging": AVERAGINGS,
+    "round_codec": ("int8", "int4", "fp16", "none", "topk"),
+    "round_weights": ("tokens", "equal", "shard"),
+    "round_mean": ("weighted", "disjoint"),
+    "inner_moments": ("local", "averaged"),
+    "outer_optimizer": ("nesterov", "sgdm", "sgd", "adam"),
+    "outer_lr_schedule": ("constant", "cosine"),
+    "sharding": ("iid", "unbalanced", "clusters"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,111 +48,109 @@ class RunConfig:
     """The settings that every peer of a run shares, hashed into the run digest.
 
     Attributes:
-        run_id: name of the run; peers of other runs on the same DHT are never seen.
-        protocol_version: version of frames and round protocol; peers of another version are refused.
+        run_id: name of the run; peers of other runs on the same DHT are ignored.
+        protocol_version: version of frames and round protocol; peers of other versions are refused.
         model: built-in name, `package.module:factory`, or "" for a model given through the Python API.
-        model_layout: hex hash of every parameter's name, shape, dtype and, where frozen, value.
-        data: "stdlib" or "text" (every peer brings its own text files), or "" under the Python API.
-        total_steps: length of the run in inner steps; 0 means it has no end.
+        model_layout: hex hash of every parameter's name, shape, dtype and, if frozen, value.
+        data: "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
+        total_steps: length of the run in inner steps; 0 for no end.
         lr: peak learning rate of the inner AdamW.
         warmup_steps: linear warm-up of the inner learning rate.
         weight_decay: of the inner AdamW, on matrices only.
         sync_every: H, inner steps between rounds (DiLoCo, Algorithm 1).
-        sync_schedule: "fixed", or H that grows from a half to one and a half, or shrinks, over the run.
-        fragment_fraction: p, share of the parameters pushed at every inner step (SPARTA, Algorithm 1); 0 turns
-            gossip off.
-        fragment_selection: "cyclic" walks a shuffled partition, "fresh" draws anew at each step as the paper does.
-        fragment_codec: how fragments travel.
-        fragment_schedule: "fixed"; "ramp", from 0 to 2p over each interval (SPARTA); "decay", 2p to 0 over the run.
-        fragment_delay: steps that a fragment waits before it is sent: the paper's asynchronous mode, made visible.
-        max_staleness: fragments with p · delay beyond this are discarded; 0 keeps all.
-        topology: whom fragments are pushed to: "push" to random peers, "pairs" that exchange, "groups", or "all" (the
-            paper's full average).
+        sync_schedule: "fixed"; "grow" or "shrink": H goes from 0.5 H to 1.5 H over the run, or back.
+        fragment_fraction: p, share of the parameters pushed at every inner step (SPARTA, Algorithm 1); 0: no gossip.
+        fragment_selection: "cyclic" walks a shuffled partition; "fresh" draws at each step, as in the paper.
+        fragment_codec: encoding of fragments.
+        fragment_schedule: "fixed"; "ramp": 0 to 2p over each interval (SPARTA); "decay": 2p to 0 over the run.
+        fragment_delay: steps that a fragment waits before it is sent (the paper's asynchronous mode).
+        max_staleness: fragments with p · delay above this are discarded; 0 keeps all.
+        topology: targets of fragments: "push" to random peers, "pairs", "groups", or "all" (the paper's full average).
         fan_out: peers that one fragment is pushed to.
-        averaging: how outer gradients become one mean: "parts", of which each member averages one for all, or
-            "gather": every member sends all of its own to every other (for two or three peers, and for "topk").
-        round_codec: how outer gradients travel.
+        averaging: "parts": each member averages one part for all members; "gather": every member sends its outer
+            gradient to every other member (for two or three peers, and for "topk").
+        round_codec: encoding of outer gradients.
         round_density: share of the values that "topk" sends.
         prune_fraction: share of each neuron's values that is not sent (DiLoCo, table 6); for int8.
-        round_weights: outer gradients count by the "tokens" that they were trained on, "equal", or by the size of the
-            peer's "shard" (DiLoCo, section 6.1; equal where there are none).
+        round_weights: how outer gradients are weighted: by the "tokens" trained on, "equal", or by the size of the
+            peer's "shard" (DiLoCo, section 6.1; equal without shards).
         round_mean: "weighted", or the "disjoint" merge of DiLoCo's section 6.1.
-        inner_moments: "local", or "averaged": rounds average the inner Adam's moments too (DiLoCo, appendix).
-        max_missed_rounds: a peer left out more often than this in a row adopts the anchor.
-        round_timeout_s: the longest that an attempt at a round may take. After half of it those whose outer gradients
-            are whole go on without the others. The run's, because all wait for whoever leads.
+        inner_moments: "local", or "averaged": rounds also average the inner Adam's moments (DiLoCo, appendix).
+        max_missed_rounds: a peer that misses more rounds than this in a row adopts the anchor.
+        round_timeout_s: limit of one attempt at a round. After half of it, members with complete outer gradients go on
+            without the rest.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam" (DiLoCo, figure 6).
         outer_lr: learning rate of the outer step.
         outer_lr_schedule: "constant", or "cosine" to 0 over the run.
-        outer_momentum: its momentum; Adam's first beta.
-        num_shards: parts that the training text is cut into, of which each peer trains on one; 0: on all of it.
-        sharding: what goes together: "iid" (blocks of text at random), "unbalanced" (the same, in sizes that differ)
-            or "clusters" (blocks that are alike, by k-means). See `data/shards.py`.
+        outer_momentum: momentum of the outer step; Adam's first beta.
+        num_shards: parts of the training text, of which each peer trains on one; 0: every peer trains on all of it.
+        sharding: content of a part: "iid" (random blocks of text), "unbalanced" (the same, of unequal sizes) or
+            "clusters" (similar blocks, by k-means). See `data/shards.py`.
         run_seed: seeds the initial weights, the fragment partition and the shards.
     """
 
-    # A first run needs no name. Who wants two on one bootstrap node gives them names.
+    # A first run needs no name. Several runs on one bootstrap node need different names.
     run_id: str = "p2ptrain"
     protocol_version: int = PROTOCOL_VERSION
-    # The command line has a model of its own as default, which learns something within minutes on one slow core.
+    # The command line's default learns something within minutes on one slow core.
     model: str = ""
     model_layout: str = ""
     data: str = ""
-    # 2,000 steps of the demo model are a few minutes on a laptop: a first run that ends by itself.
+    # 2,000 steps of the demo model take a few minutes on a laptop.
     total_steps: int = 2000
     # 3e-3 with 50 steps of warm-up: tuned for the demo model (simulated, k = 8). Weight decay: DiLoCo, table 5.
     lr: float = 3e-3
     warmup_steps: int = 50
     weight_decay: float = 0.1
-    # DiLoCo, section 3.1: 500 is the paper's trade-off between loss and bytes; the demo model's runs are short.
+    # DiLoCo, section 3.1, uses 500 as its trade-off between loss and bytes; the demo model's runs are shorter.
     sync_every: int = 200
-    # Both papers keep H. The other two are SPARTA's open question.
+    # Both papers keep H fixed; SPARTA leaves schedules open.
     sync_schedule: str = "fixed"
     # 0.5 %: the larger of the SPARTA paper's two settings.
     fragment_fraction: float = 0.005
-    # Cyclic: 0.41 x the disagreement of fresh draws at the same bytes (measured in simulation).
+    # Cyclic has 0.41 x the disagreement of fresh draws at the same bytes (simulated).
     fragment_selection: str = "cyclic"
-    # int8 raw weights with a scale per block cost no loss (measured); int4 does.
+    # int8 with a scale per block does not raise the loss (measured); int4 does.
     fragment_codec: str = "int8"
-    # A ramp ended with the same loss (reproduced: s9).
+    # A ramp gave the same loss (reproduced: s9).
     fragment_schedule: str = "fixed"
-    # Waiting never helps. It shows what a slow link would cost.
+    # A delay never helps. It shows the cost of a slow link.
     fragment_delay: int = 0
-    # p · delay = 0.05 costs 0.01 nats, 0.15 costs 0.03 (measured in simulation).
+    # p · delay = 0.05 costs 0.01 nats, 0.15 costs 0.03 (simulated).
     max_staleness: float = 0.15
-    # One push to a random peer needs no agreement with anybody, and mixes as fast per byte as pairs do.
+    # A push to a random peer needs no coordination, and mixes as fast per byte as pairs do.
     topology: str = "push"
     fan_out: int = 1
-    # The bytes that a member sends do not grow with their number.
+    # A member's bytes do not grow with the number of members.
     averaging: str = "parts"
-    # A quarter of fp32's bytes at no loss (reproduced: codecs); so was int4, at an eighth, not tried on a large model.
+    # A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on large models.
     round_codec: str = "int8"
     # SparseLoCo: 1 to 3 %.
     round_density: float = 0.02
-    # Half of the values pruned saved bytes and cost 1.3 % of perplexity (reproduced: d14): not unasked.
+    # Off: pruning half of the values cost 1.3 % of perplexity (reproduced: d14).
     prune_fraction: float = 0.0
-    # Measured with unequal speeds: 2.341 → 2.300.
+    # With unequal speeds the loss fell from 2.341 to 2.300 (measured).
     round_weights: str = "tokens"
-    # Both papers' mean. The disjoint merge was better here (reproduced: d18) and worse in DiLoCo, on larger models.
+    # Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, with larger models.
     round_mean: str = "weighted"
-    # DiLoCo saw no significant gain from averaging them, at three times the bytes.
+    # DiLoCo saw no significant gain from averaging, which takes three times the bytes.
     inner_moments: str = "local"
-    # Left out once a peer goes on (the paper's rule, and best with Nesterov); twice, it has drifted too far.
+    # After one missed round a peer goes on (the paper's rule, best with Nesterov); after two it has drifted too far.
     max_missed_rounds: int = 1
     # 124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test.
     round_timeout_s: float = 1800.0
     # DiLoCo, table 5: Nesterov, 0.7 and 0.9. The others there: sgd 0.5, sgdm 0.3 and 0.9, adam 0.3 and 0.9.
     outer_optimizer: str = "nesterov"
     outer_lr: float = 0.7
-    # DiLoCo saw no change from a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).
+    # DiLoCo saw no effect of a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).
     outer_lr_schedule: str = "constant"
     # As outer_lr.
     outer_momentum: float = 0.9
-    # In a swarm that anybody may leave, shards of absent peers would never be seen. The papers' settings want them.
+    # Off: when a peer leaves, nobody trains on its shard. Some of the papers' experiments need shards.
     num_shards: int = 0
-    # DiLoCo's experiments default to clusters, "the more challenging use case"; iid costs no training beforehand.
+    # DiLoCo's experiments default to clusters, "the more challenging use case"; iid needs no training beforehand.
     sharding: str = "iid"
-    # Any number does: runs that are to be compared share it.
+    # Any number. Runs that are compared should share it.
     run_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -157,55 +158,29 @@ class RunConfig:
             bool(self.run_id) and len(self.run_id) <= 128 and self.run_id.isprintable() and "/" not in self.run_id,
             "run_id", self.run_id, "1 to 128 printable characters without '/'",
         )  # fmt: skip
-        # A joiner shows these two on its terminal, and they come from a stranger.
+        # From another peer, and shown on the terminal, like run_id.
         check(
-            self.model.isprintable() and len(self.model) <= 128,
-            "model", self.model, "at most 128 printable characters",
-        )  # fmt: skip
-        check_choice("data", self.data, DATA_KINDS)
+            self.model.isprintable() and len(self.model) <= 128, "model", self.model, "at most 128 printable characters"
+        )
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         check_count("total_steps", self.total_steps, 0, "(0: the run has no end)")
         check_positive("lr", self.lr)
         check_count("warmup_steps", self.warmup_steps, 0)
-        check(is_finite(self.weight_decay) and self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or more")
+        check_number("weight_decay", self.weight_decay, lambda x: x >= 0, "0 or more")
         check_count("sync_every", self.sync_every, 1, "(inner steps between two rounds)")
-        check(
-            is_finite(self.fragment_fraction) and 0 <= self.fragment_fraction <= 1,
-            "fragment_fraction", self.fragment_fraction, "between 0 and 1 (0.005 is 0.5 %)",
-        )  # fmt: skip
-        for name, choices in (
-            ("fragment_selection", FRAGMENT_SELECTIONS),
-            ("fragment_codec", FRAGMENT_CODECS),
-            ("fragment_schedule", FRAGMENT_SCHEDULES),
-            ("topology", TOPOLOGIES),
-            ("sync_schedule", SYNC_SCHEDULES),
-            ("averaging", AVERAGINGS),
-            ("round_codec", ROUND_CODECS),
-            ("round_weights", ROUND_WEIGHTS),
-            ("round_mean", ROUND_MEANS),
-            ("inner_moments", INNER_MOMENTS),
-            ("outer_optimizer", OUTER_OPTIMIZERS),
-            ("outer_lr_schedule", OUTER_LR_SCHEDULES),
-        ):
-            check_choice(name, getattr(self, name), choices)
+        fraction = self.fragment_fraction
+        check_number("fragment_fraction", fraction, lambda x: 0 <= x <= 1, "between 0 and 1 (0.005 is 0.5 %)")
         check_count("fragment_delay", self.fragment_delay, 0)
-        check(
-            is_finite(self.max_staleness) and self.max_staleness >= 0, "max_staleness", self.max_staleness, "0 or more"
-        )
+        check_number("max_staleness", self.max_staleness, lambda x: x >= 0, "0 or more")
         check_count("fan_out", self.fan_out, 1)
         check_count("max_missed_rounds", self.max_missed_rounds, 0)
         check_positive("round_timeout_s", self.round_timeout_s)
-        check(
-            is_finite(self.round_density) and 0 < self.round_density <= 1,
-            "round_density", self.round_density, "above 0 and at most 1 (0.02 is 2 %)",
-        )  # fmt: skip
-        check(
-            is_finite(self.prune_fraction) and 0 <= self.prune_fraction < 1,
-            "prune_fraction", self.prune_fraction, "at least 0 and below 1 (0.5 is 50 %)",
-        )  # fmt: skip
-        check(
-            self.prune_fraction == 0 or self.round_codec == "int8",
-            "prune_fraction", self.prune_fraction, f"0 with round_codec = {self.round_codec!r}: only int8 can prune",
-        )  # fmt: skip
+        check_number("round_density", self.round_density, lambda x: 0 < x <= 1, "above 0 and at most 1 (0.02 is 2 %)")
+        pruned = self.prune_fraction
+        check_number("prune_fraction", pruned, lambda x: 0 <= x < 1, "at least 0 and below 1 (0.5 is 50 %)")
+        can_prune = pruned == 0 or self.round_codec == "int8"
+        check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {self.round_codec!r}: only int8 can prune")
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
         exact = self.round_codec == "none" and self.round_mean == "weighted"
         check(
@@ -213,20 +188,16 @@ class RunConfig:
             "inner_moments", self.inner_moments, "local unless round_codec = 'none' and round_mean = 'weighted'",
         )  # fmt: skip
         check_positive("outer_lr", self.outer_lr)
-        check(
-            is_finite(self.outer_momentum) and 0 <= self.outer_momentum < 1,
-            "outer_momentum", self.outer_momentum, "at least 0 and below 1",
-        )  # fmt: skip
+        check_number("outer_momentum", self.outer_momentum, lambda x: 0 <= x < 1, "at least 0 and below 1")
         check_count("num_shards", self.num_shards, 0, "(0: every peer trains on all of the text)")
-        check_choice("sharding", self.sharding, SHARDINGS)
         check_count("run_seed", self.run_seed, 0)
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 of `stated()` in a canonical form: equal exactly where all settings mean the same.
+        """Hex SHA-256 of `stated()` in a canonical form: equal exactly if all settings mean the same.
 
-        Leaving out what is at its baseline lets versions meet that know different settings, as long as the run uses
-        none that one of them does not know.
+        Settings at their baseline are left out. So versions with different settings can meet, unless the run uses a
+        setting that one of them lacks.
         """
         canonical = json.dumps(self.stated(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
@@ -236,31 +207,27 @@ class RunConfig:
         return int.from_bytes(hashlib.sha256(f"{self.run_seed}/{peer_id}".encode()).digest()[:6], "big")
 
     def shard_of(self, peer_id: str) -> int:
-        """A peer's shard where the user names none: the same after a restart. The run must have shards."""
+        """A peer's shard if the user gives none: the same after a restart. The run must have shards."""
         digest = hashlib.sha256(f"{self.run_seed}/shard/{peer_id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") % self.num_shards
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by name, for people and records."""
+        """All settings by name, for display and records."""
         return dataclasses.asdict(self)
 
     def stated(self) -> dict[str, Any]:
-        """The settings that differ from their baseline: what other versions have to be told."""
+        """The settings that differ from their baseline, as sent to other peers."""
         baseline = self.baseline()
-        return {
-            name: value
-            for name, value in dataclasses.asdict(self).items()
-            if name in ALWAYS_STATED or value != baseline[name]
-        }
+        return {n: value for n, value in self.to_dict().items() if n in ALWAYS_STATED or value != baseline[n]}
 
     @classmethod
     def from_stated(cls, values: Mapping[str, Any]) -> RunConfig:
-        """The settings that any version stated, or wrote down in full. Raises ConfigError as `from_dict` does."""
+        """Read `stated()` or `to_dict()` of any version. Raises ConfigError as `from_dict` does."""
         return cls.from_dict({**cls.baseline(), **values})
 
     @classmethod
     def baseline(cls) -> dict[str, Any]:
-        """What every setting means where it is not stated."""
+        """The meaning of every setting that is not stated."""
         return {**{field.name: field.default for field in dataclasses.fields(cls)}, **BASELINE}
 
     @classmethod
@@ -271,9 +238,7 @@ class RunConfig:
             if name not in known:
                 raise ConfigError(f"unknown run setting {name!r}; known are: {', '.join(sorted(known))}")
             expected = type(known[name].default)
-            if expected is float and type(value) is int:
-                continue
-            if type(value) is not expected:
+            if type(value) is not expected and not (expected is float and type(value) is int):
                 raise ConfigError(f"run setting {name} = {value!r} must be of type {expected.__name__}")
         fields: dict[str, Any] = {
             name: float(value) if type(known[name].default) is float else value for name, value in values.items()
@@ -282,7 +247,7 @@ class RunConfig:
 
 
 def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
-    """Whether no setting that the user gave differs from the run's."""
+    """Whether all settings that the user gave agree with the run's."""
     try:
         resolve_run(explicit, run)
     except RunMismatchError:
@@ -291,7 +256,7 @@ def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
 
 
 def resolve_run(explicit: Mapping[str, Any], adopted: RunConfig | None) -> RunConfig:
-    """Settle the run's settings: those of the run that was found, or defaults plus what the user gave.
+    """The run's settings: those of the live run, or defaults plus what the user gave.
 
     Args:
         explicit: the settings that the user gave, by field name of `RunConfig`.
@@ -309,6 +274,6 @@ def resolve_run(explicit: Mapping[str, Any], adopted: RunConfig | None) -> RunCo
         if ours != theirs:
             raise RunMismatchError(
                 f"{name}: you gave {ours!r}, but run {adopted.run_id!r} trains with {theirs!r}; "
-                f"leave it out to take over the run's setting, or choose another --run-id"
+                "leave it out to adopt the run's setting, or choose another --run-id"
             )
     return adopted

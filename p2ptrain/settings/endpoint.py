@@ -1,17 +1,14 @@
-"""`9100` or `0.0.0.0:9100`: where a local HTTP server listens, as people write it."""
+"""Parses the address of a local HTTP server: `9100` or `0.0.0.0:9100`."""
 
 from __future__ import annotations
 
-# What this machine shows of itself is shown to this machine alone, unless its user says otherwise.
+# Not reachable from other machines, unless the user gives a host.
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:
-    """Host and port of `PORT`, `HOST:PORT` or `[IPV6]:PORT`, loopback where no host is given; None for all else.
-
-    Port 0 stands for any that is free.
-    """
+    """Host and port of `PORT` (on loopback), `HOST:PORT` or `[IPV6]:PORT`; None if malformed. Port 0: any free one."""
     host, found, port = text.rpartition(":")
     if found and not host:
         return None

@@ -1,4 +1,4 @@
-"""What comes with `pip install 'p2ptrain[NAME]'` only, and the line that installs it where it is missing."""
+"""Checks that the packages of an extra (`pip install 'p2ptrain[NAME]'`) are installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 
 from p2ptrain.errors import ConfigError
 
-# Packages by extra, as they are imported; setup.cfg has the same by the names that pip knows.
+# Import names of the packages of each extra; setup.cfg lists them by their pip names.
 EXTRAS = {
     "dashboard": ("starlette", "uvicorn", "anyio", "prometheus_client"),
     "simulate": ("matplotlib", "sklearn", "threadpoolctl"),
@@ -14,14 +14,14 @@ EXTRAS = {
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Check that an extra is installed, without importing anything of it.
+    """Check that an extra is installed, without importing it.
 
     Args:
         extra: a name in EXTRAS.
         what: the command or option that needs it, for the message.
 
     Raises:
-        ConfigError: a package of it is missing; the message has the line that installs it.
+        ConfigError: a package is missing; the message has the command that installs it.
     """
     missing = [package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None]
     if missing:

@@ -1,6 +1,6 @@
-"""Addresses as people hand them on: `--initial-peers` values, files of addresses, and the line that others paste.
+"""Reads `--initial-peers` values and files, writes address files, and formats the command that joins a run.
 
-A multiaddr names the way to a peer and the peer itself: `/ip4/203.0.113.7/tcp/4001/p2p/Qm…`.
+A multiaddr contains a peer's address and its id: `/ip4/203.0.113.7/tcp/4001/p2p/Qm…`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/")
 
 
 def read_initial_peers(given: Sequence[str]) -> tuple[str, ...]:
-    """Resolve `--initial-peers`: each item is a multiaddr, or a file with one a line (# starts a comment).
+    """Resolve `--initial-peers`: each item is a multiaddr, or a file with one per line (# starts a comment).
 
     Raises:
-        ConfigError: an address is malformed or lacks the peer's id, or a file is missing or holds none.
+        ConfigError: an address is malformed or lacks the peer's id, or a file is missing or has no address.
     """
     addresses: list[str] = []
     for item in given:
@@ -35,29 +35,25 @@ def read_initial_peers(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
-    """Write addresses for others' `--initial-peers FILE`; a reader sees all of them or the file before.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Atomically write a file for `--initial-peers FILE`. Raises ConfigError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text("".join(f"{maddr}\n" for maddr in maddrs), encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        raise ConfigError(f"--write-addresses {path}: {error.strerror}; give a file that can be written") from error
+        raise ConfigError(f"--write-addresses {path}: {error.strerror}; give a writable file") from error
 
 
 def join_line(maddrs: Sequence[str], run_id: str, model: str = "") -> str:
-    """The command that others paste to join through us: one line, without loopback where there is another way."""
+    """The command that joins through this peer, without loopback addresses if there are others."""
     reachable = [maddr for maddr in maddrs if not _LOOPBACK.match(maddr)] or list(maddrs)
     words = ["p2ptrain", "join"]
     for maddr in reachable:
         words += ["--initial-peers", maddr]
     if run_id != RunConfig.run_id:
         words += ["--run-id", run_id]
-    if ":" in model:  # code of one's own, which nobody takes over unasked
+    if ":" in model:  # the user's own code, which a joiner has to name
         words += ["--model", model]
     return shlex.join(words)
 
@@ -68,11 +64,11 @@ def _read_file(name: str) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:
         raise ConfigError(
-            f"--initial-peers {name}: neither an address nor a file; an address looks like {EXAMPLE}"
+            f"--initial-peers {name}: not an address, and no such file; an address looks like {EXAMPLE}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"--initial-peers {name}: {reason}; give a file with one address a line") from error
+        raise ConfigError(f"--initial-peers {name}: {reason}; give a file with one address per line") from error
     addresses = [line.partition("#")[0].strip() for line in lines]
     found = [_checked(address, name) for address in addresses if address]
     if not found:

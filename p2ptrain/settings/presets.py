@@ -1,23 +1,22 @@
-"""The papers' settings by name: what `--preset` puts between the defaults and what the user gives himself.
+"""The papers' settings, for `--preset`: they replace defaults, but not settings that the user gives.
 
-A preset holds settings of the run alone, by the names of the table in `settings.py`. Batch size, device and the like
-are each machine's own business: DiLoCo's table 5 has 512 windows a step, for GPT-2 124M 16 are usual (ALGORITHMS.md,
-section 4), and who has the memory gives `--batch-size`.
+A preset has only settings of the run, by their names in `table.py`. Batch size and device are up to each machine:
+DiLoCo's table 5 has 512 windows per step; for GPT-2 124M 16 are usual.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The models that come with p2ptrain; their shapes, and where those are from, are in `models/registry.py`.
+# Built-in models; their shapes and sources are in `training/models/registry.py`.
 MODELS = ("gpt-demo", "gpt-small", "gpt2-124m", "diloco-60m", "diloco-150m", "diloco-400m")
 PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
-    # DiLoCo, table 5, and the model and the length of its main experiment (section 3). Sequences of 1,024 tokens
-    # (same table) come with the model.
+    # DiLoCo, table 5, with the model and length of its main experiment (section 3). The model has the table's
+    # sequences of 1,024 tokens.
     "diloco": {
         "model": "diloco-150m",
-        # From the first weights; section 3.1: within 0.1 perplexity of 24,000 steps alone and 64,000 together, which
-        # is --init-from with --steps 64000.
+        # From random weights. By section 3.1, 24,000 steps alone and 64,000 together (--init-from, --steps 64000)
+        # come within 0.1 perplexity of it.
         "steps": 88_000,
         "lr": 4e-4,
         "warmup_steps": 1000,
@@ -28,19 +27,19 @@ PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
     },
-    # SPARTA, section 3, with what that paper leaves open from simulations.
+    # SPARTA, section 3; settings that the paper leaves open are from simulations.
     "sparta-124m": {
         "model": "gpt2-124m",
-        # Thirty rounds: Nesterov with 0.7 and 0.9 overshoots in runs of fewer than about twenty (simulated).
+        # 30 rounds: Nesterov with 0.7 and 0.9 overshoots in runs of fewer than about 20 (simulated).
         "steps": 30_000,
-        # 1.75 x the 4e-4 of DiLoCo alone: what SPARTA allows at H = 100 (section 3.2); at H = 10,000 it was 2 x.
+        # 1.75 x DiLoCo's 4e-4, which SPARTA allows at H = 100 (section 3.2); at H = 10,000 it was 2 x.
         "lr": 7e-4,
         # nanoGPT has 2,000 for the same model; longer for the higher rate.
         "warmup_steps": 3000,
         "weight_decay": 0.1,
-        # The paper goes from 100 to 10,000; its correlations are those of 1,000 (section 3.2).
+        # The paper uses 100 to 10,000, and reports correlations for 1,000 (section 3.2).
         "sync_every": 1000,
-        # The larger of the paper's two, that of its best result (section 3.3).
+        # The larger of the paper's two values, used for its best result (section 3.3).
         "fragment_fraction": 0.005,
         "outer_lr": 0.7,
         "outer_momentum": 0.9,

@@ -238,7 +238,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
         config_file: path given with `-c`; None uses the variable P2PTRAIN_CONFIG.
 
     Raises:
-        ConfigError: an unknown key or variable, or a value that breaks its setting's rule.
+        ConfigError: an unknown key or variable, or an invalid value.
     """
     variables = {name: text for name, text in environ.items() if name.startswith(ENV_PREFIX) and text}
     known = {setting.variable for setting in SETTINGS.values()} | {CONFIG_VARIABLE}
@@ -302,11 +302,9 @@ def _convert(given: object, kind: type, origin: str) -> Value:
         if isinstance(given, list) and all(isinstance(item, str) for item in given):
             return tuple(given)
         raise ConfigError(f'{origin}: {given!r} is not a list of texts, such as ["a", "b"]')
-    if kind is str and isinstance(given, str):
-        return given
     if kind is float and type(given) is int:
         return float(given)
-    if type(given) is kind and kind in (int, float):
+    if type(given) is kind:
         return typing.cast(Value, given)
     if kind in (int, float) and isinstance(given, str):
         try:

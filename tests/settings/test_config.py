@@ -1,4 +1,4 @@
-"""The two halves of a configuration: rules, digest, and what a joiner may give."""
+"""Settings of the run and the machine: rules, digest, and settings given by a joiner."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
     assert RunConfig.from_dict(run.to_dict()) == run
 
 
-# What each setting means where a peer does not state it. A new setting gets a line: what versions without it do. A line
-# never changes: where a default changes, `config.BASELINE` gets what stands here.
+# The meaning of each setting that a peer leaves out. A new setting gets a line with the behaviour of older versions.
+# Lines never change: when a default changes, `config.BASELINE` gets the value that is here.
 MEANT = {
     "run_id": "p2ptrain", "protocol_version": 1, "model": "", "model_layout": "", "data": "", "total_steps": 2000,
     "lr": 0.003, "warmup_steps": 50, "weight_decay": 0.1, "sync_every": 200, "sync_schedule": "fixed",
@@ -146,7 +146,7 @@ def test_only_what_differs_is_stated_and_hashed() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Newer(RunConfig):
-    """The settings of a later version, which has one more and another default."""
+    """Settings of a later version, with a new setting and a changed default."""
 
     outer_lr: float = 0.5
     quantum: bool = False
@@ -193,7 +193,7 @@ def test_a_joiner_takes_over_what_it_does_not_give() -> None:
 def test_a_contradiction_names_the_field_and_both_values() -> None:
     live = RunConfig(lr=0.001, sync_every=50)
     with pytest.raises(RunMismatchError, match=r"sync_every: you gave 200, .* trains with 50"):
-        # Also when what is given happens to be the default.
+        # Also if the given value is the default.
         resolve_run({"sync_every": RunConfig.sync_every}, live)
 
 

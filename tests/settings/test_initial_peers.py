@@ -1,4 +1,4 @@
-"""Addresses in flags and files, and the line that others paste."""
+"""Addresses in flags and files, and the printed join command."""
 
 from __future__ import annotations
 

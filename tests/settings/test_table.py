@@ -1,4 +1,4 @@
-"""The table of settings: four sources, their order, where a value came from, and what is refused."""
+"""The table of settings: sources, their order, and invalid values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, Setting, merge
 from p2ptrain.training.models import PRESETS as MODELS
 
-# For each setting a value other than its default: as text, and as what it becomes.
+# For each setting a value other than its default, as text and converted.
 EXAMPLES: dict[str, tuple[str, object]] = {
     "run_id": ("novels", "novels"),
     "model": ("gpt-small", "gpt-small"),
@@ -145,7 +145,7 @@ def test_several_addresses_fit_in_one_variable() -> None:
 
 def test_an_empty_variable_is_not_given_but_an_empty_flag_is_an_error() -> None:
     assert merge({}, {"P2PTRAIN_LR": ""}).sources["lr"] == DEFAULT
-    # As in: --initial-peers "$FORGOTTEN", which must not start a run of its own.
+    # As in: --initial-peers "$FORGOTTEN", which must not start a new run.
     with pytest.raises(ConfigError, match="--initial-peers: is empty"):
         merge({"initial_peers": ("",)}, {})
 
@@ -245,7 +245,7 @@ def test_a_preset_lies_between_the_defaults_and_what_is_given(tmp_path: Path) ->
     assert [merged.sources[name] for name in ("lr", "sync_every", "model", "round_codec")] == [
         "--lr", "P2PTRAIN_SYNC_EVERY", "preset diloco", DEFAULT,
     ]  # fmt: skip
-    # A flag's preset goes over the file's.
+    # A flag's preset wins over the file's.
     assert merge({"preset": "sparta-124m"}, {}, path).resolve_run(None).model == "gpt2-124m"
 
 

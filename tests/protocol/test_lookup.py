@@ -181,7 +181,7 @@ def test_settings_of_another_version_are_told_to_the_user(settings: dict[str, ob
             await announce(network, "a")
             with pytest.raises(ConfigError, match=complaint) as caught:
                 await settings_of(network, chosen="a")
-            assert "as peer a gives them" in str(caught.value)
+            assert "run's settings from peer a" in str(caught.value)
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

@@ -1,1 +1,1 @@
-"""What a peer tells observers, and observing."""
+"""A peer's event log, and the observer that reads the logs of all peers."""

@@ -1,4 +1,4 @@
-"""Long histories in little memory: neighbours are merged, so that what is kept still spans all of the time."""
+"""Bounds a history by merging neighbours, so that it still covers the whole time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 def coalesce(items: Sequence[T], goal: int, weight: Callable[[T], int], merge: Callable[[T, T], T]) -> list[T]:
-    """Merge neighbours, the lightest first, until at most `goal` are left: all end up about equally heavy.
+    """Merge neighbours, the lightest first, until at most `goal` items of about equal weight are left.
 
     Args:
         items: in order of time.
         goal: at least 1.
-        weight: how many original items an item stands for.
-        merge: makes one of an older and a newer item; their weights add up.
+        weight: number of original items in an item.
+        merge: merges an older and a newer item; weights add up.
     """
     kept, limit = list(items), 2
     while len(kept) > goal:

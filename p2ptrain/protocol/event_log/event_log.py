@@ -1,8 +1,7 @@
-"""What a peer remembers of its own events, for those who look on; it is asked for like everything else of a peer.
+"""A peer's log of its own events, which observers request over their links.
 
-Bounded, however long the peer lives: what is recent is kept as it was; what is older gets coarser the more of it there
-is, and still adds up. The events are those of the metrics stream (docs/metrics.md), steps and counts of fragments
-folded over a while.
+The log is bounded: recent events are kept, older ones are merged so that their sums stay right. It has the events of
+the metrics stream (docs/metrics.md), with steps aggregated over two seconds.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ import trio
 from p2ptrain.protocol.event_log.downsampling import coalesce
 from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, Event
 
-# Fast peers make 200 steps a second, and nobody reads faster than this.
+# Fast peers make 200 steps per second, more than an observer needs.
 FOLD_S = 2.0
-# What all who look on get together, at most: a hundredth of a fast link, and a third of a slow one (guess).
+# Limit for all observers together: a hundredth of a fast link, a third of a slow one (guess).
 RATE_BYTES_S = 512 * 1024
-# Entries kept of each kind of event: a day of steps at two minutes each, correlation at a hundred moments, and
-# whatever happens rarely.
+# Entries kept of each kind of event: 1024 steps cover a day at 84 s each.
 MOST = {"step": 1024, "fragments": 1024, "round": 1024, "eval": 512, "sample": 128}
 MOST_OF_OTHERS = 256
-# The share of them that is the newest, and kept as it was.
+# Share of the newest entries, which are not merged.
 FRESH = 0.25
-# More samples than that nobody takes: where halving them does not help, they are all of one moment.
+# Limit of the distance between samples; samples that are still too many are all of one step.
 MOST_STRIDE = 2**40
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event; `number` counts what was ever written here, `weight` how many such it was folded from."""
+    """An event, its serial number, and the number of events that were merged into it."""
 
     number: int
     event: Event
@@ -46,7 +44,7 @@ class Entry:
 
 
 class EventLog:
-    """Keeps a peer's events; a sink of them (`monitor.sinks.Sink`). Any thread may call any method.
+    """Keeps a peer's events; implements `peer.sinks.Sink`. Thread-safe.
 
     Args:
         clock: seconds since the epoch.
@@ -57,12 +55,12 @@ class EventLog:
         self._lock = threading.Lock()
         self._kinds: dict[str, list[Entry]] = {}
         self._last = 0
-        # Steps of late: the first one's time, how many, and what they add up to.
+        # The current aggregate of steps, and the sum and count of its losses.
         self._steps: Event | None = None
         self._loss: list[float] = [0.0, 0.0]
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Take one event. What is no event of the contract, a user's own for one, is not kept."""
+        """Add an event. Events that are not in docs/metrics.md, such as a user's own, are ignored."""
         if event not in KINDS or not KINDS[event].required.keys() <= fields.keys():
             return
         now = round(self._clock(), 3)
@@ -71,17 +69,17 @@ class EventLog:
                 self._take_step(now, fields)
             else:
                 self._keep(event, {"event": event, "t": now, **fields})
-                # Here, and not with the steps, which training waits for: it takes milliseconds.
+                # Not after steps, because it takes milliseconds and training waits for it.
                 for kind in self._kinds:
                     self._thin(kind, MOST.get(kind, MOST_OF_OTHERS))
 
     def close(self) -> None:
-        """Nothing to do: whoever looks on may still ask."""
+        """Nothing to do: observers may still read."""
 
     def page(self, after: int) -> bytes:
-        """What was written since the entry numbered `after`, oldest first, as far as it fits a page.
+        """The oldest entries after number `after` that fit a page.
 
-        JSON: `{"last": number of the last event of this page, "more": whether there is more, "events": [...]}`.
+        JSON: `{"last": number of the page's last entry, "more": whether there are more, "events": [...]}`.
         """
         with self._lock:
             self._end_fold(self._clock())
@@ -90,7 +88,7 @@ class EventLog:
         texts: list[str] = []
         size = 0
         for entry in fresh:
-            # ASCII, so that characters are bytes; room for what stands around the events.
+            # JSON is ASCII, so characters are bytes. 100 bytes are for the rest of the page.
             text = _encode(entry.event)
             if size + len(text) + 100 > MAX_PAGE_BYTES and texts:
                 break
@@ -130,7 +128,7 @@ class EventLog:
         self._last += 1
         kept = self._kinds.setdefault(kind, [])
         kept.append(Entry(self._last, event))
-        # Where nothing but steps is ever written.
+        # A loose bound, in case only steps are written.
         self._thin(kind, 2 * MOST.get(kind, MOST_OF_OTHERS))
 
     def _thin(self, kind: str, most: int) -> None:
@@ -146,7 +144,7 @@ _WEIGHT: Callable[[Entry], int] = attrgetter("weight")
 
 
 def _merge(older: Entry, newer: Entry) -> Entry:
-    """One entry of two: steps and counts add up, of anything else the newer is kept."""
+    """Merge two entries: steps and counts add up, other events keep the newer one."""
     a, b = older.event, newer.event
     event = dict(b)
     match b["event"]:
@@ -163,7 +161,7 @@ def _merge(older: Entry, newer: Entry) -> Entry:
                 event[name] = dict(Counter(a[name]) + Counter(b[name]))
             event["staleness"] = _mean(a["staleness"], a["merged"], b["staleness"], b["merged"])
         case "round":
-            # What this peer sent for rounds that are not told of any more.
+            # Bytes that this peer sent for merged rounds.
             event["earlier_bytes_sent"] = (
                 a["bytes_sent"] + a.get("earlier_bytes_sent", 0) + b.get("earlier_bytes_sent", 0)
             )
@@ -175,7 +173,7 @@ def _mean(a: float, of_a: int, b: float, of_b: int) -> float:
 
 
 def _thin_samples(entries: list[Entry], goal: int) -> list[Entry]:
-    """Those at every 2nd, 4th, 8th … of the moments at which samples are taken: the same ones on every peer."""
+    """Keep every 2nd, 4th, 8th … sample, at the same steps on every peer."""
     stride = 1
     while len(entries) > goal and stride < MOST_STRIDE:
         stride *= 2
@@ -184,24 +182,24 @@ def _thin_samples(entries: list[Entry], goal: int) -> list[Entry]:
 
 
 def _encode(event: Event) -> str:
-    """JSON, which has no NaN and no infinity."""
+    """Encode as JSON, with null for NaN and infinity."""
     plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in event.items()}
     try:
         return json.dumps(plain, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):
-        # A diverged model's sample, or a value of the user's that is no number and no text.
+        # A diverged model's sample, or a user's value of another type.
         return json.dumps({"event": "unreadable", "t": event["t"]})
 
 
 class RateLimit:
-    """Spreads what is sent over time: at most `rate_bytes_s`, whoever asks, and however many they are."""
+    """Limits the total rate of answers to `rate_bytes_s`."""
 
     def __init__(self, rate_bytes_s: float) -> None:
         self._rate_bytes_s = rate_bytes_s
         self._free_s = 0.0
 
     async def wait(self, size_bytes: int) -> None:
-        """Return when it is this answer's turn."""
+        """Wait until so many bytes may be sent."""
         turn_s = max(self._free_s, trio.current_time())
         self._free_s = turn_s + size_bytes / self._rate_bytes_s
         await trio.sleep_until(turn_s)

@@ -1,7 +1,7 @@
-"""The events of the metrics stream (docs/metrics.md) as peers tell them to each other: strictly checked.
+"""Parses pages of events (docs/metrics.md) from other peers, with strict checks.
 
-A page of them is JSON from another machine: its size, every kind, field, type and length is checked, numbers are
-finite, and what is not known here, because a newer version writes it, is left out.
+A page is untrusted JSON. Sizes, kinds, fields, types and lengths are checked, and numbers must be finite. Unknown
+events and fields, as from a newer version, are dropped.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MAX_TEXT = 2048
 MAX_NAME = 128
 MAX_NAMES = 128
 MAX_VALUES = 1024
-# Far beyond every count and measure of a run; sums of many of them are finite still.
+# Larger than any count or measure of a run; sums of many such numbers are finite.
 LARGEST = 1e18
-# A loss is a few nats; beyond this a model has diverged, and it would only press the other curves flat.
+# A loss is a few nats; with a larger one a model has diverged, and would spoil the scale of plots.
 LARGEST_LOSS = 1e6
-# Peers whose clocks are more than seconds apart do not meet (the DHT refuses them).
+# The DHT refuses peers whose clocks differ by more than seconds.
 AHEAD_S = 120.0
-# Nobody has trained for longer.
+# Longer than any run.
 BEHIND_S = 366 * 24 * 3600.0
 
 
-def _text(value: Any) -> bool:
-    return type(value) is str and len(value) <= MAX_TEXT
+def _text(value: Any, most: int = MAX_TEXT) -> bool:
+    return type(value) is str and len(value) <= most
 
 
 def _name(value: Any) -> bool:
-    return type(value) is str and len(value) <= MAX_NAME
+    return _text(value, MAX_NAME)
 
 
 def _flag(value: Any) -> bool:
@@ -64,20 +64,15 @@ def _maybe(value: Any) -> bool:
     return value is None or _number(value)
 
 
-def _texts(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_NAMES and all(map(_text, value))
+def _list_of(check: Check, most: int) -> Check:
+    return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
 
 
-def _names(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_NAMES and all(map(_name, value))
+_texts, _names, _numbers = _list_of(_text, MAX_NAMES), _list_of(_name, MAX_NAMES), _list_of(_number, MAX_VALUES)
 
 
 def _counts(value: Any) -> bool:
     return type(value) is dict and len(value) <= MAX_NAMES and all(_name(k) and _count(v) for k, v in value.items())
-
-
-def _numbers(value: Any) -> bool:
-    return type(value) is list and len(value) <= MAX_VALUES and all(map(_number, value))
 
 
 def _settings(value: Any) -> bool:
@@ -138,7 +133,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Page:
-    """Some of a peer's events, oldest first: up to the one numbered `last`; `more` are there."""
+    """Some of a peer's events, oldest first, up to number `last`. `more`: whether there are more."""
 
     last: int
     more: bool
@@ -146,38 +141,38 @@ class Page:
 
 
 def parse_page(payload: bytes, *, now_s: float) -> Page:
-    """Check what another peer says that its event log holds.
+    """Parse and check a page of another peer's event log.
 
     Args:
-        payload: what it answered.
-        now_s: seconds since the epoch, as `t` of events is.
+        payload: its answer.
+        now_s: seconds since the epoch, like `t` of events.
 
     Raises:
-        WireError: it says what no honest peer does.
+        WireError: the page is malformed.
     """
     if len(payload) > MAX_PAGE_BYTES:
         raise WireError(f"{len(payload)} bytes of events")
     try:
         page = json.loads(payload, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"events are no JSON: {error}") from None
+        raise WireError(f"events are not JSON: {error}") from None
     if type(page) is not dict or not _count(page.get("last")) or not _flag(page.get("more")):
-        raise WireError("events are no page")
+        raise WireError("malformed page of events")
     if type(events := page.get("events")) is not list:
         raise WireError("a page without events")
     checked = [_check(event, now_s) for event in events]
     if page["more"] and not events:
-        raise WireError("an empty page, and more of them")
+        raise WireError("an empty page that announces more")
     return Page(page["last"], page["more"], [event for event in checked if event is not None])
 
 
 def _check(event: Any, now_s: float) -> Event | None:
-    """The known fields of an event; None for one of a kind that is not known here."""
+    """The known fields of an event; None for an unknown kind."""
     if type(event) is not dict or type(name := event.get("event")) is not str:
         raise WireError("an event without a name")
     t = event.get("t")
     if t is None or not _number(t) or not now_s - BEHIND_S < t < now_s + AHEAD_S:
-        raise WireError("an event of an impossible time")
+        raise WireError("an event with an impossible time")
     if (kind := KINDS.get(name)) is None:
         return None
     known: Event = {"event": name, "t": t}
@@ -189,9 +184,9 @@ def _check(event: Any, now_s: float) -> Event | None:
                 raise WireError(f"{name} with a bad {key}")
             known[key] = event[key]
     if name == "sample" and known["every"] < 1:
-        raise WireError("samples of no distance")
+        raise WireError("samples with a distance below 1")
     return known
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")

@@ -1,8 +1,7 @@
-"""Watching a run while it trains: who is there, what each is doing, and everything that their event logs tell.
+"""Observes a live run: its members, their status, and the events in their logs.
 
-An observer asks every member that it is linked with for its new events, again and again. It works on links of its own,
-or on those that a member of the run has anyway. Answers are checked; a peer that answers nonsense is no longer asked,
-and everything else goes on without it.
+An observer polls every linked member for new events. It uses its own links, or those of a member of the run. Answers
+are checked; a peer that sends malformed events is not asked again.
 """
 
 from __future__ import annotations
@@ -26,39 +25,39 @@ from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transpo
 
 logger = logging.getLogger(__name__)
 
-# As often as people look; peers fold their steps over two seconds.
+# Peers aggregate steps over two seconds.
 ASK_EVERY_S = 1.0
-# A peer that says that it is busy, or of a version that keeps no event log.
+# For a peer that is busy, or whose version has no event log.
 ASK_AGAIN_S = 5.0
 ANSWER_TIMEOUT_S = 15.0
-# How soon somebody new is seen. Members announce themselves every 10 s.
+# Interval of lookups. Members announce themselves every 10 s.
 LOOK_EVERY_S = 3.0
 DIAL_TIMEOUT_S = 15.0
-# Between two attempts to reach somebody, at first and at last: behind NAT, or gone and still announced.
+# First and longest delay between dials of a peer, which may be behind NAT or gone.
 DIAL_AGAIN_S = (3.0, 60.0)
-# A member that is lost stays in sight for so long, to be seen to have gone.
+# How long a lost member is still shown.
 LOST_IN_SIGHT_S = 30.0
-# Members shown at once (the protocol's own limit), and remembered, as they may come back. Anybody may announce himself.
+# Members shown at once (the protocol's limit), and members remembered. Bounded because any peer may announce itself.
 MOST_MEMBERS = 128
 MOST_REMEMBERED = 1024
-# Events that nobody has taken yet; beyond that nobody is asked.
+# When so many events wait for `take`, no peer is asked.
 MOST_WAITING = 50_000
-# What a peer says that it is doing is a few words.
+# A status is a few words.
 MOST_STATUS = 80
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """One member as it is now.
+    """The current state of a member.
 
     Attributes:
-        linked: whether we are in touch. If not, `status` says why, and the rest is as it was last.
-        left: whether it said goodbye.
-        status: what it is doing, in its own words.
-        step, round, lineage: where it stands.
+        linked: whether we have a link. If not, `status` says why, and the other values are the last known ones.
+        left: whether it left the run on purpose.
+        status: its activity, as it reports it.
+        step, round, lineage: its position.
         speed: inner steps per second.
-        rtt_s: the round trip between it and us; 0 unknown.
-        trouble: why its events are not shown; empty when they are.
+        rtt_s: round-trip time; 0 if unknown.
+        trouble: why its events are not shown; empty if they are.
     """
 
     peer_id: PeerId
@@ -84,7 +83,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class View:
-    """What is new since the last look: everybody as it stands now, and what was told."""
+    """All members now, and the events since the last `take`."""
 
     members: tuple[Sighting, ...]
     batches: tuple[Batch, ...]
@@ -92,7 +91,7 @@ class View:
 
 @dataclass(frozen=True)
 class Own:
-    """The observer's own part in the run, where it is a member itself: who it is, what it does and its event log."""
+    """The observer's own peer, if it is a member of the run."""
 
     incarnation: str
     event_log: EventLog
@@ -101,7 +100,7 @@ class Own:
 
 @dataclass
 class _Watched:
-    """A member, or one that was: how far its event log was read, and how reaching it went."""
+    """A present or past member: the position in its event log, and its dials."""
 
     announced: bool = False
     left: bool = False
@@ -122,9 +121,9 @@ class Observer:
 
     Args:
         run_id: the run.
-        compute: runs the checking of what peers answer.
+        compute: runs the checks of answers.
         clock: seconds since the epoch.
-        own: where it is a member itself.
+        own: our own peer, if it is a member.
     """
 
     run_id: str
@@ -141,16 +140,13 @@ class Observer:
     _dialling: Containment = field(default_factory=lambda: ErrorLog(logger).containing("dialling members"))
 
     async def watch_as_observer(self, transport: Transport, directory: Directory) -> None:
-        """Look for members, link to them and ask them, until cancelled."""
+        """Find members, link to them and poll them, until cancelled."""
         async with observer_links(transport, self.run_id) as links, trio.open_nursery() as nursery:
             nursery.start_soon(self._find_members, transport, directory, links)
             await self.watch(links)
 
     async def watch(self, links: Links) -> None:
-        """Ask the members that these links lead to, until cancelled. Who is linked is somebody else's business.
-
-        May be called again with other links, after the first call was cancelled.
-        """
+        """Poll the members at these links, until cancelled. May be called again with other links after that."""
         self._links = links
         self._followed.clear()
         async with trio.open_nursery() as nursery:
@@ -164,13 +160,13 @@ class Observer:
                 await trio.sleep(ASK_EVERY_S / 4)
 
     def take(self) -> View:
-        """Everybody as it stands now, and the events that came since the last call."""
+        """All members now, and the events since the last call."""
         members = [self._read_own(self.own)] if self.own is not None else []
         batches, self._batches, self._waiting = tuple(self._batches), [], 0
-        here = (known for known in sorted(self._watched.items()) if self._is_here(*known))
-        return View((*members, *(self._sight(*known) for known in here)), batches)
+        shown = (known for known in sorted(self._watched.items()) if self._is_shown(*known))
+        return View((*members, *(self._sight(*known) for known in shown)), batches)
 
-    def _is_here(self, peer_id: PeerId, watched: _Watched) -> bool:
+    def _is_shown(self, peer_id: PeerId, watched: _Watched) -> bool:
         recently = trio.current_time() - watched.lost_s < LOST_IN_SIGHT_S
         return watched.announced or peer_id in self._followed or recently
 
@@ -198,7 +194,7 @@ class Observer:
             self._batches.append(Batch(sighting.peer_id, own.incarnation, page.events))
         return sighting
 
-    # --- members --------------------------------------------------------------------------------------------------
+    # Members.
 
     async def _find_members(self, transport: Transport, directory: Directory, links: Links) -> None:
         async with trio.open_nursery() as nursery:
@@ -219,15 +215,15 @@ class Observer:
                 await trio.sleep(LOOK_EVERY_S)
 
     def _know(self, peer_id: PeerId) -> _Watched | None:
-        """What we know of a member; None where there are too many already."""
+        """The entry of a member; None if there are too many."""
         watched = self._watched.get(peer_id)
-        if watched is not None and self._is_here(peer_id, watched):
+        if watched is not None and self._is_shown(peer_id, watched):
             return watched
-        if sum(self._is_here(*known) for known in self._watched.items()) >= MOST_MEMBERS:
+        if sum(self._is_shown(*known) for known in self._watched.items()) >= MOST_MEMBERS:
             return None
         if watched is None:
             if len(self._watched) >= MOST_REMEMBERED:
-                del self._watched[next(p for p, known in self._watched.items() if not self._is_here(p, known))]
+                del self._watched[next(p for p, known in self._watched.items() if not self._is_shown(p, known))]
             watched = self._watched[peer_id] = _Watched()
         return watched
 
@@ -239,7 +235,7 @@ class Observer:
                     await links.connect(peer_id, list(maddrs))
                 reached = True
             except (P2PTrainError, trio.TooSlowError) as error:
-                logger.debug("%s is not reached: %s", peer_id, error)
+                logger.debug("cannot reach %s: %s", peer_id, error)
         watched.dialling = False
         if reached:
             watched.failures = 0
@@ -248,10 +244,10 @@ class Observer:
             watched.dial_at_s = trio.current_time() + min(last_s, first_s * 2 ** min(watched.failures, 10))
             watched.failures += 1
 
-    # --- events ---------------------------------------------------------------------------------------------------
+    # Events.
 
     async def _follow(self, links: Links, link: Link, watched: _Watched) -> None:
-        """Ask one member for its events until the link is lost."""
+        """Poll one member for its events until the link is lost."""
         process = process_of(link.hello.incarnation)
         if watched.incarnation != process:
             watched.incarnation, watched.last, watched.refused, watched.trouble = process, 0, False, ""
@@ -268,22 +264,21 @@ class Observer:
             del self._followed[link.peer_id]
 
     async def _ask(self, links: Links, link: Link, watched: _Watched) -> float:
-        """Ask once. Returns how long to wait before the next time."""
+        """Request events once. Returns the delay before the next request in seconds."""
         try:
             answer, payload = await links.request(link, "events", index=watched.last, timeout_s=ANSWER_TIMEOUT_S)
             if not answer.found:
-                watched.trouble = f"it gives no events ({answer.note[:MOST_STATUS]})"
-                return ASK_AGAIN_S
+                raise PeerLostError(f"it sends no events ({answer.note[:MOST_STATUS]})")
             page: Page = await self.compute(self._check, link.peer_id, watched.last, payload)
         except PeerLostError as error:
             watched.trouble = str(error)
             return ASK_AGAIN_S
         except WireError as error:
-            logger.warning("the events of %s are not shown: %s", link.peer_id, error)
-            watched.trouble, watched.refused = f"its events make no sense: {error}", True
+            logger.warning("events of %s are not shown: %s", link.peer_id, error)
+            watched.trouble, watched.refused = f"its events are malformed: {error}", True
             return ASK_AGAIN_S
         except Exception:
-            logger.exception("the events of %s are not shown", link.peer_id)
+            logger.exception("events of %s are not shown", link.peer_id)
             watched.trouble, watched.refused = "its events could not be read", True
             return ASK_AGAIN_S
         watched.trouble, watched.last = "", page.last
@@ -297,5 +292,5 @@ class Observer:
         if page.last < last or (page.events and page.last == last):
             raise WireError(f"events up to {page.last} after those up to {last}")
         if any(event["event"] == "start" and event["peer_id"] != peer_id for event in page.events):
-            raise WireError("events of somebody else")
+            raise WireError("events of another peer")
         return page

@@ -1,1 +1,1 @@
-"""Which peers are live, how they are reached, and what is known of them."""
+"""Discovery and reachability of peers, and their status."""

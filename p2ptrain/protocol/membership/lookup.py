@@ -1,6 +1,6 @@
-"""Looking at a run from outside: its settings, before one's own model exists, and who takes part.
+"""Asks the members of a run for its settings and their status, as an observer.
 
-An observer says Hello with an empty digest. It is answered, told how everyone stands, and counted by nobody.
+An observer sends a Hello with an empty digest. It receives heartbeats and answers, but is not a member.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# A record stored elsewhere is seen within about a second; look this long before saying that there is nobody.
+# New records are found within about a second; after this long without any, the run is assumed not to exist.
 LOOK_S = 2.0
-# A linked peer sends its first beat at once.
+# A linked peer sends its first heartbeat at once.
 FIRST_BEAT_S = 3.0
 MAX_SETTINGS_BYTES = 64 * 1024
-# Behind NAT, as a rule; or gone so recently that its record is still there.
+# Usually a peer behind NAT, or one that ended before its record expired.
 UNREACHABLE = "cannot be reached from here"
-# Members asked for the settings at once, so that one that hangs costs no time (guess).
+# Members asked for settings in parallel, so that one that hangs causes no delay (guess).
 ASKED_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """One member of a run as it describes itself. `speed` is in inner steps per second."""
+    """A member's status, as it reports it. `speed` is in inner steps per second."""
 
     peer_id: PeerId
     maddrs: tuple[str, ...]
@@ -62,15 +62,16 @@ async def ask_settings(
     ours: RunConfig | None = None,
     fits: Callable[[RunConfig], bool] = lambda run: True,
 ) -> RunConfig | None:
-    """The settings of a live run, from any of its members; None when nobody of it can be reached in time.
+    """The settings of a live run, from its members; None if no member can be reached in time.
 
     Args:
-        chosen: ids of the peers that the user chose to join through. A member among them is believed before others.
-        ours: settings of this run that we know from before; others are taken from a chosen member only.
-        fits: whether settings agree with what the user gave. Those that do not are taken only where nobody has others.
+        chosen: ids of the initial peers that the user gave. Their answers take precedence.
+        ours: known settings of this run; only a chosen member may change them.
+        fits: whether settings agree with those that the user gave. Others are used only if no member has fitting ones.
 
     Raises:
-        ConfigError: the settings of a chosen member do not fit this version of p2ptrain. Those of others are skipped.
+        ConfigError: this version of p2ptrain cannot use the settings of a chosen member. Those of other members are
+            skipped.
     """
     answer: RunConfig | ConfigError | None = None
     hearsay: RunConfig | None = None
@@ -87,7 +88,7 @@ async def ask_settings(
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
             told: RunConfig | ConfigError = _parse_settings(peer_id, payload)
         except (PeerLostError, WireError, RunMismatchError) as error:
-            # Gone since it was announced, or a member of another run by now.
+            # It has ended since, or is now a member of another run.
             logger.debug("no settings from %s: %s", peer_id, error)
             failures[peer_id] += 1
             return
@@ -101,7 +102,7 @@ async def ask_settings(
         elif isinstance(told, ConfigError):
             logger.warning("%s", told)
         elif ours is not None and told != ours:
-            logger.warning("peer %s trains run %r with other settings than ours", peer_id, run_id)
+            logger.warning("peer %s trains run %r with different settings", peer_id, run_id)
         elif not fits(told):
             misfit = misfit or told
         else:
@@ -110,10 +111,10 @@ async def ask_settings(
             nursery.cancel_scope.cancel()
 
     def is_enough() -> bool:
-        """Whether no peer is left whose answer would count for more than those that we have."""
+        """Whether no outstanding answer would take precedence over the best one so far."""
         waiting = any(peer_id in chosen and not failures[peer_id] for peer_id in members.keys() - answered)
-        everybody = members.keys() <= answered
-        return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and everybody)
+        all_answered = members.keys() <= answered
+        return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
 
     looking = ErrorLog(logger).containing("looking for members")
     async with observer_links(transport, run_id) as links:
@@ -140,7 +141,7 @@ async def ask_settings(
 
 
 async def list_members(transport: Transport, directory: Directory, run_id: str) -> list[MemberInfo]:
-    """Everybody who takes part in a run and can be reached from here, and those behind NAT who cannot."""
+    """Members of a run that can be reached from here, and members behind NAT that cannot."""
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
@@ -154,11 +155,8 @@ async def list_members(transport: Transport, directory: Directory, run_id: str) 
             while link.beat is None and not link.lost.is_set():
                 await trio.sleep(0.02)
             if (beat := link.beat) is not None:
-                infos.append(
-                    MemberInfo(
-                        peer_id, maddrs, role, shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
-                    )
-                )
+                state = shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
+                infos.append(MemberInfo(peer_id, maddrs, role, *state))
 
     async with observer_links(transport, run_id) as links:
         members = await find_members(directory, run_id, transport.peer_id)
@@ -171,17 +169,14 @@ async def list_members(transport: Transport, directory: Directory, run_id: str) 
     return sorted(infos, key=lambda info: info.peer_id)
 
 
-class _Onlooker:
-    """Link events of an observer: it takes no part."""
+class _ObserverEvents:
+    """Link events of an observer, which ignores all messages. Links keep heartbeats themselves."""
 
-    async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
-        """Beats are kept by the link itself; everything else is not for us."""
+    async def on_message(self, link: Link, message: Message, payload: bytes) -> None: ...
 
-    def on_link(self, link: Link) -> None:
-        """Nothing to do: the caller holds the link."""
+    def on_link(self, link: Link) -> None: ...
 
-    def on_lost(self, link: Link) -> None:
-        """Nothing to do: requests notice by themselves."""
+    def on_lost(self, link: Link) -> None: ...
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
         return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, OBSERVER, 0.0, (), 0)
@@ -189,10 +184,10 @@ class _Onlooker:
 
 @asynccontextmanager
 async def observer_links(transport: Transport, run_id: str) -> AsyncIterator[Links]:
-    """Links of one who looks on."""
-    # Another look by the same identity is told from this one by the time.
+    """Links of an observer."""
+    # The time distinguishes several observers with one identity.
     hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, ())
-    links = Links(transport, lambda: hello, _Onlooker())
+    links = Links(transport, lambda: hello, _ObserverEvents())
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)
         yield links
@@ -201,7 +196,7 @@ async def observer_links(transport: Transport, run_id: str) -> AsyncIterator[Lin
 
 
 async def find_members(directory: Directory, run_id: str, me: PeerId) -> dict[PeerId, tuple[tuple[str, ...], str]]:
-    """Addresses and role of all others that the directory knows to take part in a run."""
+    """Addresses and role of all other members in the directory."""
     found: dict[PeerId, tuple[tuple[str, ...], str]] = {}
 
     async def look(bucket: int) -> None:
@@ -222,12 +217,12 @@ def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:
     try:
         values = json.loads(payload)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"settings are no JSON: {error}") from None
+        raise WireError(f"settings are not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise WireError("settings are no table")
+        raise WireError("settings are not an object")
     try:
         return RunConfig.from_stated(values)
     except ConfigError as error:
         raise ConfigError(
-            f"the run's settings, as peer {peer_id} gives them, do not fit this p2ptrain: {error}"
+            f"this version of p2ptrain cannot use the run's settings from peer {peer_id}: {error}"
         ) from None

@@ -1,7 +1,7 @@
-"""Who takes part: announced in the directory, found there and through partners, and linked.
+"""Announces this peer in the directory, finds other members there and through partners, and links to them.
 
-Records live under 16 keys by a hash of the peer id, so that no key grows with the swarm. A record is only a hint of
-where to dial: a peer counts as alive when a link to it is, by our own clock.
+Records are spread over 16 keys by a hash of the peer id, which keeps each key small. A record is only a hint where to
+dial: a peer is live as long as a link to it is, by our own clock.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ BUCKETS = 16
 # Records outlive two missed announcements.
 ANNOUNCE_EVERY_S = 10.0
 RECORD_TTL_S = 30.0
-# A lookup of two keys; cheap, and joiners are also told of by their partners' beats.
+# A lookup of two keys is cheap. Partners' heartbeats also mention new peers.
 LOOKUP_EVERY_S = 5.0
-# Until somebody is found, look at all keys this often.
+# Interval of lookups of all keys, until a member is found.
 EAGER_LOOKUP_S = 0.5
-# Links sought by a member; beyond that a random subset of the swarm gossips just as well (uniform partners). Who is
-# joining seeks all that it knows: only then is it sure that nobody holds the run's state, and who is to found it.
+# A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
+# because it must know whether any of them has the run's state.
 MAX_LINKS = 64
-# Members remembered at most (DESIGN.md).
+# Members remembered at most.
 MAX_KNOWN = 128
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-# After this many dials in vain a peer without a public address that was never reached is taken to be behind another NAT
-# than ours. Only now and then is it tried again: it may have come into our network.
+# After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
+# in case it moves into our network.
 PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
-# Addresses kept of one peer, and the longest (a relayed one with two peer ids takes 150 characters).
+# Limits of a peer's addresses and their length (a relayed one with two peer ids has 150 characters).
 MAX_MADDRS = 16
 MAX_MADDR_LENGTH = 512
 
 
 @dataclass(slots=True)
 class Member:
-    """What is known of another peer. `retry_s` grows with every failed dial; `seen_s` is when we last heard of it."""
+    """A known peer. `retry_s` grows with every failed dial; `seen_s` is the time of the last news about it."""
 
     maddrs: tuple[str, ...]
     role: str
@@ -58,10 +58,10 @@ class Member:
     reached: bool = False
 
     @property
-    def left_alone_s(self) -> float:
-        """How much longer it is not dialled; no longer once it has a public address, such as that of a relay."""
-        in_vain = self.dials >= PRIVATE_DIALS and not self.reached
-        return PRIVATE_RETRY_S if in_vain and not is_public(self.maddrs) else 0.0
+    def extra_delay_s(self) -> float:
+        """Additional delay before the next dial of an unreached peer without a public or relayed address."""
+        failed = self.dials >= PRIVATE_DIALS and not self.reached
+        return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
 
 
 def member_key(run_id: str, bucket: int) -> str:
@@ -77,7 +77,7 @@ def encode_record(maddrs: list[str], role: str) -> bytes:
 
 
 def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
-    """Addresses and role of an announced record, or None for anything malformed."""
+    """Addresses and role of an announced record; None if malformed."""
     try:
         maddrs, role = msgpack.unpackb(value, max_str_len=MAX_MADDR_LENGTH, max_array_len=MAX_MADDRS)
     except Exception:  # msgpack raises several unrelated types on bad input
@@ -88,7 +88,7 @@ def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
 
 
 class Membership:
-    """Announces us, finds others and keeps links to them."""
+    """Announces this peer, finds members and links to them."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Membership:
         rng: random.Random,
         maddrs: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """`maddrs` are our own addresses of the moment, `record` what we announce of ourselves."""
+        """`maddrs` gives our current addresses, `record` our current record."""
         self.known: dict[PeerId, Member] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
@@ -130,14 +130,14 @@ class Membership:
                 await trio.sleep(0.2)
 
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
-        """It linked to us: it is there, whatever was heard before."""
+        """A peer has linked to us."""
         self._ignored_until_s.pop(peer_id, None)
         self.hint(peer_id, maddrs, role)
         if is_public(maddrs) and not self._told_private:
             self._tell_if_private(peer_id)
 
     def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = "trainer") -> None:
-        """Somebody told us of a peer. Dialled later; the least recently heard of is forgotten when there are many."""
+        """Remember a peer, to dial it later. With too many, the one with the oldest news is forgotten."""
         if peer_id == self._me or not peer_id or len(peer_id) > 128:
             return
         now = trio.current_time()
@@ -158,15 +158,15 @@ class Membership:
         self.known[peer_id] = Member(maddrs, role, now)
 
     def settle(self) -> None:
-        """We stand on the run's state: a subset of the swarm is enough from now on."""
+        """This peer has the run's state: link to a subset of the swarm only."""
         self._most_links = MAX_LINKS
 
     def stop(self) -> None:
-        """Dial nobody from now on: we leave."""
+        """Stop dialling, because this peer leaves."""
         self._stopped = True
 
     def forget(self, peer_id: PeerId) -> None:
-        """It left on purpose: its records linger for a while, but if it comes back, it will dial us."""
+        """A peer has left. Its record remains for a while and is ignored; if it rejoins, it dials us."""
         now = trio.current_time()
         self.known.pop(peer_id, None)
         self._ignored_until_s = {peer: until_s for peer, until_s in self._ignored_until_s.items() if until_s > now}
@@ -174,21 +174,21 @@ class Membership:
 
     @property
     def undecided(self) -> bool:
-        """Whether some known peer has never been reached nor given up on."""
+        """Whether some known peer has not been dialled yet."""
         return any(member.dials == 0 and self._links.get(peer) is None for peer, member in self.known.items())
 
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
-        """A few linked peers, for others to hear of."""
+        """A few linked peers, for other peers to learn about."""
         linked = sorted(peer for peer in self._linked() if self.known[peer].role == "trainer")
         chosen = self._rng.sample(linked, min(count, len(linked)))
         return tuple((peer, self.known[peer].maddrs) for peer in chosen)
 
     def _linked(self) -> list[PeerId]:
-        """Members that we are linked with; observers are none."""
+        """Members with a live link, without observers."""
         return [peer for peer in self.known if self._links.get(peer) is not None]
 
     def _tell_if_private(self, peer_id: PeerId) -> None:
-        """Say that nobody can dial us, or only through relays, now that somebody outside was reached."""
+        """Warn if this peer cannot be dialled over the internet, once a public peer was reached."""
         relayed = [maddr for maddr in self._maddrs() if is_relayed(maddr)]
         direct = [maddr for maddr in self._maddrs() if not is_relayed(maddr)]
         if not self._maddrs() or is_public(direct):
@@ -196,12 +196,12 @@ class Membership:
         self._told_private = True
         logger.log(
             logging.INFO if relayed else logging.WARNING,
-            "%s is reached over the internet, and this peer has only addresses of its own network (%s): nobody outside "
-            "can dial it, and %s; to change that, forward a port of your router to it and give --announce-maddrs "
+            "%s is reached over the internet, but this peer has only private addresses (%s): peers outside cannot dial "
+            "it, and %s. To change that, forward a port of your router to it and give --announce-maddrs "
             "/ip4/ROUTER/tcp/PORT",
             peer_id, ", ".join(maddr.partition("/p2p/")[0] for maddr in direct),
-            "whoever is behind NAT as well exchanges everything with it through a relay" if relayed
-            else "with others behind NAT it trains only through those who can be dialled",
+            "peers behind NAT reach it through a relay" if relayed
+            else "it has no direct link to other peers behind NAT",
         )  # fmt: skip
 
     async def _announce(self) -> None:
@@ -245,7 +245,7 @@ class Membership:
                 del self.known[peer_id]
             elif not worth_dialling(self._maddrs(), member.maddrs):
                 member.dials = max(1, member.dials)
-            elif now >= member.next_dial_s + member.left_alone_s and peer_id not in self._dialling and room > 0:
+            elif now >= member.next_dial_s + member.extra_delay_s and peer_id not in self._dialling and room > 0:
                 room -= 1
                 self._dialling.add(peer_id)
                 nursery.start_soon(self._dial_one, peer_id, member)

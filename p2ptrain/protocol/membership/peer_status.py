@@ -1,4 +1,4 @@
-"""The other peers of a run, as their heartbeats show them to the people at this one."""
+"""Status of the other live peers, from their heartbeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.wire.transport import PeerId
 
-# What a peer says that it does is a few words.
+# A status is a few words.
 MAX_STATUS = 60
 
 
@@ -17,11 +17,11 @@ class PeerStatus:
     """Another live peer.
 
     Attributes:
-        status: what it does, in words; "" before its first beat. Safe to print, though from a stranger.
-        step: the run's step that it has reached.
-        round: rounds that it has resolved: the number of its next one.
-        speed: inner steps per second; 0 while not known.
-        rtt_s: round trip to it; 0 while not known.
+        status: its current activity, in words; "" before its first heartbeat. Safe to print.
+        step: its step of the run.
+        round: number of its next round.
+        speed: inner steps per second; 0 if not known yet.
+        rtt_s: round-trip time; 0 if not known yet.
     """
 
     peer_id: PeerId
@@ -33,18 +33,16 @@ class PeerStatus:
 
 
 def describe(links: Iterable[Link]) -> list[PeerStatus]:
-    """Those at the other ends, by peer id. Only reads what is replaced as a whole, so that any thread may call it."""
-    found = []
-    for link in links:
+    """Status of the linked peers, sorted by peer id. Any thread may call it."""
+
+    def status(link: Link) -> PeerStatus:
         if (beat := link.beat) is None:
-            found.append(PeerStatus(link.peer_id, "", 0, 0, 0.0, 0.0))
-        else:
-            found.append(
-                PeerStatus(link.peer_id, shown(beat.status), beat.step, beat.round + 1, beat.speed, link.rtt_s)
-            )
-    return sorted(found, key=lambda other: other.peer_id)
+            return PeerStatus(link.peer_id, "", 0, 0, 0.0, 0.0)
+        return PeerStatus(link.peer_id, shown(beat.status), beat.step, beat.round + 1, beat.speed, link.rtt_s)
+
+    return sorted(map(status, links), key=lambda peer: peer.peer_id)
 
 
 def shown(text: str) -> str:
-    """A stranger's text for a terminal: nothing that moves its cursor, and short."""
+    """An untrusted text made safe for a terminal: short, and without control characters."""
     return "".join(character if character.isprintable() else "?" for character in text[:MAX_STATUS])

@@ -1,6 +1,6 @@
-"""Who can dial whom, as far as addresses tell: behind NAT a machine has none but those of its own network.
+"""Decides from addresses which peers can be dialled. A machine behind NAT has only addresses of its own network.
 
-Names, relayed addresses and whatever is no IP address are taken for public: trying is the only way to know.
+Names, relayed addresses and anything else that is not an IP address count as public.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def is_public(maddrs: Iterable[str]) -> bool:
 def worth_dialling(own: Iterable[str], theirs: Iterable[str]) -> bool:
     """Whether a peer with addresses `own` may reach one with addresses `theirs`.
 
-    Two private peers may be in one network, so that is tried; a machine with nothing but public addresses is in no
-    private network. Without any address libp2p's own directory may know one.
+    Two peers with private addresses may be in the same network. A machine with only public addresses is in no private
+    network. For a peer without addresses, libp2p's own directory may know one.
     """
     ours, scopes = {scope_of(maddr) for maddr in own}, {scope_of(maddr) for maddr in theirs}
     if scopes != {Scope.MACHINE}:
-        # Whoever is on our machine is in all of its networks too.
+        # A peer on our machine also has addresses in all of its networks.
         scopes -= {Scope.MACHINE}
     return not scopes or Scope.PUBLIC in scopes or not ours or bool(scopes & ours)

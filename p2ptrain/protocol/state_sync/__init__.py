@@ -1,1 +1,1 @@
-"""The agreed state: founding it, downloading it, and catching up with the swarm."""
+"""The agreed state: founding a run, downloading the state, and catching up with the swarm."""

@@ -1,8 +1,8 @@
-"""The anchor and the outer optimizer's moments of one peer: the state that rounds agree on, bit by bit.
+"""The state that rounds agree on bit by bit: the anchor and the outer optimizer's moments.
 
-Kept as float32 in CPU memory in the flat layout of the index space. Hashed in chunks of 256 KiB, so that a joiner can
-verify what it downloads piece by piece. The i-th slices of all vectors follow each other: with one moment, chunk 2i is
-of the anchor and chunk 2i+1 of the moment.
+It is float32 in CPU memory, in the flat layout of the index space, and hashed in chunks of 256 KiB, so that a joiner
+can verify each chunk. Chunks of all vectors alternate: with one moment, chunk 2i is of the anchor and chunk 2i+1 of
+the moment.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# 256 KiB of float32 in blocks of 64: one frame, behind which a heartbeat waits for a second on a link of 2 Mbit/s.
+# 256 KiB of float32 in blocks of 64: one frame, which delays a heartbeat by a second on a link of 2 Mbit/s.
 STATE_CHUNK_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class StateHashes:
-    """SHA-256 of every chunk, and over their list: of all chunks (`state`), and of the anchor's alone."""
+    """SHA-256 of every chunk, of all chunk hashes (`state`), and of the anchor's chunk hashes (`anchor`)."""
 
     chunks: tuple[str, ...]
     state: str
@@ -28,14 +28,14 @@ class StateHashes:
 
 
 class AnchorState:
-    """Owns the vectors. Only the node's side touches it; rounds change it in worker threads, one at a time."""
+    """Owns the vectors. Used only by the node; rounds change it in worker threads, one at a time."""
 
     def __init__(self, num_blocks: int, num_moments: int, num_stepped: int | None = None) -> None:
         """
         Args:
-            num_blocks: of each vector.
-            num_moments: that the outer optimizer keeps.
-            num_stepped: the first so many blocks take its step, the others are only averaged; None: all take it.
+            num_blocks: blocks of each vector.
+            num_moments: moments of the outer optimizer.
+            num_stepped: the outer step applies to the first so many blocks (None: all); the rest are only averaged.
         """
         self.num_stepped = num_blocks if num_stepped is None else num_stepped
         self.anchor = np.zeros((num_blocks, 64), np.float32)
@@ -61,7 +61,7 @@ class AnchorState:
         return self.num_slices * len(self.vectors)
 
     def chunks_of(self, piece: int) -> range:
-        """Numbers of the chunks that hold one slice of all vectors."""
+        """Numbers of the chunks of one slice of all vectors."""
         return range(piece * len(self.vectors), (piece + 1) * len(self.vectors))
 
     def chunk(self, index: int) -> np.ndarray:
@@ -77,9 +77,9 @@ class AnchorState:
         return AnchorState(self.num_blocks, len(self.moments), self.num_stepped)
 
     def copy_from(self, other: AnchorState) -> None:
-        """Become equal to another state."""
-        for own, others in zip(self.vectors, other.vectors, strict=True):
-            own[:] = others
+        """Copy another state."""
+        for ours, theirs in zip(self.vectors, other.vectors, strict=True):
+            ours[:] = theirs
         self.hashes = other.hashes
 
     def rehash(self) -> None:

@@ -1,7 +1,7 @@
-"""Standing on the run's state: founding it, adopting it when joining, and following when others are further.
+"""Gets this peer the run's state: founds the run, adopts the state when joining, and catches up when behind.
 
-A peer that is one round behind follows by that round's record, one that is further behind or of another lineage
-replaces its whole state. Of two lineages that meet, the one with more tokens goes on (DESIGN.md, round protocol, 10).
+A peer that missed rounds applies their records. If that is impossible, or the lineage is another one, it replaces its
+whole state. When two lineages meet, the one with more tokens wins.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-# Several fresh peers and no state in sight for this long: the lowest peer id founds the run (DESIGN.md).
+# If no peer has a state for this long, the fresh peer with the lowest id founds the run.
 FOUND_AFTER_S = 2.0
-# A joiner that gets no byte of state for this long gives up with an error.
+# A joiner that receives no state for this long gives up with an error.
 ADOPT_TIMEOUT_S = 120.0
-# Donors that give nothing for this long are passed over where others have another state: a round that lands takes
-# seconds even for a large model (guess).
+# Donors that send nothing for this long are skipped if other peers have another state. A donor that commits a round is
+# busy for seconds, even with a large model (guess).
 DONOR_PATIENCE_S = 20.0
-# A Commit that is merely late comes before this; then its record is asked for.
+# A late Commit arrives within this time; then the record is requested.
 COMMIT_GRACE_S = 0.2
-# Between two tries to catch up (guess).
+# Delay between attempts to catch up (guess).
 RETRY_S = 2.0
 
 
 class ModelAccess(Protocol):
-    """The parts of the model that are read or filled outside of steps, while training has not begun."""
+    """Access to the model's buffers."""
 
     def buffers(self) -> bytes:
         """The model's buffers, serialized."""
         ...
 
     def load_buffers(self, data: bytes) -> None:
-        """Take over serialized buffers. Raises WireError when they do not fit."""
+        """Load serialized buffers. Raises WireError if they do not fit."""
         ...
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint brings back: a state that may be newer or older than the swarm's."""
+    """The state from a checkpoint. It may be newer or older than the swarm's."""
 
     state: AnchorState
     head: Head
     run_step: int
 
 
-class StandingHost(Protocol):
-    """What this part needs of its node."""
+class StateSyncHost(Protocol):
+    """The parts of a node that `StateSync` uses."""
 
     peer_id: PeerId
     incarnation: str
@@ -79,26 +79,22 @@ class StandingHost(Protocol):
     compute: Compute
 
     def fresh_trainers(self) -> list[PeerId]:
-        """Live trainers, whether they hold the run's state or not."""
+        """Live trainers, with or without the run's state."""
         ...
 
     def announce(self) -> None:
-        """Tell all partners at once where we stand now."""
+        """Send our new position to all partners at once."""
         ...
 
     def record(self, event: str, /, **fields: object) -> None: ...
 
 
 class StateSync:
-    """Owns the way from nothing to the run's state, and from an old state to the newest.
-
-    Attributes:
-        founded: whether the run began here: nobody had a state when this peer came.
-    """
+    """Brings this peer to the run's newest state. `founded`: whether this peer founded the run."""
 
     def __init__(
         self,
-        host: StandingHost,
+        host: StateSyncHost,
         exchange: Exchange,
         model: ModelAccess,
         *,
@@ -114,29 +110,29 @@ class StateSync:
         self._restored = restored
         self._rng = rng
         self._download: Download | None = None
-        self._passed_over: set[PeerId] = set()
+        self._skipped: set[PeerId] = set()
         self._jobs_send, self._jobs = trio.open_memory_channel[tuple[Link | None, str]](1)
 
     @property
     def status(self) -> str:
-        """What a joining peer is doing, for people."""
+        """The activity of a joining peer, for display."""
         return f"downloading state {100 * self._download.progress:.0f} %" if self._download else "joining"
 
-    # --- at the start -------------------------------------------------------------------------------------------------
+    # At the start.
 
     async def establish(self) -> None:
-        """Come to stand on the run's state: the swarm's, our checkpoint's, or a new one.
+        """Get the run's state: the swarm's, our checkpoint's, or a new one.
 
-        Raises ConfigError when there is a state that cannot be had.
+        Raises ConfigError if there is a state that cannot be downloaded.
         """
         host = self._host
         started = trio.current_time()
         while not self._may_found and not host.engine.head.lineage:
             donors = self._donors()
-            if donors and not self._ours_is_further(donors[0]):
+            if donors and not self._is_ahead_of(donors[0]):
                 await self._adopt(donors)
                 return
-            if donors or self._ours_to_found(started):
+            if donors or self._should_found(started):
                 break
             await trio.sleep(0.1)
         restored = self._restored
@@ -155,8 +151,8 @@ class StateSync:
         self.founded = True
         await host.engine.land(self._arrival("keep", "founded the run"))
 
-    def _ours_to_found(self, started: float) -> bool:
-        """Whether nobody has a state, everybody known has been asked, and ours is the lowest id of the fresh ones."""
+    def _should_found(self, started: float) -> bool:
+        """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
         membership, waited_s = self._host.membership, trio.current_time() - started
         if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
             if waited_s > ADOPT_TIMEOUT_S:
@@ -166,19 +162,19 @@ class StateSync:
                 )
             return False
         return waited_s > FOUND_AFTER_S and self._host.peer_id <= min(
-            self._host.fresh_trainers(), default=self._host.peer_id
+            [self._host.peer_id, *self._host.fresh_trainers()]
         )
 
-    def _ours_is_further(self, donor: Link) -> bool:
+    def _is_ahead_of(self, donor: Link) -> bool:
         assert donor.beat is not None
         return self._restored is not None and rank_of(self._restored.head) > rank_of(donor.beat)
 
     def _donors(self) -> list[Link]:
-        """Live peers that hold the best state in sight, without those that were passed over."""
+        """Live peers with the best known state, without skipped ones."""
         stateful = [
             (link, link.beat)
             for link in self._host.links.live.values()
-            if link.beat and link.beat.lineage and link.peer_id not in self._passed_over
+            if link.beat and link.beat.lineage and link.peer_id not in self._skipped
         ]
         if not stateful:
             return []
@@ -186,9 +182,9 @@ class StateSync:
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
 
     async def _adopt(self, donors: list[Link]) -> None:
-        """Make the donors' state ours; other donors take over from lost ones, and verified chunks are kept.
+        """Adopt the donors' state. Other donors replace lost ones, and verified chunks are kept.
 
-        Donors that give nothing may only claim to have a state: then the best of the others' is next.
+        Donors that send nothing are skipped if other peers have a state.
         """
         host, restored = self._host, self._restored
         if restored is not None:
@@ -206,32 +202,32 @@ class StateSync:
                 logger.info("state download: %s", error)
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
-                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._pass_over(donors):
+                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
                     progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise ConfigError(
-                        f"run {host.run.run_id!r}: {download.progress:.0%} of its state came, then nothing for "
-                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable from here, or gone"
+                        f"run {host.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
+                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again"
                     ) from None
                 await trio.sleep(0.5)
                 donors = self._donors() or donors
         self._download = None
-        self._passed_over.clear()
+        self._skipped.clear()
         host.engine.set_head(head)
         if restored is not None and restored.head.state_sha256 == head.state_sha256:
-            landing = self._arrival("keep", "the swarm stands where our checkpoint does", restored.run_step)
+            landing = self._arrival("keep", "the swarm has the checkpoint's state", restored.run_step)
         else:
             landing = self._arrival("write", "adopted the swarm's state")
         await host.engine.land(landing)
 
-    def _pass_over(self, donors: list[Link]) -> bool:
-        """Ask these donors no more while others have another state. False where nobody has."""
-        before = set(self._passed_over)
-        self._passed_over.update(donor.peer_id for donor in donors)
+    def _skip(self, donors: list[Link]) -> bool:
+        """Skip these donors if other peers have a state; else returns False."""
+        before = set(self._skipped)
+        self._skipped.update(donor.peer_id for donor in donors)
         if self._donors():
-            logger.warning("%d peers give nothing of the state that they say they have", len(donors))
+            logger.warning("%d peers send nothing of the state that they announce; trying other peers", len(donors))
             return True
-        self._passed_over = before
+        self._skipped = before
         return False
 
     def _new_download(self, state: AnchorState) -> Download:
@@ -239,7 +235,7 @@ class StateSync:
         return Download(host.links, state, host.compute, host.engine.parts, host.engine.context.averaging)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
-        """Where the training thread finds itself on our (new) head; "write": with the anchor as its weights."""
+        """The landing of the training thread on our new head; kind "write" replaces its weights by the anchor."""
         head, run = self._host.engine.head, self._host.run
         run_step = head.run_step if run_step is None else run_step
         self._host.record(
@@ -264,10 +260,10 @@ class StateSync:
             finished=0 < run.total_steps <= head.run_step,
         )
 
-    # --- later --------------------------------------------------------------------------------------------------------
+    # During the run.
 
     async def keep_up(self) -> None:
-        """Follow whoever is further, one job at a time; until cancelled."""
+        """Catch up with peers that are ahead, one job at a time, until cancelled."""
         barrier = ErrorLog(logger).containing("catching up")
         async for link, reason in self._jobs:
             with barrier:
@@ -279,11 +275,11 @@ class StateSync:
                     continue
                 except (PeerLostError, WireError) as error:
                     logger.info("catching up failed, will try again: %s", error)
-            # The next beat of a partner that is ahead starts it again; not at once: it may not have what it says.
+            # The next heartbeat of a partner that is ahead retries. The delay is for partners with false claims.
             await trio.sleep(RETRY_S)
 
     def compare(self, link: Link, beat: Beat) -> None:
-        """See whether a partner stands further than we do, and follow if so."""
+        """Start catching up if a partner is ahead of us."""
         head = self._host.engine.head
         if beat.lineage == head.lineage:
             if beat.round > head.round and not self._host.engine.resolving:
@@ -292,16 +288,16 @@ class StateSync:
             self._begin(None, f"lineage {beat.lineage} has more tokens than ours")
 
     def fall_behind(self, reason: str) -> None:
-        """The rounds cannot be followed by their records any more."""
+        """Replace our state, because the records of missed rounds cannot be applied."""
         self._begin(None, reason)
 
     def _begin(self, link: Link | None, reason: str) -> None:
-        # Where one is under way and another waits, they will see the newest state.
+        # If a job is already waiting, it will see the newest state.
         with contextlib.suppress(trio.WouldBlock):
             self._jobs_send.send_nowait((link, reason))
 
     async def _follow_record(self, link: Link) -> bool:
-        """Bring the rounds home by their records that a partner has and we lack. False when the next one cannot be."""
+        """Apply the records of rounds that a partner has and we lack. False if the next one cannot be applied."""
         engine = self._host.engine
         await trio.sleep(COMMIT_GRACE_S)
         while not engine.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
@@ -313,7 +309,7 @@ class StateSync:
                 return False
             record = unpack_record(payload)
             if (record.lineage, record.round) != (lineage, round_):
-                raise WireError("another record than asked for")
+                raise WireError("not the requested record")
             head = engine.head
             await engine.adopt_record(link.peer_id, record)
             if engine.head is head:
@@ -321,10 +317,9 @@ class StateSync:
         return True
 
     async def _replace_state(self, reason: str) -> None:
-        """Adopt the best state in sight. Of the same genesis we keep our weights, else they are overwritten.
+        """Adopt the best known state. Local weights are kept if the genesis is the same, else overwritten.
 
-        Rounds of our own go on until the other state is here, whole and verified: a partner that only claims to be
-        further holds nobody up.
+        Our own rounds go on until the new state is complete and verified, so a false claim does not stop them.
         """
         host, engine = self._host, self._host.engine
         donors = [donor for donor in self._donors() if donor.beat and rank_of(donor.beat) > rank_of(engine.head)]
@@ -332,9 +327,9 @@ class StateSync:
             return
         logger.info("replacing our state: %s", reason)
         head = await ask_head(host.links, donors[0])
-        # A new lineage may begin from the very state that we stand on; else fetch what differs.
+        # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
-            # Into a second state: should it fail half-way, we still stand where we stood, and go on from there.
+            # Into a second state, so that ours remains valid if the download fails.
             self._download = self._download or self._new_download(host.state.blank())
             await self._download.run(head, donors)
         async with engine.paused():
@@ -350,11 +345,11 @@ class StateSync:
             await engine.land(self._arrival(kind, reason))
 
     async def can_restore(self, restored: Restored) -> bool:
-        """Whether a checkpoint's state is further than the one that we stand on."""
+        """Whether a checkpoint's state is ahead of ours."""
         return rank_of(restored.head) > rank_of(self._host.engine.head)
 
     async def restore(self, restored: Restored) -> None:
-        """Go back to a checkpoint, as the founder of a new lineage; the others follow if it is the furthest."""
+        """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""
         async with self._host.engine.paused():
             self._host.state.copy_from(restored.state)
             self._host.engine.set_head(restored.head)
@@ -363,7 +358,7 @@ class StateSync:
 
 
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:
-    """Where a state stands among others: more tokens first, then the younger lineage, the smaller id, the round."""
+    """Sort key of states: most tokens, then youngest lineage, then latest round, then smallest lineage id."""
     generation = place.lineage.split("-")[0]
     return (
         place.tokens_total,

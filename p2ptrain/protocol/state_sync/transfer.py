@@ -1,10 +1,9 @@
-"""How a joiner gets the run's state: anchor and moments in verified chunks, from several donors at once.
+"""Downloads the run's state: anchor and moments in verified chunks, from several donors in parallel.
 
-The manifest (the list of chunk hashes) comes in pages and is checked as a whole against the hash in the donor's head,
-every chunk against the manifest, so a wrong or truncated byte is never adopted; what was verified is kept when a donor
-is lost. When the swarm
-resolves a round meanwhile, which changes every chunk, those that are here are rolled forward with the round's encoded
-mean (an eighth of the bytes), so that a slow link comes to the end of a download however often rounds are.
+The manifest (the list of chunk hashes) comes in pages and is checked against the hash in the donor's head; every chunk
+is checked against the manifest. Verified chunks are kept when a donor is lost. If the swarm commits a round during the
+download, which changes every chunk, the received chunks are updated with the round's encoded mean (an eighth of the
+bytes). So a download ends even on a slow link with frequent rounds.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)
 
-# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and others may be joining too.
+# Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and other peers may be joining too.
 CHUNK_TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 15.0
-# Chunks asked of one donor at once: two hide the round trip of a slow link; where chunks come faster than QUICK_S it
-# takes more. What is asked for when the swarm resolves a round comes in vain.
+# Requests in flight per donor: two hide the round trip of a slow link, more are used if chunks take less than QUICK_S.
+# Chunks in flight are wasted when the swarm commits a round.
 PER_DONOR = 2
 MOST_PER_DONOR = 8
 QUICK_S = 0.5
-# A page of the manifest takes 256 KiB, as a chunk does: one page holds the hashes of 134M parameters with one moment.
+# A page of the manifest has 256 KiB, like a chunk; it covers 134M parameters with one moment.
 MANIFEST_PAGE_HASHES = 4096
-# Model buffers (running means and such) travel in pieces of this size.
+# Model buffers (such as running means) are sent in pieces of this size.
 BUFFER_PIECE_BYTES = 1024 * 1024
-# More than this is not taken in from a donor, whatever it goes on sending (guess).
+# Limit of the buffers from one donor (guess).
 MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 
 
 class StateServer:
-    """Answers requests for this peer's head, manifest and chunks from live memory, and for its model's buffers.
+    """Answers requests for this peer's head, manifest, chunks and model buffers.
 
-    Buffers change at every training step. They are packed when the first piece is asked for, at most once for each
-    state that we stand on, and kept until they are packed again. The answer names the packing (by that state), and
-    whoever wants its next piece repeats that name: pieces of two packings do not mix.
+    Buffers change at every training step. They are serialized when the first piece is asked for, at most once for each
+    state, and kept until they are serialized again. The answer names the serialization (by that state), and the request
+    for the next piece repeats that name, so that pieces of two serializations do not mix.
     """
 
     def __init__(
@@ -84,8 +83,7 @@ class StateServer:
         await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
     async def _payload(self, request: Request) -> bytes | None:
-        """What a request asks for, None where we have no such thing."""
-        # Of another state it would come in vain, and on a slow link hold up what is needed.
+        """The requested bytes; None if not available. Chunks of an old state are not sent, as they would be useless."""
         current = request.subject == self._head().state_sha256
         match request.what:
             case "head":
@@ -113,15 +111,15 @@ class StateServer:
 
 
 def num_pages(num_chunks: int) -> int:
-    """Pages of the manifest of a state of so many chunks."""
+    """Number of manifest pages for so many chunks."""
     return -(-num_chunks // MANIFEST_PAGE_HASHES)
 
 
 async def ask_head(links: Links, link: Link) -> Head:
-    """Where a partner stands. Raises PeerLostError, WireError."""
+    """A partner's head. Raises PeerLostError, WireError."""
     answer, payload = await links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
     if not answer.found:
-        raise PeerLostError(f"{link.peer_id} has no state to give now")
+        raise PeerLostError(f"{link.peer_id} cannot send its state now")
     return unpack_head(payload)
 
 
@@ -146,9 +144,9 @@ class Download:
     """Fills an `AnchorState` to match a head. Keeps verified chunks between calls of `run`.
 
     Args:
-        state: written to from the first chunk on; chunks that it holds already, by its hashes, are not fetched.
-        parts: where encoded means are fetched to.
-        averaging: how they are decoded.
+        state: receives the chunks; chunks with the right hashes are not fetched.
+        parts: stores encoded means.
+        averaging: decodes encoded means.
     """
 
     def __init__(
@@ -165,11 +163,11 @@ class Download:
 
     @property
     def progress(self) -> float:
-        """Share of the chunks that are here and verified."""
+        """Share of verified chunks."""
         return self.done_chunks / self.state.num_chunks
 
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
-        """Fetch everything for `head`. Raises PeerLostError when no donor is left; call again with others then."""
+        """Fetch the state of `head`. Raises PeerLostError if all donors fail; call it again with other donors."""
         hashes = await self._manifest(head, donors)
         if head.record is not None and head.record.parent_sha256 == self._held_of:
             await self._roll_forward(head.record, donors)
@@ -183,31 +181,27 @@ class Download:
                 for _ in range(PER_DONOR):
                     nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
         if self.done_chunks < len(hashes):
-            raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks could not be had")
+            raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
         self.state.hashes = self.state.combine(hashes)
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:
-        """Take a round's outer step on the chunks that are here; where that cannot be done they are fetched anew."""
+        """Apply a round's outer step to the received chunks. If that fails they are fetched again."""
         state = self.state
         try:
             check_record(record, state, self._averaging)
-        except WireError as error:
-            logger.info("the state that is here cannot be rolled forward: %s", error)
-            return
-        whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
-        blobs_bytes = sum(self._averaging.size_bytes(record, part) for part in record.parts)
-        if len(whole) * len(state.vectors) * state.chunk(0).nbytes < blobs_bytes:
-            return  # they come anew for less than the mean would
-        try:
+            whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
+            mean_bytes = sum(self._averaging.size_bytes(record, part) for part in record.parts)
+            if len(whole) * len(state.vectors) * state.chunk(0).nbytes < mean_bytes:
+                return  # fetching the chunks again takes fewer bytes
             await self._parts.fetch(record, [donor.peer_id for donor in donors])
         except (PeerLostError, WireError) as error:
-            logger.info("the state that is here cannot be rolled forward: %s", error)
+            logger.info("received state chunks cannot be updated with the round's mean: %s", error)
             return
         for piece in whole:
             await self._compute(self._step_chunks, piece, record)
 
     def _step_chunks(self, piece: int, record: Record) -> None:
-        """The outer step on one slice of anchor and moments; their hashes then show whether it was right."""
+        """Apply the outer step to one slice of anchor and moments, and rehash it."""
         start = piece * STATE_CHUNK_BLOCKS
         span = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
         try:
@@ -219,7 +213,7 @@ class Download:
             self._held[chunk] = hashlib.sha256(self.state.chunk(chunk).data).hexdigest()
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
-        """The hashes of all chunks, from the first donor whose list hashes to the head. Raises PeerLostError."""
+        """The hashes of all chunks, from the first donor whose list matches the head. Raises PeerLostError."""
         for donor in donors:
             try:
                 hashes = await self._ask_manifest(head, donor)
@@ -229,7 +223,7 @@ class Download:
             if self.state.combine(hashes).state == head.state_sha256:
                 return hashes
             logger.info("manifest from %s: its hash is wrong", donor.peer_id)
-        raise PeerLostError("no donor has the manifest of this head any more")
+        raise PeerLostError("no donor has the manifest of this head")
 
     async def _ask_manifest(self, head: Head, donor: Link) -> list[str]:
         """All pages of a donor's manifest, not verified yet. Raises PeerLostError, WireError."""
@@ -239,7 +233,7 @@ class Download:
                 donor, "manifest", head.state_sha256, page, timeout_s=CHUNK_TIMEOUT_S
             )
             if not answer.found:
-                raise PeerLostError("the donor has another state by now")
+                raise PeerLostError("the donor has a newer state")
             expected = min(MANIFEST_PAGE_HASHES, self.state.num_chunks - len(hashes))
             if len(payload) != 64 * expected:
                 raise WireError(f"{len(payload)} bytes, expected {64 * expected}")
@@ -256,7 +250,7 @@ class Download:
         nursery: trio.Nursery,
         fetching: Counter[str],
     ) -> None:
-        """Take chunks off the common list until it is empty or the donor fails; what it failed goes back."""
+        """Fetch chunks from `missing` until it is empty or the donor fails; a failed chunk is put back."""
         while missing:
             index = missing.popleft()
             asked_s = trio.current_time()
@@ -272,11 +266,9 @@ class Download:
                 nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
 
     async def _fetch_chunk(self, donor: Link, head: Head, index: int, sha256: str) -> None:
-        answer, payload = await self._links.request(
-            donor, "chunk", head.state_sha256, index, timeout_s=CHUNK_TIMEOUT_S
-        )  # fmt: skip
+        answer, payload = await self._links.request(donor, "chunk", head.state_sha256, index, timeout_s=CHUNK_TIMEOUT_S)
         if not answer.found:
-            raise PeerLostError("the donor has another state by now")
+            raise PeerLostError("the donor has a newer state")
         target = self.state.chunk(index)
         if len(payload) != target.nbytes:
             raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")

@@ -46,12 +46,12 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     check_writable(out)
     for reproduction in chosen:
         check_writable(out / reproduction.name)
-        for arm in reproduction.arms:
-            check_writable(out / reproduction.name / arm.directory)
+        for variant in reproduction.variants:
+            check_writable(out / reproduction.name / variant.directory)
     rows = ["| row | the paper says | paper | here | verdict |", "|---|---|---|---|---|"]
     for reproduction in chosen:
         began_s = time.monotonic()
-        with progress_bars([arm for _ in range(seeds) for arm in reproduction.arms]) as on_progress:
+        with progress_bars([variant for _ in range(seeds) for variant in reproduction.variants]) as on_progress:
             outcome = run_reproduction(reproduction, range(seeds), on_progress)
         write_outcome(outcome, out)
         rows += markdown_rows(outcome)

@@ -47,46 +47,32 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class RunConfig:
     """The settings that every peer of a run shares, hashed into the run digest.
 
+    `table.py` describes each setting in a line; the comment above a default is its reason. In addition:
+
     Attributes:
-        run_id: name of the run; peers of other runs on the same DHT are ignored.
+        run_id: peers of other runs on the same DHT are ignored.
         protocol_version: version of frames and round protocol; peers of other versions are refused.
-        model: built-in name, `package.module:factory`, or "" for a model given through the Python API.
+        model: "" for a model given through the Python API.
         model_layout: hex hash of every parameter's name, shape, dtype and, if frozen, value.
         data: "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
-        total_steps: length of the run in inner steps; 0 for no end.
-        lr: peak learning rate of the inner AdamW.
-        warmup_steps: linear warm-up of the inner learning rate.
-        weight_decay: of the inner AdamW, on matrices only.
-        sync_every: H, inner steps between rounds (DiLoCo, Algorithm 1).
-        sync_schedule: "fixed"; "grow" or "shrink": H goes from 0.5 H to 1.5 H over the run, or back.
-        fragment_fraction: p, share of the parameters pushed at every inner step (SPARTA, Algorithm 1); 0: no gossip.
+        sync_every: H (DiLoCo, Algorithm 1).
+        sync_schedule: "grow" or "shrink": H goes from 0.5 H to 1.5 H over the run, or back.
+        fragment_fraction: p (SPARTA, Algorithm 1).
         fragment_selection: "cyclic" walks a shuffled partition; "fresh" draws at each step, as in the paper.
-        fragment_codec: encoding of fragments.
-        fragment_schedule: "fixed"; "ramp": 0 to 2p over each interval (SPARTA); "decay": 2p to 0 over the run.
-        fragment_delay: steps that a fragment waits before it is sent (the paper's asynchronous mode).
-        max_staleness: fragments with p · delay above this are discarded; 0 keeps all.
-        topology: targets of fragments: "push" to random peers, "pairs", "groups", or "all" (the paper's full average).
-        fan_out: peers that one fragment is pushed to.
+        fragment_schedule: "ramp": 0 to 2p over each interval (SPARTA); "decay": 2p to 0 over the run.
+        fragment_delay: the paper's asynchronous mode.
+        topology: "push" to random peers, "pairs", "groups", or "all" (the paper's full average).
         averaging: "parts": each member averages one part for all members; "gather": every member sends its outer
             gradient to every other member (for two or three peers, and for "topk").
-        round_codec: encoding of outer gradients.
-        round_density: share of the values that "topk" sends.
-        prune_fraction: share of each neuron's values that is not sent (DiLoCo, table 6); for int8.
-        round_weights: how outer gradients are weighted: by the "tokens" trained on, "equal", or by the size of the
-            peer's "shard" (DiLoCo, section 6.1; equal without shards).
+        prune_fraction: share of each neuron's values that is not sent (DiLoCo, table 6).
+        round_weights: outer gradients are weighted by the "tokens" trained on, "equal", or by the size of the peer's
+            "shard" (DiLoCo, section 6.1; equal without shards).
         round_mean: "weighted", or the "disjoint" merge of DiLoCo's section 6.1.
-        inner_moments: "local", or "averaged": rounds also average the inner Adam's moments (DiLoCo, appendix).
-        max_missed_rounds: a peer that misses more rounds than this in a row adopts the anchor.
-        round_timeout_s: limit of one attempt at a round. After half of it, members with complete outer gradients go on
-            without the rest.
-        outer_optimizer: "nesterov", "sgdm", "sgd" or "adam" (DiLoCo, figure 6).
-        outer_lr: learning rate of the outer step.
-        outer_lr_schedule: "constant", or "cosine" to 0 over the run.
-        outer_momentum: momentum of the outer step; Adam's first beta.
-        num_shards: parts of the training text, of which each peer trains on one; 0: every peer trains on all of it.
-        sharding: content of a part: "iid" (random blocks of text), "unbalanced" (the same, of unequal sizes) or
-            "clusters" (similar blocks, by k-means). See `data/shards.py`.
-        run_seed: seeds the initial weights, the fragment partition and the shards.
+        inner_moments: "averaged": rounds also average the inner Adam's moments (DiLoCo, appendix).
+        round_timeout_s: after half of it, members with complete outer gradients go on without the rest.
+        outer_optimizer: see DiLoCo, figure 6.
+        sharding: "iid" (random blocks of text), "unbalanced" (the same, of unequal sizes) or "clusters" (similar
+            blocks, by k-means). See `data/shards.py`.
     """
 
     # A first run needs no name. Several runs on one bootstrap node need different names.

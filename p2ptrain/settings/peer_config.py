@@ -11,19 +11,16 @@ from p2ptrain.settings.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Network settings of this machine. Addresses are libp2p multiaddrs.
+    """Network settings of this machine; described in `table.py`. Addresses are libp2p multiaddrs.
 
     Attributes:
         initial_peers: multiaddrs of peers or bootstrap nodes to join through; empty to start a new swarm.
         remembered_peers: multiaddrs of earlier peers, also used to join. The user did not choose them, so their
             answers cannot prevent a start.
-        host_maddrs: addresses to listen on.
         announce_maddrs: addresses to announce instead of the detected ones (port forwarding, containers).
-        identity: file with this peer's private key, created if missing; None for a new identity at each start.
-        startup_timeout_s: how long the libp2p daemon may take to start.
-        peer_timeout_s: seconds without a message before a peer is considered lost; less on links that are usually
-            quick.
-        relay_peers: peers behind NAT that may be reached through this machine, if it has a public address; 0 for none.
+        identity: None for a new identity at each start.
+        peer_timeout_s: seconds without a message before a peer is considered lost; less on usually quick links.
+        relay_peers: used only if this machine has a public address.
     """
 
     # Without initial peers a new run starts.
@@ -54,13 +51,7 @@ class NetworkConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PageConfig:
-    """Where this machine serves the dashboard.
-
-    Attributes:
-        host: address or name to serve on.
-        port: TCP port to serve on; 0 for any free one.
-        page_names: host names that browsers may use, besides addresses and localhost.
-    """
+    """Where this machine serves the dashboard; described in `table.py`."""
 
     # Everyone who can reach the page sees the run, so other machines are not allowed by default.
     host: str = "127.0.0.1"
@@ -75,25 +66,17 @@ class PageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
-    """Settings of this machine. They may differ from peer to peer.
+    """Settings of this machine, which may differ from peer to peer; described in `table.py`.
 
     Attributes:
-        network: network settings.
-        preset: name of default settings for a new run; see `presets.py`.
         data: "stdlib", or the path of a text file or of a directory of text files.
-        init_from: checkpoint directory or .safetensors file with the initial weights of a new run.
-        batch_size: windows of text per inner step.
         device: "auto" (a GPU when torch sees one), or a torch device such as "cpu" or "cuda:1".
-        threads: CPU threads for torch; 0 leaves the choice to torch.
-        out: directory for identity, metrics and checkpoints; None for `p2ptrain-<run id>`.
-        metrics: file that gets one JSON line per event; None for `metrics.jsonl` in the out directory.
-        prometheus: PORT (on loopback) or HOST:PORT for Prometheus metrics; None for no server.
-        seed: of this peer's stream of training windows; None derives it from the identity.
-        shard: shard to train on, in runs with shards; None chooses one by the identity.
-        eval_every: inner steps of the run between two evaluations on the held-out text.
+        out: None for `p2ptrain-<run id>`.
+        metrics: None for `metrics.jsonl` in the output directory.
+        prometheus: PORT (on loopback) or HOST:PORT; None for no server.
+        seed, shard: None derives them from the identity.
         checkpoint_minutes: time between two checkpoints; one more is written when training stops.
-        write_addresses: file for this peer's addresses, one a line, to be used as `--initial-peers`.
-        dashboard: port of this peer's dashboard; None for no dashboard.
+        dashboard: None for no dashboard.
     """
 
     network: NetworkConfig = NetworkConfig()

@@ -246,7 +246,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
         if variable not in known:
             raise ConfigError(f"unknown environment variable {variable}; {did_you_mean(variable, known)}")
     config_file = config_file or variables.get(CONFIG_VARIABLE)
-    keys = _read_toml(Path(config_file)) if config_file else {}
+    keys = _read_keys(Path(config_file)) if config_file else {}
 
     values: dict[str, Value] = {}
     sources: dict[str, str] = {}
@@ -279,13 +279,18 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f"known are: {', '.join(sorted(known))}"
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file. Raises ConfigError."""
     try:
-        keys = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}; check the path given with -c") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not valid TOML: {error}") from error
+        raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+
+
+def _read_keys(path: Path) -> dict[str, Any]:
+    keys = read_toml(path)
     for key in keys:
         if key not in SETTINGS:
             raise ConfigError(f"{path}: unknown key {key!r}; {did_you_mean(key, SETTINGS)}")

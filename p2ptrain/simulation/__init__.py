@@ -1,4 +1,4 @@
-"""Whole swarms in one process: the same node, protocol and training loop as a real peer, on virtual time.
+"""Simulates whole swarms in one process and virtual time, with the node, protocol and training loop of real peers.
 
 >>> records = simulate(Experiment.of(peers=8, steps=600, sync_every=100, fragment_fraction=0.02))
 >>> records.final_loss

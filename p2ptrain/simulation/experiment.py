@@ -1,6 +1,6 @@
-"""What is simulated: a run's settings, the peers, their network, and what happens to them. From flags or TOML.
+"""A simulated experiment: settings of the run, peers, network and faults, from flags or TOML.
 
-An experiment file is a flat TOML table of settings, and may hold several *arms* that differ in some of them:
+An experiment file is a flat TOML table of settings. It may have several variants, as [[arm]] tables:
 
     title = "DiLoCo with and without SPARTA"
     peers = 8
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,14 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.table import did_you_mean
-from p2ptrain.simulation.fault_injection import KINDS, Fault, draw_storm
+from p2ptrain.settings.config_rules import check, check_count
+from p2ptrain.settings.table import did_you_mean, read_toml
+from p2ptrain.simulation.fault_injection import KINDS, Fault, draw_faults
 from p2ptrain.simulation.scheduled_event import ScheduledEvent, check_schedule
 
-# Settings of a run that a simulation has no use for, or chooses itself.
+# Settings of a run that a simulation does not use, or chooses itself.
 _NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
-# ALGORITHMS.md, section 4: the demo model and its settings, tuned by simulation.
+# The demo model, with settings tuned by simulation.
 _RUN_DEFAULTS: dict[str, Any] = {"model": "gpt-demo", "fragment_fraction": 0.02, "sync_every": 100}
 
 
@@ -43,33 +43,33 @@ class Experiment:
     """One simulated run.
 
     Attributes:
-        run: the settings that a real run would have, hashed and checked as there.
-        name: of this arm, for plots; its directory is named after it.
-        peers: how many train from the start; those that the schedule lets join come on top.
-        step_s: virtual seconds that one inner step takes at speed 1.
-        latency_s: one way, of every packet.
-        bandwidth_mbit: of every peer's uplink, in Mbit/s; 0 for no limit.
-        loss: share of the fragments that do not arrive.
-        drop: probability that a peer's outer gradient of a round is lost; it goes on from its own weights.
-        speeds: relative speeds of the first peers; the others have 1.
-        schedule: what happens when, each of it before the run's last step.
-        faults_per_hour: how many faults strike the peers an hour of virtual time; see `storm.draw_storm`.
-        faults: their kinds.
-        fault_s: how long one lasts on average, in virtual seconds.
-        pretrain_steps: steps that the first model is trained alone before the run (DiLoCo, section 3.1), with a warm-up
-            and cosine of its own.
-        data: "stdlib", or the path of a text file or a directory of them.
+        run: the settings of the run.
+        name: name of the variant, for plots and its directory.
+        peers: number of peers at the start; the schedule may let more join.
+        step_s: virtual seconds per inner step at speed 1.
+        latency_s: one-way latency of every packet.
+        bandwidth_mbit: Mbit/s of every peer's uplink; 0 for no limit.
+        loss: share of fragments that are lost.
+        drop: probability that a peer's outer gradient is lost in a round; the peer goes on from its own weights.
+        speeds: relative speeds of the first peers; the rest have 1.
+        schedule: events before the run's last step.
+        faults_per_hour: random faults per hour of virtual time; see `fault_injection.draw_faults`.
+        faults: kinds of random faults.
+        fault_s: mean duration of a random fault in virtual seconds.
+        pretrain_steps: steps that the initial model is trained alone (DiLoCo, section 3.1), with its own warm-up and
+            cosine.
+        data: "stdlib", or the path of a text file or a directory of text files.
         batch_size: windows of text per inner step.
-        eval_every: steps between two measurements on held-out text.
-        seed: of everything: first weights, data, partners, the order of what happens at one instant.
+        eval_every: steps between two evaluations on held-out text.
+        seed: seed of weights, data, partners, and the order of simultaneous events.
     """
 
     run: RunConfig
     name: str = "run"
     peers: int = 8
-    # A GPU's step of a mid-sized model; heartbeats come once a second, so they stay cheap beside the steps.
+    # A GPU's step of a mid-sized model; heartbeats, once a second, stay cheap compared to the steps.
     step_s: float = 0.1
-    # Within a continent.
+    # Typical within a continent.
     latency_s: float = 0.02
     bandwidth_mbit: float = 0.0
     loss: float = 0.0
@@ -78,7 +78,7 @@ class Experiment:
     schedule: tuple[ScheduledEvent, ...] = ()
     faults_per_hour: float = 0.0
     faults: tuple[str, ...] = KINDS
-    # A machine that is started anew, or a line that comes back (guess).
+    # A machine that restarts, or a connection that recovers (guess).
     fault_s: float = 20.0
     pretrain_steps: int = 0
     data: str = "stdlib"
@@ -87,33 +87,29 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check(
-            self.name.isprintable() and self.name not in ("", ".", ".."), "name", self.name,
-            "a text in one line that can name a directory",
-        )  # fmt: skip
-        _check(self.peers >= 1 and self.peers <= 1000, "peers", self.peers, "from 1 to 1000")
-        _check(0 < self.step_s < math.inf, "step_s", self.step_s, "above 0")
-        _check(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more seconds")
-        _check(0 <= self.bandwidth_mbit < math.inf, "bandwidth_mbit", self.bandwidth_mbit, "0 (no limit) or more")
-        _check(0 <= self.loss < 1, "loss", self.loss, "at least 0 and below 1")
-        _check(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
-        _check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
-        _check(all(0 < speed < math.inf for speed in self.speeds), "speeds", self.speeds, "above 0")
-        _check(0 <= self.faults_per_hour < math.inf, "faults_per_hour", self.faults_per_hour, "0 or more")
-        _check(
-            bool(self.faults) and set(self.faults) <= set(KINDS), "faults", list(self.faults),
-            f"some of {', '.join(KINDS)}",
-        )  # fmt: skip
-        _check(0 < self.fault_s < math.inf, "fault_s", self.fault_s, "above 0")
-        _check(self.pretrain_steps >= 0, "pretrain_steps", self.pretrain_steps, "0 or more")
-        _check(self.batch_size >= 1, "batch_size", self.batch_size, "1 or more")
-        _check(self.eval_every >= 1, "eval_every", self.eval_every, "1 or more")
-        _check(self.run.total_steps >= 1, "steps", self.run.total_steps, "1 or more: a simulation has an end")
+        usable = self.name.isprintable() and self.name not in ("", ".", "..")
+        check(usable, "name", self.name, "a text in one line that can name a directory")
+        check(1 <= self.peers <= 1000, "peers", self.peers, "from 1 to 1000")
+        check(0 < self.step_s < math.inf, "step_s", self.step_s, "above 0")
+        check(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more seconds")
+        check(0 <= self.bandwidth_mbit < math.inf, "bandwidth_mbit", self.bandwidth_mbit, "0 (no limit) or more")
+        check(0 <= self.loss < 1, "loss", self.loss, "at least 0 and below 1")
+        check(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
+        check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
+        check(all(0 < speed < math.inf for speed in self.speeds), "speeds", self.speeds, "above 0")
+        check(0 <= self.faults_per_hour < math.inf, "faults_per_hour", self.faults_per_hour, "0 or more")
+        known = bool(self.faults) and set(self.faults) <= set(KINDS)
+        check(known, "faults", list(self.faults), f"some of {', '.join(KINDS)}")
+        check(0 < self.fault_s < math.inf, "fault_s", self.fault_s, "above 0")
+        check_count("pretrain_steps", self.pretrain_steps, 0)
+        check_count("batch_size", self.batch_size, 1)
+        check_count("eval_every", self.eval_every, 1)
+        check(self.run.total_steps >= 1, "steps", self.run.total_steps, "1 or more: a simulation has an end")
         check_schedule(self.schedule, peers=self.peers, steps=self.run.total_steps)
 
     @classmethod
     def of(cls, **settings: Any) -> Experiment:
-        """From settings by name: fields of this class but `run`, `steps`, and settings of a run. Raises ConfigError."""
+        """From settings by name: `steps`, fields of this class except `run`, and of RunConfig. Raises ConfigError."""
         own = {field.name: field for field in dataclasses.fields(cls) if field.name != "run"}
         of_run = {field.name for field in dataclasses.fields(RunConfig)} - _NOT_OURS
         values: dict[str, Any] = {}
@@ -133,55 +129,46 @@ class Experiment:
 
     @property
     def directory(self) -> str:
-        """Name of the directory of this arm's records."""
+        """Name of the directory of this variant's records."""
         return self.name.replace("/", "-")
 
     @property
-    def storm(self) -> tuple[Fault, ...]:
-        """The faults that strike, in order. The last interval is calm: everybody is there for the last round."""
-        return draw_storm(
+    def faults_drawn(self) -> tuple[Fault, ...]:
+        """The random faults, in order; none in the last interval, so that all peers take part in the last round."""
+        return draw_faults(
             peers=self.peers, kinds=self.faults, faults_per_hour=self.faults_per_hour, fault_s=self.fault_s,
             step_s=self.step_s, steps=self.run.total_steps - self.run.sync_every, seed=self.seed,
         )  # fmt: skip
 
     @property
     def scheduled_events(self) -> list[ScheduledEvent]:
-        """All that is done to peers, by schedule or storm, in order."""
-        of_storm = [scheduled_event for fault in self.storm for scheduled_event in fault.scheduled_events]
-        return sorted([*self.schedule, *of_storm], key=lambda scheduled_event: scheduled_event.step)
+        """The schedule and the events of random faults, in order."""
+        of_faults = [event for fault in self.faults_drawn for event in fault.scheduled_events]
+        return sorted([*self.schedule, *of_faults], key=lambda event: event.step)
 
     def starts_late(self, peer: int) -> bool:
-        """Whether a peer is not there at the start."""
-        first = next((h for h in sorted(self.schedule, key=lambda h: h.step) if h.peer == peer), None)
+        """Whether a peer is absent at the start."""
+        first = min((e for e in self.schedule if e.peer == peer), key=lambda e: e.step, default=None)
         return peer >= self.peers or (first is not None and first.action == "join")
 
 
 def read_experiments(path: Path, **overrides: Any) -> tuple[str, list[Experiment]]:
-    """The title and the arms of an experiment file; `overrides` are settings that win over the file's.
-
-    Raises ConfigError.
-    """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no TOML: {error}") from None
-    return parse_experiments(table, path, **overrides)
+    """The title and the variants of an experiment file; `overrides` replace its settings. Raises ConfigError."""
+    return parse_experiments(read_toml(path), path, **overrides)
 
 
 def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tuple[str, list[Experiment]]:
-    """As `read_experiments`, from a file that has been read. Raises ConfigError naming `path`."""
-    title, arms = table.pop("title", path.stem), table.pop("arm", [{}])
-    if not isinstance(title, str) or not isinstance(arms, list) or not all(isinstance(arm, dict) for arm in arms):
-        raise ConfigError(f"{path}: title must be a text, and arms are written as [[arm]] tables")
+    """As `read_experiments`, from a parsed file. Raises ConfigError naming `path`."""
+    title, variants = table.pop("title", path.stem), table.pop("arm", [{}])
+    if not isinstance(title, str) or not isinstance(variants, list) or not all(isinstance(v, dict) for v in variants):
+        raise ConfigError(f"{path}: title must be a text, and variants are written as [[arm]] tables")
     try:
-        found = [Experiment.of(**{**table, **arm, **overrides}) for arm in arms]
+        found = [Experiment.of(**{**table, **variant, **overrides}) for variant in variants]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     names = [experiment.name for experiment in found]
     if len({experiment.directory for experiment in found}) < len(names):
-        raise ConfigError(f"{path}: the arms are named {', '.join(map(repr, names))}: each needs a name of its own")
+        raise ConfigError(f"{path}: [[arm]] tables named {', '.join(map(repr, names))}; each needs a different name")
     return title, found
 
 
@@ -213,8 +200,3 @@ def _scheduled_event(item: object) -> ScheduledEvent:
         except TypeError as error:
             raise ConfigError(f"schedule {dict(item)}: {error}") from None
     raise ConfigError(f"schedule {item!r}: must be a text such as 300:crash:2")
-
-
-def _check(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} = {value!r}: must be {rule}")

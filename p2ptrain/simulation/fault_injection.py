@@ -1,6 +1,6 @@
-"""A storm: faults at random times, as many an hour as the experiment says, each undone after a while.
+"""Random faults at a given rate, each undone after a while.
 
-The storm is drawn before the run from the experiment's seed, as scheduled events like those of its schedule.
+All faults are drawn from the experiment's seed before the run, as scheduled events.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from p2ptrain.simulation.scheduled_event import ScheduledEvent
 
 KINDS = ("crash", "pause", "partition", "slow")
-# The slowest link that we look after (issue of slow links: 1000, 100, 10 and 2 Mbit/s).
+# The slowest link that is supported.
 SLOW_MBIT = 2.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what befalls some peers from one step of the run, as time, to another. `number` counts from 1."""
+    """One fault of some peers, between two steps of the run. `number` counts from 1."""
 
     number: int
     kind: str
@@ -28,7 +28,7 @@ class Fault:
 
     @property
     def scheduled_events(self) -> Iterator[ScheduledEvent]:
-        """What is done to each peer, and undone."""
+        """The actions on each peer, and those that undo them."""
         for peer in self.peers:
             if self.kind == "crash":
                 yield ScheduledEvent(self.begins, "crash", peer)
@@ -44,24 +44,24 @@ class Fault:
                 yield ScheduledEvent(self.ends, "widen", peer)
 
 
-def draw_storm(
+def draw_faults(
     *, peers: int, kinds: tuple[str, ...], faults_per_hour: float, fault_s: float, step_s: float, steps: int, seed: int
 ) -> tuple[Fault, ...]:
-    """All faults of a run, in the order of their beginnings.
+    """All faults of a run, ordered by their start.
 
-    Each kind is as likely. "crash": gone without a word, and started anew, with nothing but its number. "pause": the
-    machine stands still, training and network, and wakes up. "partition": some peers, up to half, can reach each
-    other only. "slow": a link of 2 Mbit/s both ways. A peer suffers from one fault at a time, and at most half of them
-    at once: what would strike more is left out, or strikes fewer.
+    All kinds are equally likely. "crash": the peer vanishes and later starts anew, without its state. "pause": training
+    and network stop and resume. "partition": up to half of the peers can reach only each other. "slow": a link of
+    2 Mbit/s both ways. A peer has one fault at a time, and at most half of the peers have one at once; larger faults
+    are left out or affect fewer peers.
 
     Args:
-        peers: those that there are, by number from 0.
-        kinds: what may happen, of KINDS.
-        faults_per_hour: of virtual time, for all peers together; times between faults are exponential.
-        fault_s: how long one lasts on average, in virtual seconds: from half as long to half as long again.
-        step_s: of one step of the run.
-        steps: after which all faults are over.
-        seed: of everything.
+        peers: number of peers.
+        kinds: allowed kinds, of KINDS.
+        faults_per_hour: rate in virtual time, for all peers together; times between faults are exponential.
+        fault_s: mean duration in virtual seconds; durations range from 0.5 to 1.5 of it.
+        step_s: virtual seconds per step.
+        steps: all faults end before this step.
+        seed: random seed.
     """
     rng = random.Random(f"storm/{seed}")
     faults: list[Fault] = []

@@ -1,4 +1,4 @@
-"""One simulated peer: a real node on the memory network, and the training loop of `p2ptrain join` in virtual time."""
+"""A simulated peer: a real node on the memory network, with the training loop of `p2ptrain join`, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from p2ptrain.training.data import Corpus, Shards
 from p2ptrain.training.loop import record_evaluation, training_steps
 from p2ptrain.training.trainer import Trainer
 
-# How often a peer that waits for the run's state looks whether it has come, in virtual seconds.
+# Virtual seconds between checks of a peer that waits for the run's state.
 LOOK_S = 0.01
 
 
 class SimulatedPeer:
-    """Implements `training.SteppingPeer`. `records` fills with the same events as a real peer's metrics file."""
+    """Implements `training.SteppingPeer`. `records` has the same events as a real peer's metrics file."""
 
     def __init__(
         self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
@@ -63,16 +63,16 @@ class SimulatedPeer:
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
             incarnation=name, parameters=parts.space.numel, run=run.to_dict(),
         )  # fmt: skip
-        # A fixed list of who is there: nobody founds beside peer 0, which is there from the start.
+        # Only peer 0 may found the run.
         self.node = Node(
             network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, parts, run,
             incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
             events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
-            faults=_Weather(experiment, name),
+            faults=_RandomLosses(experiment, name),
         )  # fmt: skip
         self._scope = trio.CancelScope()
 
-    # --- as training sees it ------------------------------------------------------------------------------------
+    # For the training loop.
 
     @property
     def run_step(self) -> int:
@@ -98,15 +98,15 @@ class SimulatedPeer:
         self._event_log.write(event, **fields)
 
     def leave(self, reason: str) -> None:
-        """Tell the others, and end."""
+        """Leave the run, and end."""
         self.record("stop", reason=reason)
         self.node.leave(reason)
         self.ended = True
 
-    # --- as the simulation drives it ----------------------------------------------------------------------------
+    # For the simulation.
 
     async def live(self, start: Callable[[], Any]) -> None:
-        """From joining to the end of the run. `start` waits for the moment to begin training."""
+        """Join, train and leave. `start` waits until training may begin."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -117,7 +117,7 @@ class SimulatedPeer:
                     await start()
                     await self._train()
                     self.leave("finished")
-                    await trio.sleep(1.0)  # for the word to reach the others
+                    await trio.sleep(1.0)  # for the goodbye to reach other peers
                     nursery.cancel_scope.cancel()
         except* Exception as errors:
             self.failure = errors
@@ -125,7 +125,7 @@ class SimulatedPeer:
             self.ended = True
 
     def crash(self) -> None:
-        """End at once, without a word."""
+        """End at once, without leaving."""
         self._scope.cancel()
         self.ended = True
 
@@ -143,8 +143,8 @@ class SimulatedPeer:
         record_evaluation(self, self.trainer, self._experiment.eval_every)
 
 
-class _Weather:
-    """Implements `protocol.faults.Faults` by the experiment's rates."""
+class _RandomLosses:
+    """Implements `protocol.faults.Faults` with the experiment's rates."""
 
     def __init__(self, experiment: Experiment, name: str) -> None:
         self._experiment = experiment
@@ -158,10 +158,8 @@ class _Weather:
 
 
 def _at_once(work: Callable[[], object]) -> None:
-    """There is one thread, so the node's side is here."""
     work()
 
 
 async def _inline(work: Callable[..., Any], /, *args: Any) -> Any:
-    """In virtual time work takes none."""
     return work(*args)

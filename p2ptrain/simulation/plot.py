@@ -1,4 +1,4 @@
-"""The picture of a simulation: loss, correlation of the weights and bytes of all arms."""
+"""Plots a simulation: loss, correlation of the weights and bytes sent of all variants."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from p2ptrain.simulation.records import Records
 STYLES = ("-", "--", ":", "-.")
 
 
-def save_plot(title: str, arms: Sequence[Records], path: Path) -> None:
-    """Write the picture as PNG."""
+def save_plot(title: str, variants: Sequence[Records], path: Path) -> None:
+    """Write the plot as PNG."""
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(9, 8), layout="constrained")
         losses, correlation, sent = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
-        tables = [arm.table() for arm in arms]
-        for number, (arm, table) in enumerate(zip(arms, tables, strict=True)):
+        tables = [records.table() for records in variants]
+        for number, (records, table) in enumerate(zip(variants, tables, strict=True)):
             look: dict[str, Any] = {
                 "color": COLOURS[number % len(COLOURS)],
                 "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
             }
-            _curve(losses, table, "held_out_loss", label=arm.experiment.name, **look)
+            _curve(losses, table, "held_out_loss", label=records.experiment.name, **look)
             if table:
-                losses.plot(table[-1]["step"], arm.final_loss, "o", color=look["color"])
+                losses.plot(table[-1]["step"], records.final_loss, "o", color=look["color"])
             _curve(correlation, table, "correlation", **look)
             sent.plot([r["step"] for r in table], [(r["bytes_sent"] or 0) / 1e6 for r in table], linewidth=1.4, **look)
-            for round_ in arm.rounds:
-                step = (round_["t"] - arm.began_s) / arm.experiment.step_s
+            for round_ in records.rounds:
+                step = (round_["t"] - records.began_s) / records.experiment.step_s
                 correlation.axvline(step, linewidth=0.3, alpha=0.4, **look)
-        # The first fall is the same for all and says nothing: begin where it is over.
+        # Cut off the steep start, which is the same for all variants.
         seconds = [table[1]["held_out_loss"] for table in tables if len(table) > 2]
         if seconds and None not in seconds:
-            merged = [arm.final_loss for arm in arms if math.isfinite(arm.final_loss)]
+            merged = [records.final_loss for records in variants if math.isfinite(records.final_loss)]
             losses.set_ylim(top=max([*filter(None, seconds), *merged]) * 1.01)
         losses.set_title(title)
         losses.set_ylabel("loss on held-out text, nats\n(dots: merged, after the last round)")

@@ -1,4 +1,4 @@
-"""What a simulation recorded: every peer's metrics stream, and the measures over all of them."""
+"""Records of a simulation: every peer's metrics stream, and measures over all peers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COLUMNS = ("step", "t", "peers", "training_loss", "held_out_loss", "correlation"
 
 @dataclass(frozen=True)
 class Records:
-    """The outcome of one experiment.
+    """The records of one experiment.
 
     Attributes:
-        experiment: what was simulated.
-        events: by peer (each start of one counts anew), the same events as in a real peer's metrics file; `t` is in
-            virtual seconds.
+        experiment: the simulated experiment.
+        events: by peer (a restarted peer is a new one), the events of a real peer's metrics file; `t` is in virtual
+            seconds.
         began_s: when training began.
-        account: what they came through.
+        run_audit: faults, rounds and joins.
     """
 
     experiment: Experiment
@@ -36,7 +36,7 @@ class Records:
     run_audit: RunAudit
 
     def of(self, *kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """All events of these kinds, with the peer that recorded them."""
+        """All events of these kinds, with their peer."""
         for peer, events in self.events.items():
             for event in events:
                 if event["event"] in kinds:
@@ -67,26 +67,26 @@ class Records:
         return [p for p, events in self.events.items() if any(e.get("reason") == "finished" for e in events)]
 
     def _evals(self, peer: str) -> list[float]:
-        """All measurements; at the end one before the last round, and one after it."""
+        """All held-out losses; the last two are before and after the last round."""
         return [e["loss"] for e in self.events[peer] if e["event"] == "eval" and e["loss"] is not None]
 
     def by_step(self, kind: str) -> dict[int, list[dict[str, Any]]]:
-        """Every peer's first event of one kind at each step of the run, so none of after the last round."""
+        """Every peer's first event of one kind at each step; so none after the last round."""
         found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
         for peer, event in self.of(kind):
             found[event["step"]].setdefault(peer, event)
         return {step: list(events.values()) for step, events in sorted(found.items())}
 
     def correlations(self) -> list[tuple[int, float]]:
-        """Average pairwise correlation of the weights (SPARTA, A.3) by step, where two or more peers measured."""
+        """Average pairwise correlation of the weights (SPARTA, A.3) by step, if two or more peers measured."""
         samples = ((step, [event["values"] for event in events]) for step, events in self.by_step("sample").items())
         return [(step, pairwise_correlation(values)) for step, values in samples if len(values) > 1]
 
     def table(self) -> list[dict[str, float | int | None]]:
-        """A row for each step at which peers measured themselves; see COLUMNS."""
+        """A row for each step with evaluations; see COLUMNS."""
         rows: list[dict[str, float | int | None]] = []
-        losses, samples, sent = self.by_step("eval"), self.by_step("sample"), self._bytes_by_time()
-        training = self.by_step("step")
+        losses, samples, training = self.by_step("eval"), self.by_step("sample"), self.by_step("step")
+        sent = [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
         since = 0
         for step, events in losses.items():
             values = [event["values"] for event in samples.get(step, [])]
@@ -108,9 +108,9 @@ class Records:
 
     @property
     def goodput(self) -> float:
-        """Inner steps done, as a share of those that the first peers do in the same virtual time if nothing happens.
+        """Inner steps as a share of those that the first peers would make in the same virtual time without faults.
 
-        Until the first peer has come to the run's length.
+        Measured until the first peer reaches the end of the run.
         """
         experiment = self.experiment
         steps = [event for _, event in self.of("step")]
@@ -121,7 +121,7 @@ class Records:
 
     @property
     def steps_lost(self) -> int:
-        """Steps that are in no round, because their peer crashed after them, or had to give up its weights."""
+        """Steps that are in no round, because their peer crashed or replaced its weights."""
         tokens = next((event["tokens"] for _, event in self.of("step")), 1)
         lost: int = sum(event.get("tokens_discarded", 0) for _, event in self.of("round")) // tokens
         for events in self.events.values():
@@ -132,11 +132,8 @@ class Records:
                 lost += sum(e["event"] == "step" and e["t"] > max(rounds, default=0.0) for e in events)
         return lost
 
-    def _bytes_by_time(self) -> list[tuple[float, int]]:
-        return [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
-
     def write(self, directory: Path) -> None:
-        """Write every peer's stream as `PEER.jsonl`, the table, and what was done to peers as `events.csv`."""
+        """Write every peer's stream as `PEER.jsonl`, `table.csv`, and the scheduled events as `schedule.csv`."""
         directory.mkdir(parents=True, exist_ok=True)
         for peer, events in self.events.items():
             lines = "".join(json.dumps(event, sort_keys=True) + "\n" for event in events)
@@ -145,12 +142,12 @@ class Records:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.table())
-        with (directory / "events.csv").open("w", encoding="utf-8", newline="") as file:
-            happened = csv.writer(file, lineterminator="\n")
-            happened.writerow(("t", "action", "peer", "value"))
-            for scheduled_event in self.experiment.scheduled_events:
-                t = round(scheduled_event.step * self.experiment.step_s, 6)
-                happened.writerow((t, scheduled_event.action, f"peer-{scheduled_event.peer}", scheduled_event.value))
+        with (directory / "schedule.csv").open("w", encoding="utf-8", newline="") as file:
+            schedule = csv.writer(file, lineterminator="\n")
+            schedule.writerow(("t", "action", "peer", "value"))
+            for event in self.experiment.scheduled_events:
+                t = round(event.step * self.experiment.step_s, 6)
+                schedule.writerow((t, event.action, f"peer-{event.peer}", event.value))
 
 
 def _mean(values: list[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What a simulation tells in the terminal: progress of every arm, and a table of the outcomes."""
+"""Terminal output of a simulation: progress of every variant, and tables of results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from p2ptrain.simulation.records import Records
 
 @contextmanager
 def progress_bars(experiments: Sequence[Experiment]) -> Iterator[Callable[[int, int], None]]:
-    """A bar for each experiment on stderr, or a line now and then where that is no terminal."""
+    """A bar for each experiment on stderr; occasional lines if stderr is not a terminal."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield _lines(experiments, console)
@@ -27,75 +27,79 @@ def progress_bars(experiments: Sequence[Experiment]) -> Iterator[Callable[[int, 
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
         tasks = [progress.add_task(e.name, total=e.run.total_steps) for e in experiments]
-        yield lambda arm, step: progress.update(tasks[arm], completed=step)
+        yield lambda number, step: progress.update(tasks[number], completed=step)
         for task, experiment in zip(tasks, experiments, strict=True):
             progress.update(task, completed=experiment.run.total_steps)
 
 
 def _lines(experiments: Sequence[Experiment], console: Console) -> Callable[[int, int], None]:
-    told = [0] * len(experiments)
+    printed = [0] * len(experiments)
 
-    def tell(arm: int, step: int) -> None:
-        tenth = 10 * step // experiments[arm].run.total_steps
-        if tenth > told[arm]:
-            told[arm] = tenth
-            total = experiments[arm].run.total_steps
-            console.print(f"{experiments[arm].name}: step {step} of {total}", highlight=False)
+    def show(number: int, step: int) -> None:
+        experiment = experiments[number]
+        tenth = 10 * step // experiment.run.total_steps
+        if tenth > printed[number]:
+            printed[number] = tenth
+            console.print(f"{experiment.name}: step {step} of {experiment.run.total_steps}", highlight=False)
 
-    return tell
+    return show
 
 
-def format_table(arms: Sequence[Records]) -> str:
-    """Outcomes of all arms, a line each."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("arm", "loss before", "merged", "correlation", "rounds", "MB sent", "kB a step and peer"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for arm in arms:
-        steps = arm.experiment.run.total_steps
-        correlations = [value for step, value in arm.correlations() if step < steps]
+def format_table(variants: Sequence[Records]) -> str:
+    """Results of all variants, a line each."""
+    table = _new_table("arm", "loss before", "merged", "correlation", "rounds", "MB sent", "kB a step and peer")
+    for records in variants:
+        steps = records.experiment.run.total_steps
+        correlations = [value for step, value in records.correlations() if step < steps]
         table.add_row(
-            arm.experiment.name,
-            f"{arm.loss_before_merge:.4f}",
-            f"{arm.final_loss:.4f}",
+            records.experiment.name,
+            f"{records.loss_before_merge:.4f}",
+            f"{records.final_loss:.4f}",
             f"{correlations[-1]:.4f}" if correlations else "-",
-            str(len(arm.rounds)),
-            f"{arm.bytes_sent / 1e6:.2f}",
-            f"{arm.bytes_sent / 1e3 / steps / len(arm.events):.2f}",
+            str(len(records.rounds)),
+            f"{records.bytes_sent / 1e6:.2f}",
+            f"{records.bytes_sent / 1e3 / steps / len(records.events):.2f}",
         )
-    return _text(table)
+    return as_text(table)
 
 
-def format_run_audits(arms: Sequence[Records]) -> str:
-    """What all arms came through, a line each."""
-    table = Table(box=None, pad_edge=False)
-    for column in (
+def format_run_audits(variants: Sequence[Records]) -> str:
+    """Faults and rounds of all variants, a line each."""
+    table = _new_table(
         "arm", "faults", "goodput", "steps lost", "committed", "skipped", "contributors", "repairs",
         "joins", "s to first step", "hashes agree",
-    ):  # fmt: skip
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for arm in arms:
-        run_audit = arm.run_audit
-        joins = [join for join in run_audit.joins if join.started_s >= arm.began_s]
+    )  # fmt: skip
+    for records in variants:
+        run_audit = records.run_audit
+        joins = [join for join in run_audit.joins if join.started_s >= records.began_s]
         times = sorted(join.step_s for join in joins if join.step_s is not None)
         sizes = list(run_audit.participation.elements())
         table.add_row(
-            arm.experiment.name,
-            str(len(arm.experiment.storm)),
-            f"{arm.goodput:.2%}",
-            str(arm.steps_lost),
+            records.experiment.name,
+            str(len(records.experiment.faults_drawn)),
+            f"{records.goodput:.2%}",
+            str(records.steps_lost),
             str(len(run_audit.committed)),
             str(run_audit.skipped),
-            f"{statistics.fmean(sizes):.2f} of {arm.experiment.peers}" if sizes else "-",
+            f"{statistics.fmean(sizes):.2f} of {records.experiment.peers}" if sizes else "-",
             str(run_audit.repairs),
             str(len(joins)),
             f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
             f"{run_audit.agreement:.0%}",
         )
-    return _text(table)
+    return as_text(table)
 
 
-def _text(table: Table) -> str:
-    console = Console(width=130)
+def _new_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def as_text(table: Table, width: int = 130) -> str:
+    """A table as plain text of at most `width` columns."""
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip()

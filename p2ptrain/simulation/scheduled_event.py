@@ -1,4 +1,4 @@
-"""What is done to a peer while a run is simulated, and when."""
+"""Scheduled events of a simulation: an action on a peer at a step."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import did_you_mean
 
 ACTIONS = ("join", "leave", "crash", "pause", "resume", "speed", "cut", "mend", "narrow", "widen")
-# What takes another action back.
+# Each of these undoes another action.
 UNDOES = {"resume": "pause", "mend": "cut", "widen": "narrow"}
 _WITH_VALUE = ("speed", "cut", "narrow")
 
 
 @dataclass(frozen=True)
 class ScheduledEvent:
-    """Something that is done to a peer when the run has come to a step.
+    """An action on a peer at a step of the run.
 
     Attributes:
-        step: of the run, as time: step · step_s.
-        action: one of ACTIONS. A peer whose first scheduled event is "join" is not there before.
+        step: the time, as step · step_s.
+        action: one of ACTIONS. A peer whose first event is "join" is absent before it.
         peer: its number, from 0.
-        value: for "speed", relative to the other peers; for "narrow", Mbit/s of its link; for "cut", a number of the
-            side that it is on: only peers of one side reach each other, until they are mended.
+        value: for "speed", relative to other peers; for "narrow", Mbit/s of its link; for "cut", the number of its side
+            of a partition: only peers of one side reach each other, until "mend".
     """
 
     step: int
@@ -39,7 +39,7 @@ class ScheduledEvent:
             raise ConfigError(f"schedule {self}: step and peer must be 0 or more, a speed above 0")
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """The text that `parse` reads."""
         value = f":{self.value:g}" if self.action in _WITH_VALUE else ""
         return f"{self.step}:{self.action}:{self.peer}{value}"
 
@@ -60,47 +60,40 @@ class ScheduledEvent:
 
 
 def check_schedule(schedule: Iterable[ScheduledEvent], *, peers: int, steps: int) -> None:
-    """Raises ConfigError naming the first entry that could do nothing.
+    """Raises ConfigError naming the first entry that would have no effect.
 
     Args:
-        schedule: what is done, in any order.
-        peers: how many there are from the start; others have to join.
+        schedule: events in any order.
+        peers: number of peers at the start; other peers have to join.
         steps: length of the run.
     """
-    ordered = sorted(schedule, key=lambda scheduled_event: scheduled_event.step)
-    first = {scheduled_event.peer: scheduled_event.action for scheduled_event in reversed(ordered)}
-    known = {*range(peers), *(scheduled_event.peer for scheduled_event in ordered if scheduled_event.action == "join")}
+    ordered = sorted(schedule, key=lambda event: event.step)
+    first = {event.peer: event.action for event in reversed(ordered)}
+    known = {*range(peers), *(event.peer for event in ordered if event.action == "join")}
     present = {peer for peer in range(peers) if first.get(peer) != "join"}
-    done: set[tuple[str, int]] = set()  # actions that can be taken back, and to whom
-    for scheduled_event in ordered:
-        action, peer = scheduled_event.action, scheduled_event.peer
-        if scheduled_event.step >= steps:
-            raise _nothing(scheduled_event, f"the run has {steps} steps", "let it happen before, or give more --steps")
-        if peer not in known:
-            who = "the only peer is 0" if peers == 1 else f"the {peers} peers are 0 to {peers - 1}"
-            raise _nothing(scheduled_event, who, f"name one of them, or let peer {peer} join")
+    done: set[tuple[str, int]] = set()  # actions that can be undone, with their peer
+
+    def check(ok: bool, why: str, fix: str) -> None:
+        if not ok:
+            raise ConfigError(f"schedule {event}: has no effect, as {why}; {fix}")
+
+    for event in ordered:
+        action, peer, undone = event.action, event.peer, UNDOES.get(event.action)
+        check(event.step < steps, f"the run has {steps} steps", "use an earlier step, or give more --steps")
+        who = "the only peer is 0" if peers == 1 else f"the {peers} peers are 0 to {peers - 1}"
+        check(peer in known, who, f"name one of them, or let peer {peer} join")
         if action == "join":
-            if peer in present:
-                raise _nothing(
-                    scheduled_event, f"peer {peer} is there already", "let it crash or leave before, or drop this"
-                )
+            check(peer not in present, f"peer {peer} is already in the run", "let it leave before, or drop this")
             present.add(peer)
-        elif action in ("leave", "crash", "pause", "resume", "speed") and peer not in present:
-            raise _nothing(scheduled_event, f"peer {peer} is not there then", "let it join before, or drop this")
+        elif action in ("leave", "crash", "pause", "resume", "speed"):
+            check(peer in present, f"peer {peer} is not in the run then", "let it join before, or drop this")
         if action in ("leave", "crash"):
             present.remove(peer)
-            done.discard(("pause", peer))  # who comes again is awake
-        elif action == "pause" and ("pause", peer) in done:
-            raise _nothing(scheduled_event, f"peer {peer} is paused already", "let it resume before, or drop this")
-        elif action in UNDOES and (UNDOES[action], peer) not in done:
-            raise _nothing(
-                scheduled_event, f"no {UNDOES[action]} of peer {peer} comes before it", "add one, or drop this"
-            )
-        elif action in UNDOES:
-            done.remove((UNDOES[action], peer))
-        elif action in UNDOES.values():
+            done.discard(("pause", peer))  # a peer that joins again is not paused
+        if action == "pause":
+            check(("pause", peer) not in done, f"peer {peer} is already paused", "let it resume before, or drop this")
+        if undone is not None:
+            check((undone, peer) in done, f"no {undone} of peer {peer} comes before it", "add one, or drop this")
+            done.remove((undone, peer))
+        if action in UNDOES.values():
             done.add((action, peer))
-
-
-def _nothing(scheduled_event: ScheduledEvent, why: str, fix: str) -> ConfigError:
-    return ConfigError(f"schedule {scheduled_event}: would do nothing, as {why}; {fix}")

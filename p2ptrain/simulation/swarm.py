@@ -1,4 +1,4 @@
-"""Running one experiment: all peers in one process, one after the other, in virtual time."""
+"""Runs one experiment: all peers in one process and one thread, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from p2ptrain.training.data import VOCAB_SIZE, Corpus, load_corpus
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.sharding import make_shards, train_briefly
 
-# A run takes its steps, its rounds, and the time of those that were slow or came back; beyond that something hangs.
+# A run that takes so many times its expected time counts as hanging.
 MOST_TIMES_AS_LONG = 20
 PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
 
 
 def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda step: None) -> Records:
-    """Simulate a run from its first to its last step.
+    """Simulate a run.
 
-    The same experiment gives the same records, byte for byte, on one machine and version of torch.
+    The same experiment gives the same records, byte for byte, on the same machine and version of torch.
 
     Args:
         experiment: what to simulate.
-        on_progress: called with the run's step, now and then.
+        on_progress: called from time to time with the run's step.
 
     Raises:
-        ConfigError: a setting cannot work, or the run does not come to its end.
+        ConfigError: a setting is invalid, or the run does not end.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the demo model's tensors are too small to share, and sums in another order are others
+    torch.set_num_threads(1)  # threads do not pay off for the demo model, and change the order of sums
     try:
         with torch.random.fork_rng(devices=[]):
             return run_virtual(_Simulation(experiment, on_progress).main, experiment.seed)
@@ -50,8 +50,6 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
 
 
 class _Simulation:
-    """The swarm while it lives."""
-
     def __init__(self, experiment: Experiment, on_progress: Callable[[int], None]) -> None:
         self._experiment = experiment
         self._on_progress = on_progress
@@ -68,9 +66,9 @@ class _Simulation:
         self._run = dataclasses.replace(experiment.run, model_layout=layout)
         self._all: list[SimulatedPeer] = []
         self._run_audit = RunAudit()
-        # Who was cut off from the others, by peer id, and on which side.
+        # Sides of the current partition, by peer id.
         self._sides: dict[str, float] = {}
-        self._all_happened = False
+        self._schedule_done = False
 
     def _model(self) -> torch.nn.Module:
         run = self._experiment.run
@@ -94,7 +92,7 @@ class _Simulation:
                 if not experiment.starts_late(number):
                     self._start(number)
             first = list(self._present.values())
-            # All begin with the same weights at the same instant, as the papers' workers do.
+            # All start with the same weights at the same time, as the papers' workers do.
             while not all(peer.node.ready.is_set() for peer in first):
                 self._check_failures()
                 await trio.sleep(POLL_S)
@@ -104,7 +102,7 @@ class _Simulation:
             try:
                 await self._await_end(began_s)
             except Exception as error:
-                failure = error  # raised below, where it is no group
+                failure = error  # raised below, outside the nursery, which would wrap it
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -123,43 +121,39 @@ class _Simulation:
         self._nursery.start_soon(peer.live, self._begun.wait)
 
     async def _follow_schedule(self, began_s: float) -> None:
-        for scheduled_event in self._experiment.scheduled_events:
-            await trio.sleep_until(began_s + scheduled_event.step * self._experiment.step_s)
-            self._let_happen(scheduled_event)
-        self._all_happened = True
+        for event in self._experiment.scheduled_events:
+            await trio.sleep_until(began_s + event.step * self._experiment.step_s)
+            self._apply(event)
+        self._schedule_done = True
 
-    def _let_happen(self, scheduled_event: ScheduledEvent) -> None:
-        name, peer = f"peer-{scheduled_event.peer}", self._present.get(scheduled_event.peer)
-        match scheduled_event.action:
+    def _apply(self, event: ScheduledEvent) -> None:
+        name, peer = f"peer-{event.peer}", self._present.get(event.peer)
+        match event.action:
             case "narrow":
-                self._network.narrow(name, scheduled_event.value * 1e6 / 8)
+                self._network.narrow(name, event.value * 1e6 / 8)
             case "widen":
                 self._network.narrow(name, None)
             case "cut":
-                self._divide({**self._sides, name: scheduled_event.value})
+                self._divide({**self._sides, name: event.value})
             case "mend":
                 self._divide({other: side for other, side in self._sides.items() if other != name})
             case "join" if peer is None:
-                self._start(scheduled_event.peer)
-            case _ if peer is not None:
-                self._befall(peer, scheduled_event)
-
-    def _befall(self, peer: SimulatedPeer, scheduled_event: ScheduledEvent) -> None:
-        match scheduled_event.action:
-            case "crash":
-                self._network.crash(peer.peer_id)
+                self._start(event.peer)
+            case _ if peer is None:
+                pass
+            case "crash" | "leave":
+                if event.action == "crash":
+                    self._network.crash(name)
+                else:
+                    peer.leave("left")
                 peer.crash()
-                del self._present[scheduled_event.peer]
-            case "leave":
-                peer.leave("left")
-                peer.crash()
-                del self._present[scheduled_event.peer]
+                del self._present[event.peer]
             case "pause":
                 peer.awake = trio.Event()
             case "resume":
                 peer.awake.set()
             case "speed":
-                peer.speed = scheduled_event.value
+                peer.speed = event.value
 
     def _divide(self, sides: dict[str, float]) -> None:
         self._sides = sides
@@ -167,11 +161,11 @@ class _Simulation:
 
     async def _await_end(self, began_s: float) -> None:
         experiment = self._experiment
-        slowest = min([1.0, *experiment.speeds, *(h.value for h in experiment.schedule if h.action == "speed")])
+        slowest = min([1.0, *experiment.speeds, *(e.value for e in experiment.schedule if e.action == "speed")])
         deadline_s = began_s + MOST_TIMES_AS_LONG * (60 + experiment.run.total_steps * experiment.step_s / slowest)
         told_s = -math.inf
-        # Where all have gone, somebody may still come.
-        while not all(peer.ended for peer in self._present.values()) or not (self._present or self._all_happened):
+        # With no peer present, the schedule may still let one join.
+        while not all(peer.ended for peer in self._present.values()) or not (self._present or self._schedule_done):
             self._check_failures()
             now = trio.current_time()
             if now - told_s >= PROGRESS_EVERY_S:

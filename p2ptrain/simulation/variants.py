@@ -1,6 +1,6 @@
-"""Several experiments side by side, one process for each core, with the progress of all.
+"""Runs several experiments in parallel, one process per core.
 
-Ctrl-C ends them at once, whenever it comes: an executor that is left to itself would wait for hours for what it began.
+Ctrl-C ends them at once; an executor alone would wait for running experiments, which can take hours.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _progress: Any = None
 
 
 def simulate_variants(
-    experiments: Sequence[Experiment], on_progress: Callable[[int, int], None] = lambda arm, step: None
+    experiments: Sequence[Experiment], on_progress: Callable[[int, int], None] = lambda number, step: None
 ) -> list[Records]:
-    """Simulate every experiment, as many at once as there are cores; the records are those of `simulate`.
+    """Simulate every experiment, one per core at a time. The records are the same as those of `simulate`.
 
     Args:
         experiments: in the order of the result.
         on_progress: called with the number of an experiment and its step.
 
     Raises:
-        ConfigError: a setting cannot work, or a run does not come to its end.
-        KeyboardInterrupt: Ctrl-C was pressed; no process is left.
+        ConfigError: a setting is invalid, or a run does not end.
+        KeyboardInterrupt: Ctrl-C was pressed; all processes have ended.
     """
     workers = min(len(experiments), os.cpu_count() or 1)
     if workers == 1:
         return [simulate(experiment, partial(on_progress, i)) for i, experiment in enumerate(experiments)]
-    # Forking would copy torch's threads in whatever state they are.
+    # fork would not copy torch's threads.
     context = multiprocessing.get_context("spawn")
     channel = context.Queue()
-    others = set(multiprocessing.active_children())
+    earlier = set(multiprocessing.active_children())
     interrupted = threading.Event()
-    # An exception in the middle of the executor's own code could leave a process that nobody knows.
+    # An exception inside the executor's code could leave a process behind.
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
@@ -58,7 +58,7 @@ def simulate_variants(
             pool.shutdown()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - others:
+            for process in set(multiprocessing.active_children()) - earlier:
                 process.kill()
             raise
     if interrupted.is_set():  # after the last was done
@@ -68,7 +68,7 @@ def simulate_variants(
 
 @contextlib.contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Processes started within the block do not see Ctrl-C, which a terminal sends to all: it is for us to end them."""
+    """Processes started in the block ignore Ctrl-C, which a terminal sends to all processes; we end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -82,7 +82,7 @@ def _tell_progress(
     on_progress: Callable[[int, int], None],
     interrupted: threading.Event,
 ) -> None:
-    """Wait until all are done. Raises what the first that fails raises, and KeyboardInterrupt when interrupted."""
+    """Wait until all are done. Raises the first failure, or KeyboardInterrupt when interrupted."""
     while not all(future.done() for future in futures):
         if interrupted.is_set():
             raise KeyboardInterrupt
@@ -100,7 +100,7 @@ def _prepare(channel: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that it works for was killed."""
+    """End this process when its parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -98,7 +98,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["join", "--initial-peers", "localhost"], "neither an address nor a file"),
         (["join", "--data", "none"], "--data none: no such file or directory; give text, or leave it out"),
         (["join", "--model", "gpt-dmo"], "did you mean gpt-demo?"),
-        (["join", "-c", "none.toml"], "cannot read config file none.toml"),
+        (["join", "-c", "none.toml"], "none.toml: cannot be read"),
         (["peers"], "--initial-peers is required; give the address of a peer"),
         (["generate", "none"], "none: no checkpoint there"),
         (["simulate", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory); give one"),

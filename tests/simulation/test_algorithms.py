@@ -1,4 +1,4 @@
-"""Every algorithm of the papers that is a setting works in a whole swarm: rounds commit, and it does what it is for."""
+"""Every algorithm that a setting selects works in a whole swarm: rounds commit, and it has its effect."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_top_k_does_not_send_is_sent_later() -> None:
     settings = {"steps": 120, "sync_every": 10, "outer_optimizer": "sgd", "outer_lr": 1.0}
     whole, sparse = run(**settings), run(round_codec="topk", round_density=0.02, **settings)
     assert sparse.final_loss < whole.final_loss + 0.35
-    # The weights come to stand on the anchor in each round, so peers stay together though little is sent.
+    # Every round resets the weights to the anchor, so peers stay close although little is sent.
     assert sparse.correlations()[-1][1] > 0.99
 
 

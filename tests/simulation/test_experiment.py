@@ -1,4 +1,4 @@
-"""Experiments from flags and TOML: what is asked for is what is simulated, and mistakes are named."""
+"""Experiments from flags and TOML, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_settings_of_the_run_and_of_the_simulation_go_where_they_belong() -> Non
         ({"schedule": ["10:speed:1:0"]}, "a speed above 0"),
         ({"schedule": ["5:crash:9"], "peers": 2}, "schedule 5:crash:9: .* the 2 peers are 0 to 1; name one of them"),
         ({"schedule": ["5:cut:1"], "peers": 1}, "schedule 5:cut:1:1: .* the only peer is 0"),
-        ({"schedule": ["10:crash:1"]}, "schedule 10:crash:1: .* the run has 10 steps; let it happen before"),
-        ({"schedule": ["5:join:0", "2:speed:0:2"]}, "schedule 5:join:0: .* peer 0 is there already"),
-        ({"schedule": ["5:crash:0", "6:leave:0"]}, "schedule 6:leave:0: .* peer 0 is not there then"),
-        ({"schedule": ["5:speed:9:0.5", "6:join:9"]}, "schedule 5:speed:9:0.5: .* peer 9 is not there then"),
-        ({"schedule": ["5:pause:0", "6:pause:0"]}, "schedule 6:pause:0: .* is paused already"),
+        ({"schedule": ["10:crash:1"]}, "schedule 10:crash:1: .* the run has 10 steps; use an earlier step"),
+        ({"schedule": ["5:join:0", "2:speed:0:2"]}, "schedule 5:join:0: .* peer 0 is already in the run"),
+        ({"schedule": ["5:crash:0", "6:leave:0"]}, "schedule 6:leave:0: .* peer 0 is not in the run then"),
+        ({"schedule": ["5:speed:9:0.5", "6:join:9"]}, "schedule 5:speed:9:0.5: .* peer 9 is not in the run then"),
+        ({"schedule": ["5:pause:0", "6:pause:0"]}, "schedule 6:pause:0: .* is already paused"),
         ({"schedule": ["5:pause:0", "6:crash:0", "7:join:0", "8:resume:0"]}, "schedule 8:resume:0: .* no pause of"),
         ({"schedule": ["5:mend:0"]}, "schedule 5:mend:0: .* no cut of peer 0 comes before it"),
         ({"schedule": ["5:widen:0"]}, "schedule 5:widen:0: .* no narrow of"),
@@ -83,11 +83,11 @@ def test_arms_differ_in_what_they_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("peers = ", "is no TOML"),
+        ("peers = ", "is not valid TOML"),
         ("peeers = 2", "did you mean peers"),
         ("arm = 3", "written as"),
-        ('steps = 3\n[[arm]]\nname = "a"\n[[arm]]\nname = "a"', "a name of its own"),
-        ('steps = 3\n[[arm]]\nname = "a/b"\n[[arm]]\nname = "a-b"', "a name of its own"),
+        ('steps = 3\n[[arm]]\nname = "a"\n[[arm]]\nname = "a"', "a different name"),
+        ('steps = 3\n[[arm]]\nname = "a/b"\n[[arm]]\nname = "a-b"', "a different name"),
         ("[[arm]]\nsteps = 1\nschedule = [{step = 1}]", "must be a text"),
     ],
 )

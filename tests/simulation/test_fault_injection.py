@@ -1,4 +1,4 @@
-"""Storms over simulated swarms: the same from one seed, every fault is felt and undone, and what came of it is told."""
+"""Random faults in simulated swarms: reproducible from the seed, effective, undone, and reported."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def of_kind(kind: str) -> Records:
 
 def test_a_storm_is_drawn_from_the_seed_and_its_rate() -> None:
     hour = {"peers": 32, "steps": 3660, "sync_every": 60, "faults_per_hour": 125.0}
-    storm = experiment(**hour).storm
-    assert storm == experiment(**hour).storm != experiment(**hour, seed=1).storm
+    storm = experiment(**hour).faults_drawn
+    assert storm == experiment(**hour).faults_drawn != experiment(**hour, seed=1).faults_drawn
     assert 90 <= len(storm) <= 160
     kinds = Counter(fault.kind for fault in storm)
     assert set(kinds) == set(KINDS)
@@ -37,11 +37,11 @@ def test_a_storm_is_drawn_from_the_seed_and_its_rate() -> None:
     assert all(10 <= fault.ends - fault.begins <= 32 for fault in storm)
     assert max(fault.ends for fault in storm) <= 3600
     assert any(len(fault.peers) > 1 for fault in storm)
-    assert experiment(**{**hour, "faults_per_hour": 0.0}).storm == ()
+    assert experiment(**{**hour, "faults_per_hour": 0.0}).faults_drawn == ()
 
 
 def test_a_peer_suffers_from_one_fault_at_a_time() -> None:
-    storm = experiment(steps=2000, faults_per_hour=3000.0).storm
+    storm = experiment(steps=2000, faults_per_hour=3000.0).faults_drawn
     free_from = [0] * 4
     for fault in storm:
         for peer in fault.peers:
@@ -81,13 +81,13 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str) -> None:
 
 def test_crashed_peers_come_back_and_their_steps_are_missed() -> None:
     records = of_kind("crash")
-    crashes = len(records.experiment.storm)
+    crashes = len(records.experiment.faults_drawn)
     assert crashes >= 2
     assert len(records.events) == 4 + crashes
     late = [join for join in records.run_audit.joins if join.started_s >= records.began_s]
     assert len(late) == crashes
     assert all(join.step_s is not None and join.step_s < 10 for join in late)
-    away = sum(fault.ends - fault.begins for fault in records.experiment.storm)
+    away = sum(fault.ends - fault.begins for fault in records.experiment.faults_drawn)
     assert records.goodput == pytest.approx(1 - away / 240, abs=0.07)
     assert records.goodput < 0.97
     assert records.steps_lost > 0
@@ -96,7 +96,7 @@ def test_crashed_peers_come_back_and_their_steps_are_missed() -> None:
 
 def test_frozen_machines_stand_still_and_wake_up() -> None:
     records = of_kind("pause")
-    away = sum(fault.ends - fault.begins for fault in records.experiment.storm)
+    away = sum(fault.ends - fault.begins for fault in records.experiment.faults_drawn)
     assert records.goodput == pytest.approx(1 - away / 240, abs=0.07)
     assert records.goodput < 0.97
     assert not any(join.started_s > records.began_s for join in records.run_audit.joins)
@@ -105,7 +105,7 @@ def test_frozen_machines_stand_still_and_wake_up() -> None:
 @pytest.mark.parametrize("kind", ["partition", "slow"])
 def test_what_happens_to_the_network_holds_nobody_up(kind: str) -> None:
     records = of_kind(kind)
-    assert len(records.experiment.storm) >= 2
+    assert len(records.experiment.faults_drawn) >= 2
     assert records.goodput > 0.98
     assert records.run_audit.agreement == 1.0
 
@@ -119,7 +119,7 @@ def test_a_calm_run_has_all_of_its_steps() -> None:
 def test_the_example_in_small_is_told(tmp_path: Path) -> None:
     _, arms = read_experiments(EXAMPLE)
     assert [arm.peers for arm in arms] == [32, 32]
-    assert len(arms[1].storm) > 12
+    assert len(arms[1].faults_drawn) > 12
     _, arms = read_experiments(EXAMPLE, peers=4, steps=90, sync_every=15, eval_every=90)
     storm = dataclasses.replace(arms[1], faults_per_hour=400.0, fault_s=8.0)
     first, again = simulate(storm), simulate(storm)
@@ -128,7 +128,7 @@ def test_the_example_in_small_is_told(tmp_path: Path) -> None:
     assert "100%" in told.splitlines()[1]
     assert f"{first.goodput:.2%}" in told
     first.write(tmp_path)
-    lines = (tmp_path / "events.csv").read_text(encoding="utf-8").splitlines()
+    lines = (tmp_path / "schedule.csv").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "t,action,peer,value"
     assert len(lines) == 1 + len(storm.scheduled_events)
 

@@ -1,4 +1,4 @@
-"""Simulated swarms: the same every time, and everything that a schedule or the weather does to real peers is seen."""
+"""Simulated swarms: deterministic, and affected by schedules and losses as real peers are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, loss=0.2
 
 @pytest.mark.processes
 def test_the_same_seed_gives_the_same_records_byte_for_byte(tmp_path: Path) -> None:
-    """Also where Python hashes texts in another way, and in another directory."""
+    """Also with another hash seed and in another directory."""
     contents = []
     for number in ("1", "2"):
         out = tmp_path / f"somewhere-{number}"
@@ -53,7 +53,7 @@ def test_the_same_seed_gives_the_same_records_byte_for_byte(tmp_path: Path) -> N
         )
         contents.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
     assert contents[0] == contents[1]
-    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv", "events.csv"}
+    assert set(contents[0]) == {*(f"peer-{i}.0.jsonl" for i in range(4)), "table.csv", "schedule.csv"}
 
 
 def test_another_seed_is_another_run_and_the_callers_randomness_is_left_alone() -> None:
@@ -172,7 +172,7 @@ import os, sys
 from p2ptrain.cli.main import main
 from p2ptrain.simulation.swarm import _Simulation
 
-_Simulation._let_happen = lambda self, scheduled event: os.kill(os.getpid(), scheduled event.step)
+_Simulation._apply = lambda self, event: os.kill(os.getpid(), event.step)
 main()
 """
 
@@ -187,7 +187,7 @@ def test_a_signal_in_the_middle_of_a_swarm_ends_it_in_one_line(tmp_path: Path, n
 
 LONG = 'title = "Long"\npeers = 2\nsteps = 100000\n[[arm]]\nname = "a"\n[[arm]]\nname = "b"\n[[arm]]\nname = "c"\n'
 
-# Does something at a moment that is named, once, and sends a signal to all processes, as a terminal does.
+# At a given moment, once, sends a signal to all processes, as a terminal does.
 AT_A_MOMENT = """
 import multiprocessing.popen_spawn_posix, os, sys
 from concurrent.futures import ProcessPoolExecutor
@@ -224,7 +224,7 @@ main()
 
 @contextmanager
 def simulating(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that simulates long arms, in a session of its own; all of which is killed at the end."""
+    """A Python program that simulates long variants in its own session; all its processes are killed at the end."""
     arms = tmp_path / "arms.toml"
     arms.write_text(LONG)
     command = [sys.executable, *arguments, "simulate", str(arms), "--out", str(tmp_path / "out")]
@@ -242,7 +242,7 @@ def simulating(tmp_path: Path, *arguments: str) -> Iterator[subprocess.Popen[str
 
 
 def all_of(session: int) -> list[psutil.Process]:
-    """The processes of a session that still run."""
+    """The running processes of a session."""
     found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -282,7 +282,7 @@ def test_ctrl_c_while_arms_start_ends_all_of_them(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_the_command_ends_its_arms(tmp_path: Path, number: signal.Signals) -> None:
     with simulating(tmp_path, "-m", "p2ptrain") as process:
-        # A process for each arm, as far as there are cores, and the one that tidies up behind them.
+        # A process for each variant, limited by the cores, and multiprocessing's resource tracker.
         wait_for(lambda: len(all_of(process.pid)) >= min(4, 2 + (os.cpu_count() or 1)))
         assert process.poll() is None
         process.send_signal(number)
@@ -296,7 +296,7 @@ def test_whatever_ends_the_command_ends_its_arms(tmp_path: Path, number: signal.
 
 @pytest.mark.processes
 def test_an_interrupt_out_of_the_executor_ends_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ctrl-C does it in a program of the user's own."""
+    """As Ctrl-C does in a user's program."""
 
     class Interrupted(ProcessPoolExecutor):
         submitted = 0

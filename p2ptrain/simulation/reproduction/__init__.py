@@ -1,1 +1,1 @@
-"""The papers' claims, tried at a scale that two cores manage: experiments as TOML, the claim beside the outcome."""
+"""Small-scale reproductions of the papers' claims: experiments as TOML, with claims and verdicts."""

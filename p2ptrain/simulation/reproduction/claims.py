@@ -1,6 +1,6 @@
-"""A claim of a paper about two arms of an experiment, and what we say of it: a figure beside the paper's, and words.
+"""A paper's claim about two variants of an experiment, and our verdict on it.
 
-Losses are compared as perplexities, as the papers do: a difference of d nats is a change of exp(d) - 1.
+Losses are compared as perplexities, as in the papers: a difference of d nats is a change of exp(d) - 1.
 """
 
 from __future__ import annotations
@@ -16,25 +16,15 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import did_you_mean
 from p2ptrain.simulation.records import Records
 
-# Two runs that differ in nothing but the seed differ by this much (ALGORITHMS.md: "noise about ±0.004 nats").
+# Difference between two runs that differ only in their seed (measured).
 NOISE_NATS = 0.004
 DIRECTIONS = ("lower", "higher", "equal", "not higher")
 
 
 def _spike(records: Records) -> float:
-    """The largest rise of the mean held-out loss from one measurement to the next, in nats."""
+    """The largest rise of the mean held-out loss between two evaluations, in nats."""
     losses = [row["held_out_loss"] for row in records.table() if row["held_out_loss"] is not None]
     return max((later - earlier for earlier, later in itertools.pairwise(losses)), default=0.0)
-
-
-def _merge_rise(records: Records) -> float:
-    """What the run's last round, a plain average, adds to the mean held-out loss, in nats."""
-    return records.final_loss - records.loss_before_merge
-
-
-def _last_correlation(records: Records) -> float:
-    """Average pairwise correlation of the weights before the last round."""
-    return records.correlations()[-1][1]
 
 
 def _mean_of_rounds(records: Records, field: str) -> float:
@@ -42,13 +32,15 @@ def _mean_of_rounds(records: Records, field: str) -> float:
     return statistics.fmean(values) if values else math.nan
 
 
-# Name of a measure: how it is read off the records, and whether it is a loss in nats.
+# By name: a function of the records, and whether the result is a loss in nats.
 MEASURES: dict[str, tuple[Callable[[Records], float], bool]] = {
     "merged_loss": (lambda records: records.final_loss, True),
     "loss_before_merge": (lambda records: records.loss_before_merge, True),
-    "correlation": (_last_correlation, False),
+    # Average pairwise correlation of the weights, last measured.
+    "correlation": (lambda records: records.correlations()[-1][1], False),
     "spike": (_spike, False),
-    "merge_rise": (_merge_rise, False),
+    # In nats; the last round is a plain average.
+    "merge_rise": (lambda records: records.final_loss - records.loss_before_merge, False),
     "bytes": (lambda records: float(records.bytes_sent), False),
     "cosine": (lambda records: _mean_of_rounds(records, "cosine"), False),
     "mean_norm": (lambda records: _mean_of_rounds(records, "mean_norm"), False),
@@ -57,16 +49,16 @@ MEASURES: dict[str, tuple[Callable[[Records], float], bool]] = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says of arm `left` against arm `right`.
+    """A paper's claim about variant `left` compared with variant `right`.
 
     Attributes:
-        row: of the table of algorithms, such as "S7".
+        row: number of the claim, such as "S7".
         text: the claim in words.
-        left, right: names of arms.
+        left, right: names of variants.
         measure: a key of MEASURES.
         direction: left is "lower" or "higher" than right, "equal" to it or "not higher", both within `tolerance`.
         paper: the paper's figure, as text.
-        tolerance: for "equal" and "not higher": the largest relative difference.
+        tolerance: largest relative difference for "equal" and "not higher".
     """
 
     row: str
@@ -79,15 +71,15 @@ class Claim:
     tolerance: float = 0.02
 
     @classmethod
-    def read(cls, table: Mapping[str, Any], arms: Sequence[str]) -> Claim:
+    def read(cls, table: Mapping[str, Any], variants: Sequence[str]) -> Claim:
         """From a [[claim]] table. Raises ConfigError."""
         try:
             claim = cls(**table)
         except TypeError as error:
             raise ConfigError(f"[[claim]] {dict(table)}: {error}") from None
         for name in (claim.left, claim.right):
-            if name not in arms:
-                raise ConfigError(f"[[claim]] names an arm {name!r}; {did_you_mean(name, arms)}")
+            if name not in variants:
+                raise ConfigError(f"[[claim]] names an arm {name!r}; {did_you_mean(name, variants)}")
         if claim.measure not in MEASURES:
             raise ConfigError(f"[[claim]] measure {claim.measure!r}; {did_you_mean(claim.measure, MEASURES)}")
         if claim.direction not in DIRECTIONS:
@@ -95,7 +87,7 @@ class Claim:
         return claim
 
     def judge(self, by_seed: Sequence[Mapping[str, Records]]) -> Verdict:
-        """Compare the arms; each mapping holds the records of all arms for one seed."""
+        """Compare the variants; each mapping has the records of all variants for one seed."""
         read, is_loss = MEASURES[self.measure]
         lefts, rights = ([read(records[name]) for records in by_seed] for name in (self.left, self.right))
         differences = [left - right for left, right in zip(lefts, rights, strict=True)]
@@ -113,16 +105,15 @@ class Claim:
             return "holds" if abs(relative) <= self.tolerance else "does not hold"
         if self.direction == "not higher":
             return "holds" if relative <= self.tolerance else "does not hold"
-        as_said = difference < 0 if self.direction == "lower" else difference > 0
         if abs(difference) <= noise:
             return "within noise"
-        return "holds" if as_said else "does not hold: the other way round"
+        return "holds" if (difference < 0) == (self.direction == "lower") else "does not hold: the other way round"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim, both figures, their relative difference, its standard deviation over seeds in the measure's own unit
-    (None for one seed), and whether the claim holds, in words."""
+    """The verdict on a claim: both figures, their relative difference, the standard deviation of their difference over
+    seeds (None for one seed), and whether the claim holds, in words."""
 
     claim: Claim
     left: float

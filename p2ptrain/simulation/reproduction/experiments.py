@@ -1,15 +1,14 @@
-"""Finding, running and telling the experiments of `papers/`, which are a part of the package."""
+"""Finds and runs the experiments in `papers/`."""
 
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.table import did_you_mean
+from p2ptrain.settings.table import did_you_mean, read_toml
 from p2ptrain.simulation.experiment import Experiment, parse_experiments
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.reproduction.claims import Claim, Verdict
@@ -23,25 +22,25 @@ class Reproduction:
     """One experiment of a paper.
 
     Attributes:
-        name: of its file.
-        title: in words.
-        note: what differs from the paper, and why.
-        arms: what is simulated.
-        claims: what the paper says of them.
+        name: name of its file.
+        title: title of the plot.
+        note: differences from the paper, and reasons.
+        variants: experiments to compare.
+        claims: the paper's claims about them.
         headline: also run with three seeds by `make reproduce-full`.
     """
 
     name: str
     title: str
     note: str
-    arms: tuple[Experiment, ...]
+    variants: tuple[Experiment, ...]
     claims: tuple[Claim, ...]
     headline: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A reproduction that was run: records by seed and arm, and the verdicts."""
+    """A finished reproduction: records by seed and variant, and the verdicts."""
 
     reproduction: Reproduction
     seeds: tuple[int, ...]
@@ -59,27 +58,26 @@ def read_reproduction(name: str) -> Reproduction:
     path = Path(name) if name.endswith(".toml") else DIRECTORY / f"{name.lower()}.toml"
     if not path.exists():
         raise ConfigError(f"no experiment {name!r}; {did_you_mean(name, known_reproductions())}")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    table = read_toml(path)
     claims, note, headline = table.pop("claim", []), table.pop("note", ""), table.pop("headline", False)
-    title, arms = parse_experiments(table, path)
+    title, variants = parse_experiments(table, path)
     try:
-        read = tuple(Claim.read(claim, [arm.name for arm in arms]) for claim in claims)
+        read = tuple(Claim.read(claim, [variant.name for variant in variants]) for claim in claims)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return Reproduction(path.stem, title, note, tuple(arms), read, headline)
+    return Reproduction(path.stem, title, note, tuple(variants), read, headline)
 
 
 def run_reproduction(
-    reproduction: Reproduction, seeds: Sequence[int], on_progress: Callable[[int, int], None] = lambda arm, step: None
+    reproduction: Reproduction,
+    seeds: Sequence[int],
+    on_progress: Callable[[int, int], None] = lambda number, step: None,
 ) -> Outcome:
-    """Simulate all arms with all seeds, and judge the claims."""
-    arms = reproduction.arms
-    all_records = simulate_variants([with_seed(arm, seed) for seed in seeds for arm in arms], on_progress)
+    """Simulate all variants with all seeds, and judge the claims."""
+    variants = reproduction.variants
+    all_records = simulate_variants([with_seed(variant, seed) for seed in seeds for variant in variants], on_progress)
     by_seed = tuple(
-        {arm.name: records for arm, records in zip(arms, all_records[i * len(arms) :], strict=False)}
+        {variant.name: records for variant, records in zip(variants, all_records[i * len(variants) :], strict=False)}
         for i in range(len(seeds))
     )
     verdicts = tuple(claim.judge(by_seed) for claim in reproduction.claims)

@@ -1,4 +1,4 @@
-"""What a reproduction tells: a table of claims beside ours, in the terminal and as Markdown, and its picture."""
+"""Output of a reproduction: a table of claims with our figures, for the terminal and as Markdown, and a plot."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 import math
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from p2ptrain.simulation.plot import save_plot
-from p2ptrain.simulation.report import format_table
+from p2ptrain.simulation.report import as_text, format_table
 from p2ptrain.simulation.reproduction.claims import MEASURES, Verdict
 from p2ptrain.simulation.reproduction.experiments import Outcome
 
 
 def format_outcome(outcome: Outcome) -> str:
-    """The arms, then each claim with the paper's figure, ours and the verdict."""
+    """The variants, then each claim with the paper's figure, ours and the verdict."""
     reproduction = outcome.reproduction
     table = Table(box=None, pad_edge=False)
     for column in ("row", "the paper says", "paper", "here", "verdict"):
@@ -24,16 +23,13 @@ def format_outcome(outcome: Outcome) -> str:
     for verdict in outcome.verdicts:
         claim = verdict.claim
         table.add_row(claim.row, claim.text, claim.paper, figure(verdict), verdict.words)
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(table)
-    arms = format_table(list(outcome.records[0].values()))
+    variants = format_table(list(outcome.records[0].values()))
     note = f"\n{reproduction.note}" if reproduction.note else ""
-    return f"{reproduction.title}{note}\n\n{arms}\n\n{capture.get().rstrip()}"
+    return f"{reproduction.title}{note}\n\n{variants}\n\n{as_text(table, 120)}"
 
 
 def figure(verdict: Verdict) -> str:
-    """Ours, as the paper gives its own."""
+    """Our figure, in the paper's form."""
     _, is_loss = MEASURES[verdict.claim.measure]
     spread = "" if verdict.spread is None else f" (± {verdict.spread:.2g} over seeds)"
     values = f"{verdict.left:.4g} against {verdict.right:.4g}"
@@ -44,7 +40,7 @@ def figure(verdict: Verdict) -> str:
 
 
 def write_outcome(outcome: Outcome, directory: Path) -> None:
-    """Records of the first seed, the verdicts as JSON, and the picture."""
+    """Write the records of the first seed, the verdicts as JSON, and the plot."""
     target = directory / outcome.reproduction.name
     for records in outcome.records[0].values():
         records.write(target / records.experiment.directory)

@@ -1,4 +1,4 @@
-"""Claims are judged by their figures, and every experiment that is shipped can be read."""
+"""Claims are judged by their figures, and every shipped experiment can be read."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def small(tmp_path: Path) -> Path:
 def test_a_shipped_experiment_has_claims_and_takes_minutes(name: str) -> None:
     reproduction = read_reproduction(name)
     assert reproduction.claims
-    work = sum(arm.peers * arm.run.total_steps * arm.batch_size / 4 for arm in reproduction.arms)
+    work = sum(arm.peers * arm.run.total_steps * arm.batch_size / 4 for arm in reproduction.variants)
     assert work <= 36_000  # at 6.5 ms a step on each of two cores: two minutes
     assert all(claim.paper for claim in reproduction.claims)
 
@@ -100,7 +100,7 @@ def test_several_seeds_have_a_spread(small: Path) -> None:
 
 
 class Made:
-    """Records that say nothing but a number of bytes."""
+    """Records with only a number of bytes."""
 
     def __init__(self, bytes_sent: float) -> None:
         self.bytes_sent = bytes_sent
@@ -167,7 +167,7 @@ def test_the_table_of_rows_points_at_files_that_are_there() -> None:
 
 def test_the_example_of_faults_strikes_six_times_and_mends_each() -> None:
     reproduction = read_reproduction(str(Path(__file__).parents[3] / "examples" / "faults.toml"))
-    calm, struck = reproduction.arms
+    calm, struck = reproduction.variants
     assert not calm.schedule
     actions = [scheduled_event.action for scheduled_event in struck.schedule]
     assert len(actions) == 12

@@ -105,11 +105,9 @@ def dialable(maddrs: Iterable[Multiaddr], peer_id: str) -> list[str]:
 
 
 def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
-    """Replace port 0 by the port that is in use, where the addresses in use show it.
+    """Replace port 0 in `host_maddrs` by the port in use, as far as the addresses in `found` show it.
 
-    Args:
-        host_maddrs: addresses to listen on, such as /ip4/0.0.0.0/tcp/0.
-        found: addresses in use, such as /ip4/192.168.1.5/tcp/40123/p2p/Qm… and /ip4/127.0.0.1/tcp/40123/p2p/Qm….
+    /ip4/0.0.0.0/tcp/0, found as /ip4/127.0.0.1/tcp/40123/p2p/Qm…, becomes /ip4/0.0.0.0/tcp/40123.
     """
     parts_of_found = [maddr.split("/") for maddr in found]
 

@@ -45,16 +45,9 @@ def explain_dial(message: str) -> str:
 
 
 async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: float) -> None:
-    """Have p2pd connect to a peer, if it is not connected yet.
+    """Have p2pd connect to a peer, if it is not connected yet. Raises PeerLostError if it cannot be reached in time.
 
-    Args:
-        control_path: p2pd's control socket.
-        peer_id: the peer to reach.
-        maddrs: its possible addresses; malformed ones are ignored. If empty, libp2p's own DHT is asked.
-        timeout_s: how long it may take.
-
-    Raises:
-        PeerLostError: the peer cannot be reached in time.
+    Malformed addresses in `maddrs` are ignored. If it is empty, libp2p's own DHT is asked.
     """
     connecting = p2pd_pb2.ConnectRequest(
         peer=peer_id_bytes(peer_id), addrs=hints(maddrs, peer_id), timeout=math.ceil(timeout_s)
@@ -63,14 +56,7 @@ async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: fl
 
 
 async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) -> list[str]:
-    """Connect to all initial peers at once; return shortly after the first connection.
-
-    Args:
-        control_path: p2pd's control socket.
-        initial_peers: checked multiaddrs; several may name the same peer.
-
-    Returns:
-        Ids of the connected peers; empty only if no address was given.
+    """Connect to all initial peers at once; return the connected ids shortly after the first connection.
 
     Raises:
         UnreachableError: none can be reached. The message gives the reason for each. Takes at most 10 s.
@@ -117,14 +103,8 @@ async def refuse_taken_identity(
     """Check that no other peer in the network uses our identity.
 
     Two peers with one identity break each other's connections. The check takes 0.3 s and a second daemon with a
-    temporary identity, because a libp2p peer cannot look itself up.
-
-    Args:
-        config: its initial and remembered peers are asked.
-        peer_id: our identity.
-        directory: for the second daemon's socket.
-        own: initial peers with our own id; no peer should answer there.
-        ask: whether to ask the other initial peers.
+    temporary identity, because a libp2p peer cannot look itself up. `own` are initial peers with our own id, where no
+    peer should answer. `ask`: whether to ask the other initial peers.
 
     Raises:
         ConfigError: another peer uses the identity.

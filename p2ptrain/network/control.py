@@ -208,15 +208,7 @@ class DaemonSocket:
 
 
 async def ask(path: str, request: Any, timeout_s: float) -> Any:
-    """Send p2pd one request on a new connection.
-
-    Args:
-        path: p2pd's control socket.
-        request: a `p2pd_pb2.Request`.
-        timeout_s: how long connection and response may take together.
-
-    Returns:
-        The `p2pd_pb2.Response`.
+    """Send a `p2pd_pb2.Request` on a new connection, and return the `p2pd_pb2.Response`.
 
     Raises:
         PeerLostError: p2pd is gone, reports a failure, or does not answer in time.
@@ -262,10 +254,7 @@ def framed(message: Any) -> bytes:
 
 
 async def receive_frame(stream: Stream) -> tuple[bytes, bytes]:
-    """Receive one length-prefixed message from a peer.
-
-    Returns:
-        The message without its prefix, and the bytes that followed it.
+    """Receive one length-prefixed message from a peer. Returns it without its prefix, and the bytes that followed.
 
     Raises:
         PeerLostError: the stream ended or broke, or the message is too large.

@@ -111,13 +111,8 @@ def probe_flags() -> dict[str, str]:
 async def run_daemon(flags: dict[str, str], control_path: Path, timeout_s: float) -> AsyncIterator[Daemon]:
     """Run p2pd until the block ends. Leaves nothing behind, also when entering fails or is cancelled.
 
-    Args:
-        flags: `peer_flags` or `probe_flags`.
-        control_path: its control socket; the socket of a killed daemon is replaced.
-        timeout_s: how long the start may take.
-
-    Raises:
-        ConfigError: the daemon did not start.
+    `timeout_s` limits the start. The socket of a killed daemon at `control_path` is replaced. Raises ConfigError if the
+    daemon does not start.
     """
     control_path.unlink(missing_ok=True)
     process = _spawn({**flags, **COMMON_FLAGS, "listen": f"/unix{control_path}"})

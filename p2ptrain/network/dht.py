@@ -66,15 +66,9 @@ class HivemindDirectory:
             self._node = None
 
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
-        """Store our record under `key`, replacing our earlier one.
+        """Store our record under `key`, replacing our earlier one; False if no node accepts it within 8 s.
 
-        Args:
-            key: the key to look it up by.
-            value: at most 4 KiB.
-            expires_in_s: at most an hour.
-
-        Returns:
-            False if no node accepted the record within 8 s.
+        `value` has at most 4 KiB, and `expires_in_s` is at most an hour.
         """
         if self._node is None:
             return False

@@ -34,13 +34,7 @@ class DialBack(enum.Enum):
 
 
 async def dial_back(control_path: str, asked: str, peer_id: str, maddrs: list[str]) -> tuple[DialBack, str]:
-    """Ask a connected peer to dial us.
-
-    Args:
-        control_path: our daemon's control socket.
-        asked: id of that peer.
-        peer_id: our own.
-        maddrs: our listening addresses.
+    """Ask the connected peer `asked` to dial us at `maddrs`, our listening addresses.
 
     Returns:
         The result, and the address that was reached or the peer's explanation.

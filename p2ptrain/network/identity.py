@@ -39,12 +39,8 @@ class Identity:
 def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
     """Read or create the identity, and lock it against other processes of this machine.
 
-    Args:
-        path: the key file, created if missing; None for a temporary identity.
-        scratch: a private directory for a temporary identity's key file.
-
-    Raises:
-        ConfigError: the file cannot be read, written or parsed, or another process uses it.
+    `path` None makes a temporary identity in `scratch`. Raises ConfigError if the file cannot be read, written or
+    parsed, or another process uses it.
     """
     if path is None:
         yield _make(scratch / "identity.key")

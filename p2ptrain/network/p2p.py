@@ -74,14 +74,9 @@ class LibP2P:
         return list(self._maddrs)
 
     async def open_stream(self, peer_id: str, maddrs: list[str]) -> DaemonSocket:
-        """Open a stream.
+        """Open a stream. Raises PeerLostError if that takes over 10 s, or the peer does not speak our protocol.
 
-        Args:
-            peer_id: the peer to reach.
-            maddrs: its possible addresses, if we are not connected; malformed ones are ignored.
-
-        Raises:
-            PeerLostError: the peer cannot be reached within 10 s, or does not speak our protocol.
+        `maddrs` are possible addresses of a peer that is not connected yet; malformed ones are ignored.
         """
         try:
             peer_id_bytes(peer_id)
@@ -224,12 +219,8 @@ async def open_libp2p(
 ) -> AsyncIterator[LibP2P]:
     """Serve a peer's streams, with any daemon of its identity, until the block ends.
 
-    Args:
-        peer_id: our identity.
-        control_path: the control socket of each daemon.
-        directory: for our own socket, through which daemons pass incoming streams.
-        relays: our reservations at relays; None if other peers can dial us.
-        relay: the relay that we offer to such peers, if any.
+    Our own socket, through which daemons pass incoming streams, is made in `directory`. `relays` is for a peer that
+    cannot be dialled, `relay` for one that relays for such peers.
     """
     libp2p = LibP2P(peer_id, control_path, str(directory / "streams.sock"), relays, relay)
     loop = asyncio.get_running_loop()

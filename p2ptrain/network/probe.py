@@ -61,15 +61,10 @@ class Probe:
 
 
 async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
-    """Start a daemon as a peer would, and reach all initial peers.
+    """Start a daemon as a peer would, and reach all initial peers. The config's identity is not used.
 
-    Args:
-        config: listening addresses and initial peers. Its identity is not used.
-        mapping_s: how long a router may take to map a port.
-
-    Raises:
-        ConfigError: an address is invalid, or the daemon does not start.
-        PeerLostError: the daemon ended during the probe.
+    `mapping_s` is how long a router may take to map a port. Raises ConfigError if an address is invalid or the daemon
+    does not start, and PeerLostError if it ends during the probe.
     """
     check_initial_peers(config.initial_peers)
     with scratch_directory() as scratch, hold_identity(None, scratch) as identity:

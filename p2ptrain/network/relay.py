@@ -33,11 +33,9 @@ MAX_STREAMS = 512
 
 
 class Relay:
-    """Grants reservations, and carries circuits to peers that have one.
+    """Grants at most `places` reservations at a time, and carries circuits to peers that have one.
 
-    Args:
-        control_path: p2pd's control socket.
-        places: most reservations at a time, and most circuits of one peer.
+    No peer has more circuits than that.
     """
 
     def __init__(self, control_path: str, places: int) -> None:

@@ -41,14 +41,9 @@ class Events(Protocol):
 
 
 class Supervisor:
-    """Owns the daemon of a peer.
+    """Owns the daemon of a peer, and connects transport and directory to it.
 
-    Args:
-        config: listening addresses and initial peers.
-        identity: used by every daemon.
-        control_path: control socket of every daemon.
-        transport, directory: connected to each daemon.
-        alone: start even if no initial peer can be reached; they are tried again.
+    With `alone` it starts even if no initial peer can be reached.
 
     Attributes:
         on_event: called with each death and restart, if set.

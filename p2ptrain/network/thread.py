@@ -55,11 +55,7 @@ class NetworkThread:
     """
 
     def __init__(self, clock: trio.abc.Clock | None = None) -> None:
-        """Start the thread and wait until it accepts work.
-
-        Args:
-            clock: trio's clock on that thread; `MonotonicClock()` when None.
-        """
+        """Start the thread and wait until it accepts work. `clock` None means `MonotonicClock()`."""
         self.failure: BaseException | None = None
         self._errors = ErrorLog(logger)
         self._clock = clock if clock is not None else MonotonicClock()
@@ -71,17 +67,12 @@ class NetworkThread:
         atexit.register(self.stop, EXIT_TIMEOUT_S)
 
     def run(self, async_fn: Callable[[*Ts], Awaitable[T]], *args: *Ts, timeout_s: float) -> T:
-        """Run a trio function on the thread, wait for it, and return its result.
-
-        Args:
-            async_fn: called with `args` in a new task, which is cancelled when the wait ends early.
-            timeout_s: how long to wait.
+        """Run a trio function on the thread, wait for it, and return its result or raise its exception.
 
         Raises:
             TimeoutError: it took longer than `timeout_s`, and was cancelled.
             KeyboardInterrupt: Ctrl-C arrived while waiting; the function was cancelled.
             RuntimeError: the thread has stopped.
-            Exception: anything that the function raises.
         """
         assert threading.current_thread() is not self._thread, "it would wait for itself"
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -111,11 +102,7 @@ class NetworkThread:
         self._soon(fn)
 
     def stop(self, timeout_s: float) -> bool:
-        """Cancel all tasks, let them clean up, and wait for the thread to end. May be called again.
-
-        Returns:
-            Whether the thread has ended within `timeout_s`.
-        """
+        """Cancel all tasks and wait for the thread to end; returns whether it has. May be called again."""
         assert threading.current_thread() is not self._thread, "it would wait for itself"
         atexit.unregister(self.stop)
         self.post(lambda: self._nursery.cancel_scope.cancel())

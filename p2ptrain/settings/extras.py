@@ -14,14 +14,9 @@ EXTRAS = {
 
 
 def require_extra(extra: str, what: str) -> None:
-    """Check that an extra is installed, without importing it.
+    """Raises ConfigError, with the command that installs it, if an extra is missing. Imports nothing of it.
 
-    Args:
-        extra: a name in EXTRAS.
-        what: the command or option that needs it, for the message.
-
-    Raises:
-        ConfigError: a package is missing; the message has the command that installs it.
+    `what` is the command or option that needs the extra, for the message.
     """
     missing = [package for package in EXTRAS[extra] if importlib.util.find_spec(package) is None]
     if missing:

@@ -141,15 +141,7 @@ class Page:
 
 
 def parse_page(payload: bytes, *, now_s: float) -> Page:
-    """Parse and check a page of another peer's event log.
-
-    Args:
-        payload: its answer.
-        now_s: seconds since the epoch, like `t` of events.
-
-    Raises:
-        WireError: the page is malformed.
-    """
+    """Parse another peer's page of events. `now_s` is in seconds since the epoch. Raises WireError if malformed."""
     if len(payload) > MAX_PAGE_BYTES:
         raise WireError(f"{len(payload)} bytes of events")
     try:

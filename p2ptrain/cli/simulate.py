@@ -63,7 +63,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
         goodput (inner steps compared with a run without faults), steps lost (in no round),
         rounds, contributors, repairs (states replaced), joins
     Files in --out:
-        PEER.jsonl (metrics of each peer, times in virtual seconds), events.csv,
+        PEER.jsonl (metrics of each peer, times in virtual seconds), schedule.csv,
         table.csv (losses, correlation, disagreement, bytes), curves.png
 
     The simulation stops with an error if two peers hold different bytes for one round.
@@ -94,7 +94,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     click.echo(format_table(arms))
     if any(arm.experiment.scheduled_events for arm in arms):
         click.echo(format_run_audits(arms))
-    click.echo(f"written to {out}: records, table.csv, events.csv, curves.png")
+    click.echo(f"written to {out}: records, table.csv, schedule.csv, curves.png")
 
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def test_what_a_lost_donor_gave_is_kept_for_the_next() -> None:
             async with trio.open_nursery() as nursery:
 
                 async def fails() -> None:
-                    with pytest.raises(PeerLostError, match="of 24 state chunks could not be had"):
+                    with pytest.raises(PeerLostError, match="of 24 state chunks are missing"):
                         await download.run(donors["a"].head, links[:1])
 
                 nursery.start_soon(fails)
@@ -474,7 +474,7 @@ def test_a_fresh_or_busy_peer_gives_nothing(why: str) -> None:
                 donors["a"].head = Head("", "", -1, "", "", (), 0, 0, None)
             else:
                 donors["a"].busy = True
-            with pytest.raises(PeerLostError, match="no state to give now"):
+            with pytest.raises(PeerLostError, match="cannot send its state now"):
                 await ask_head(joiner.links, links[0])
             for what in ("manifest", "chunk"):
                 answer, payload = await joiner.links.request(links[0], what, timeout_s=1)

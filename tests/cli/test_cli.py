@@ -95,7 +95,7 @@ def test_help_imports_nothing_heavy() -> None:
         (["jion"], "No such command 'jion'. Did you mean 'join'? (see p2ptrain --help)"),
         (["join", "--lr", "fast"], "--lr: 'fast' is not a number, such as 0.003"),
         (["join", "--sync-evry", "5"], "(see p2ptrain join --help)"),
-        (["join", "--initial-peers", "localhost"], "neither an address nor a file"),
+        (["join", "--initial-peers", "localhost"], "not an address, and no such file"),
         (["join", "--data", "none"], "--data none: no such file or directory; give text, or leave it out"),
         (["join", "--model", "gpt-dmo"], "did you mean gpt-demo?"),
         (["join", "-c", "none.toml"], "none.toml: cannot be read"),

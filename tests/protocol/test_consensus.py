@@ -89,6 +89,11 @@ def same_incarnation(peer: str, incarnation: str, head: Any, limits: Any) -> Sta
     return State(peer, "1", head, limits)
 
 
+def begin_again(state: State) -> State:
+    """The head is set to where it is."""
+    return consensus.begin(state.peer, state.incarnation, state.head, state.limits)
+
+
 def believe_anybody(learner: Learner, own: Record | None, voters: Any) -> Record | None:
     return learner.heard[0][1] if learner.heard else None
 
@@ -103,6 +108,7 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
     [
         ("consensus.is_quorum", quorum_of_one, Scenario("abc", "ab", lean=True)),
         ("round_state.restarted", forget_ready, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
+        ("round_state.restarted", begin_again, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
         ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("round_state.begin", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
@@ -110,7 +116,8 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
         ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],
     ids=[
-        "a quorum of one", "READY forgotten on restart", "a lower attempt accepted", "a reported READY ignored",
+        "a quorum of one", "READY forgotten on restart", "READY forgotten as the same head is set",
+        "a lower attempt accepted", "a reported READY ignored",
         "an incarnation that votes twice", "a Commit believed without proof", "an attempt's number used twice",
     ],
 )  # fmt: skip

@@ -79,6 +79,8 @@ MAX_ATTEMPTS = 3
 LOOK_S = 1.0
 # How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
 STALL_POLL_S, HELD_UP_S, PAUSED_S = 0.25, 1.0, 10.0
+# Lineages remembered that we have stood on. A run has a few; with more, only a restart of this peer helps.
+MAX_LINEAGES = 1000
 # Two leaders that got into each other's way must not meet again.
 REST_S = (0.05, 0.3)
 
@@ -108,6 +110,7 @@ class RoundDriver:
         self._attempts = Attempts(
             context, self._taker, self._reducers, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
         )
+        self._furthest: dict[str, int] = {}  # by lineage, the last round that we stood at
         self._called_s = self._rest_until_s = 0.0
         self._attempts_failed = 0
         self._leaving = False
@@ -178,8 +181,22 @@ class RoundDriver:
         stage = self._attempts.stage
         return f"round {self._state.round}: {stage}" if stage else "training"
 
+    def may_stand_at(self, head: Head) -> bool:
+        """Whether a head is further than all that we stood at in its lineage, so that we have voted there in no round.
+
+        What we promised and accepted is forgotten with each head: at the same place we would vote a second time.
+        """
+        if head.lineage not in self._furthest:
+            return len(self._furthest) < MAX_LINEAGES
+        return head.round > self._furthest[head.lineage]
+
     def set_head(self, head: Head) -> None:
-        """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before."""
+        """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before.
+
+        Only where `may_stand_at` allows it.
+        """
+        assert self.may_stand_at(head), f"we stood at {head.lineage}/{head.round} or further before"
+        self._furthest[head.lineage] = head.round
         self._give_up("we stand on another state now")
         same_lineage = head.lineage == self.head.lineage
         self._consensus.state = self._begin(head)
@@ -189,9 +206,9 @@ class RoundDriver:
         self._outcomes.forget()
         self._wake()
 
-    def found_lineage(self) -> None:
-        """Go on alone from our head under a new lineage, as its only voter; others adopt it."""
-        head, own = self.head, self._liveness.own
+    def found_lineage(self, head: Head) -> None:
+        """Go on alone from this head under a new lineage, as its only voter; others adopt it."""
+        own = self._liveness.own
         lineage = new_lineage(head.lineage, head.round, *own)
         logger.info("the voters of lineage %s are gone: beginning lineage %s", head.lineage, lineage)
         self.set_head(dataclasses.replace(head, lineage=lineage, voters=(own,)))
@@ -433,7 +450,7 @@ class RoundDriver:
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
         if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s):
-            self.found_lineage()
+            self.found_lineage(self.head)
         return wake_s
 
     def _call(self, now: float) -> float:

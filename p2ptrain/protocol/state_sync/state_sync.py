@@ -138,8 +138,7 @@ class StateSync:
         restored = self._restored
         if restored is not None:
             host.state.copy_from(restored.state)
-            host.engine.set_head(restored.head)
-            host.engine.found_lineage()
+            host.engine.found_lineage(restored.head)
             await host.engine.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
         self._exchange.averaged.read(host.state.anchor_tensor())
@@ -327,13 +326,16 @@ class StateSync:
             return
         logger.info("replacing our state: %s", reason)
         head = await ask_head(host.links, donors[0])
+        if not engine.may_stand_at(head):
+            # More tokens at a place where we may have voted: no honest donor reports that.
+            return
         # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
             # Into a second state, so that ours remains valid if the download fails.
             self._download = self._download or self._new_download(host.state.blank())
             await self._download.run(head, donors)
         async with engine.paused():
-            if rank_of(head) <= rank_of(engine.head):
+            if rank_of(head) <= rank_of(engine.head) or not engine.may_stand_at(head):
                 return
             if head.state_sha256 != engine.head.state_sha256:
                 if self._download is None:
@@ -352,8 +354,7 @@ class StateSync:
         """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""
         async with self._host.engine.paused():
             self._host.state.copy_from(restored.state)
-            self._host.engine.set_head(restored.head)
-            self._host.engine.found_lineage()
+            self._host.engine.found_lineage(restored.head)
             await self._host.engine.land(self._arrival("keep", "restored by the user", restored.run_step))
 
 

@@ -129,7 +129,8 @@ class Record:
 class Head:
     """The last resolved round of a lineage, and what is needed to decide the next one.
 
-    `record` is the last committed one, None at genesis; `voters` decide the next.
+    `record` is the last committed one, None at genesis; after a new lineage began it is still that of the lineage
+    before. `voters` decide the next.
     """
 
     genesis: str

@@ -1,0 +1,110 @@
+"""Peers that lie about where they stand or what they accepted: nobody votes twice for them, and rounds go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.wire.messages import Beat, Head
+from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.test_rounds import common, start_all
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+Lie = dict[str, Any]
+
+
+class LyingDonor:
+    """Changes what a node says of its head, by `head`, and in its beats, by `beat`."""
+
+    def __init__(self, node: Node) -> None:
+        self.head: Callable[[Head], Lie] = lambda head: {}
+        self.beat: Callable[[Beat], Lie] = lambda beat: {}
+        self.asked = 0
+        beat_of = node.make_beat
+        node.make_beat = lambda *times: self._beat(beat_of(*times))  # type: ignore[method-assign]
+        node._server._head = lambda: self._head(node.engine.head)
+
+    def _beat(self, beat: Beat) -> Beat:
+        return dataclasses.replace(beat, **self.beat(beat))
+
+    def _head(self, head: Head) -> Head:
+        lie = self.head(head)
+        self.asked += bool(lie)
+        return dataclasses.replace(head, **lie)
+
+
+def places_of(node: Node) -> list[tuple[str, int]]:
+    """Where a node stands, and each place that it stands at from now on, in order."""
+    set_head, places = node.engine.set_head, [(node.engine.head.lineage, node.engine.head.round)]
+
+    def spy(head: Head) -> None:
+        set_head(head)
+        places.append((head.lineage, head.round))
+
+    node.engine.set_head = spy  # type: ignore[method-assign]
+    node.engine._outcomes._stand_at = spy
+    return places
+
+
+def test_a_donor_at_our_own_place_with_more_tokens_makes_nobody_vote_twice() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            places = [places_of(s.peers[name].node) for name in "abc"]
+            liar = LyingDonor(s.peers["x"].node)
+            liar.beat = lambda beat: {"round": beat.round + 1, "tokens_total": 10**15}
+            liar.head = lambda head: {"tokens_total": 10**15}
+            await s.until(lambda: liar.asked >= 10 and common(s, 4, 4))
+            for stood in places:
+                assert len(stood) == len(set(stood)) > 1, stood
+
+    run_virtual(main)
+
+
+def test_a_donor_that_leads_us_away_and_back_makes_nobody_vote_twice() -> None:
+    """By way of another lineage we must not come back to a round in which we may have voted."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            b, liar = s.peers["b"].node, LyingDonor(s.peers["x"].node)
+            s.network.partition(["b", "x"])
+            await trio.sleep(20)
+            stood, home = places_of(b), b.engine.head.lineage
+            away: Lie = {"lineage": "7-elsewhere", "tokens_total": 10**15}
+            liar.beat = liar.head = lambda _: away
+            await s.until(lambda: b.engine.head.lineage == "7-elsewhere")
+            back: Lie = {"lineage": home, "tokens_total": 10**16}
+            liar.beat = liar.head = lambda _: back
+            asked = liar.asked
+            await s.until(lambda: liar.asked >= asked + 3)
+            assert len(stood) == len(set(stood)) > 1, stood
+            await trio.sleep(20)
+            assert b.engine.head.lineage != home
+
+    run_virtual(main)
+
+
+def test_a_head_at_a_place_of_before_is_refused() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 2, 2))
+            engine = s.peers["b"].node.engine
+            head = engine.head
+            earlier = dataclasses.replace(head, round=head.round - 1)
+            assert not engine.may_stand_at(earlier)
+            assert engine.may_stand_at(dataclasses.replace(head, lineage="5-new"))
+            for place in (head, earlier):
+                with pytest.raises(AssertionError, match="stood at"):
+                    engine.set_head(dataclasses.replace(place, tokens_total=10**15))
+            assert engine.head is head
+
+    run_virtual(main)

@@ -29,6 +29,7 @@ from p2ptrain.protocol.rounds.events import (
     Held,
     Lead,
     Learned,
+    MemberFailed,
     Prepare,
     Prepared,
     Received,
@@ -58,6 +59,7 @@ class Scenario:
         forgotten: times that each of `frail` is started anew and remembers nothing.
         lean: leave out what only ends an attempt sooner, as what is lost does as well (Refuse, Withdraw, Abort,
             times that are out but the joining window), and let drivers answer at once.
+        unheld: what is fetched may also turn out to be nowhere.
         liar: somebody tells each of them that a record was committed which was not.
     """
 
@@ -69,6 +71,7 @@ class Scenario:
     frail: str = ""
     lean: bool = False
     liar: bool = False
+    unheld: bool = False
 
     @cached_property
     def peers(self) -> str:
@@ -263,7 +266,8 @@ class Explorer:
                 if isinstance(effect, Learned):
                     learned = record_sha256(effect.record)
                 for envelope in self._carry_out(state, effect):
-                    if self.scenario.lean and envelope.incarnation is not None:
+                    may_fail = self.scenario.unheld and isinstance(effect, Fetch)
+                    if self.scenario.lean and envelope.incarnation is not None and not may_fail:
                         events.append(envelope.event)
                     else:
                         sent |= 1 << self._post(envelope)
@@ -292,6 +296,8 @@ class Explorer:
                 yield Envelope(me, Prepared(attempt, join), incarnation)
             case Fetch(attempt, record):
                 yield Envelope(me, Held(attempt, record_sha256(record)), incarnation)
+                if self.scenario.unheld:
+                    yield Envelope(me, MemberFailed(attempt, ""), incarnation)
             case Average(attempt):
                 yield Envelope(
                     me, Averaged(attempt, record_of(self.scenario.head, attempt.counter, me, incarnation)), incarnation

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.protocol.rounds import consensus
-from p2ptrain.protocol.rounds.consensus import Result
+from p2ptrain.protocol.rounds.consensus import Joins, Result
 from p2ptrain.protocol.rounds.learner import Learner
+from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.round_state import Acceptor, State
 from p2ptrain.protocol.wire.messages import Attempt, Propose, Record
 from tests.protocol.explore import Explorer, Scenario
@@ -28,6 +29,7 @@ ALWAYS = (
     Scenario("ab", "ab", kept=1, frail="ab", lean=True),
     Scenario("abc", "a", forgotten=1, frail="a", lean=True),
     Scenario("ab", "ab", lean=True, liar=True),
+    Scenario("ab", "ab", lean=True, unheld=True),
     Scenario("abc", "ab", lean=True),
 )
 MORE = (
@@ -35,6 +37,7 @@ MORE = (
     Scenario("ab", "ab", forgotten=1, frail="a", lean=True),
     Scenario("abc", "ab", kept=1, frail="a", lean=True),
     Scenario("ab", "a", leads=2),
+    Scenario("abc", "ab", lean=True, unheld=True),
 )
 # What is not large enough to hold a planted fault is not searched for long.
 LIMIT = 300_000
@@ -94,6 +97,16 @@ def begin_again(state: State) -> State:
     return consensus.begin(state.peer, state.incarnation, state.head, state.limits)
 
 
+def count_whom_we_ignore(state: State, joins: Joins) -> Joins:
+    """A READY record that could not be had is left out, and the promise of who reported it is not."""
+    return tuple(
+        (peer, dataclasses.replace(join, ready=None, ready_attempt=None))
+        if join.ready is not None and record_sha256(join.ready) in state.unheld
+        else (peer, join)
+        for peer, join in joins
+    )
+
+
 def believe_anybody(learner: Learner, own: Record | None, voters: Any) -> Record | None:
     return learner.heard[0][1] if learner.heard else None
 
@@ -111,13 +124,14 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
         ("round_state.restarted", begin_again, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
         ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
+        ("consensus.heeded", count_whom_we_ignore, Scenario("ab", "ab", lean=True, unheld=True)),
         ("round_state.begin", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
         ("consensus.Learner.shown", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
         ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],
     ids=[
         "a quorum of one", "READY forgotten on restart", "READY forgotten as the same head is set",
-        "a lower attempt accepted", "a reported READY ignored",
+        "a lower attempt accepted", "a reported READY ignored", "a promise counted whose READY was ignored",
         "an incarnation that votes twice", "a Commit believed without proof", "an attempt's number used twice",
     ],
 )  # fmt: skip

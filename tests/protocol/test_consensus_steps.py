@@ -36,6 +36,7 @@ from p2ptrain.protocol.rounds.learner import ASK_AGAIN_S, MAX_ASKS, MAX_HEARD, i
 from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, record_sha256, voters_of
 from p2ptrain.protocol.rounds.round_state import (
     MAX_COUNTERS_AHEAD,
+    MAX_UNHELD,
     NO_ATTEMPT,
     Limits,
     State,
@@ -443,6 +444,63 @@ def test_only_a_voters_ready_record_must_be_finished() -> None:
     run.hears("x", join(seventh, Attempt(5, "x", "1"), record()))
     (effect,) = run.hears("c", join(seventh, Attempt(4, "z", "1"), record(), incarnation="2"))
     assert isinstance(effect, Average)
+
+
+def unheld_by_leader(of: Record) -> Run:
+    """Leader a after attempt FIRST, in which c reported this record, and nobody had it."""
+    run = Run(peer("a"))
+    run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
+    run.hears("a", call(FIRST))
+    run(Prepared(FIRST, join(FIRST)))
+    for name in "ab":
+        run.hears(name, join(FIRST))
+    assert Send("a", Propose(FIRST, of)) in run.hears("c", join(FIRST, Attempt(0, "c", "1"), of))
+    assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
+    assert Send("a", Withdraw("0-x", 5, FIRST, "nowhere")) in run(MemberFailed(FIRST, "nowhere"))
+    run.hears("a", Withdraw("0-x", 5, FIRST, "nowhere"))
+    ended = run.hears("b", Withdraw("0-x", 5, FIRST, "nowhere"))
+    assert any(isinstance(effect, LeaderEnded) for effect in ended)
+    return run
+
+
+def test_a_ready_record_that_nobody_has_is_left_out_with_its_promise() -> None:
+    again = Attempt(2, "a", "1")
+    # The same record, or another one of the same peer.
+    for lie in (record("lie"), record("another lie")):
+        run = unheld_by_leader(record("lie"))
+        run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
+        own, other = join(again), join(again)
+        run.hears("a", own)
+        run.hears("b", other)
+        (average,) = run.hears("c", join(again, Attempt(0, "c", "1"), lie))
+        assert average == Average(again, (("a", own), ("b", other)))
+
+
+def test_without_a_quorum_of_the_others_a_record_that_was_not_had_is_proposed_again() -> None:
+    run, again = unheld_by_leader(record("lie")), Attempt(2, "a", "1")
+    run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
+    run.hears("a", join(again))
+    run.hears("c", join(again, Attempt(0, "c", "1"), record("lie")))
+    assert Send("c", Propose(again, record("lie"))) in run(Lost("b"))
+    # Nor is one left out where b reports it as well: then it may have been committed.
+    run, again = unheld_by_leader(record("lie")), Attempt(2, "a", "1")
+    run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
+    run.hears("a", join(again))
+    run.hears("b", join(again, Attempt(0, "c", "1"), record("lie")))
+    assert Send("b", Propose(again, record("lie"))) in run.hears("c", join(again, Attempt(0, "c", "1"), record("lie")))
+
+
+def test_records_that_were_not_had_take_a_bounded_room() -> None:
+    run = Run(peer())
+    for counter in range(3 * MAX_UNHELD):
+        attempt = Attempt(counter, "a", "1")
+        run.hears("a", call(attempt))
+        run(Prepared(attempt, join(attempt)))
+        run.hears("a", Propose(attempt, record(str(counter))))
+        run(MemberFailed(attempt, "nowhere"))
+        assert record_sha256(record(str(counter))) in run.state.unheld
+        assert len(run.state.unheld) <= MAX_UNHELD
+    assert run.state.doubted == frozenset()
 
 
 def test_an_incarnation_votes_once_and_strangers_never() -> None:

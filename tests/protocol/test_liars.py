@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.wire.messages import Beat, Head
+from p2ptrain.protocol.wire.messages import Attempt, Beat, Head, Join, Message, Record
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -108,3 +108,43 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
             assert engine.head is head
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["always the same", "another each time"])
+def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(another: bool) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            engine, lies = s.peers["x"].node.engine, 0
+
+            def tell(to: str, message: Message) -> None:
+                nonlocal lies
+                if isinstance(message, Join):
+                    lies += 1
+                    message = dataclasses.replace(
+                        message, ready_attempt=Attempt(0, "x", "z"), ready=unheld(engine.head, lies if another else 0)
+                    )
+                honest(to, message)
+
+            honest, engine.tell = engine.tell, tell  # type: ignore[method-assign]
+            began = trio.current_time()
+            await s.until(
+                lambda: all(
+                    sum(r["t"] > began and not r["late"] for r in s.peers[name].rounds("committed")) >= 5
+                    for name in "abc"
+                ),
+                within_s=120,
+            )
+            assert lies >= 5
+
+    run_virtual(main)
+
+
+def unheld(head: Head, number: int) -> Record:
+    """A well-formed record of the round after a head, with parts that do not exist."""
+    assert head.record is not None
+    parts = tuple(dataclasses.replace(part, sha256=f"{number:064x}") for part in head.record.parts)
+    return dataclasses.replace(
+        head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256, parts=parts
+    )

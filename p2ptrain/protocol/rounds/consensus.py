@@ -33,11 +33,20 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import events as ev
 from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, record_sha256
-from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, NO_ATTEMPT, Acceptor, Member, Proposer, State
+from p2ptrain.protocol.rounds.round_state import (
+    MAX_COUNTERS_AHEAD,
+    MAX_UNHELD,
+    NO_ATTEMPT,
+    Acceptor,
+    Member,
+    Proposer,
+    State,
+)
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 Result = tuple[State, tuple[ev.Effect, ...]]
+Joins = tuple[tuple[PeerId, m.Join], ...]
 
 
 def unfinished(joins: Iterable[tuple[PeerId, m.Join]], voters: Collection[Voter]) -> m.Record | None:
@@ -48,6 +57,20 @@ def unfinished(joins: Iterable[tuple[PeerId, m.Join]], voters: Collection[Voter]
         if (peer, join.incarnation) in voters and join.ready_attempt is not None and join.ready is not None
     ]
     return max(held, key=lambda pair: pair[0])[1] if held else None
+
+
+def heeded(state: State, joins: Joins) -> Joins:
+    """The promises that an attempt counts: without those whose READY record is unavailable, if a quorum remains.
+
+    Any quorum of promises will do, so leaving one out is like never having received it. Otherwise one voter that
+    reports a record that no peer has would stop all rounds.
+    """
+
+    def is_unheld(peer: PeerId, join: m.Join) -> bool:
+        return join.ready is not None and (peer in state.doubted or record_sha256(join.ready) in state.unheld)
+
+    rest = tuple((peer, join) for peer, join in joins if not is_unheld(peer, join))
+    return rest if is_quorum({(peer, join.incarnation) for peer, join in rest}, state.head.voters) else joins
 
 
 def step(state: State, event: ev.Event, now: float) -> Result:
@@ -209,8 +232,18 @@ def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
 def _withdraw(state: State, attempt: m.Attempt, reason: str) -> Result:
     if state.member is None or state.member.attempt != attempt:
         return state, ()
+    if state.member.proposal is not None and state.acceptor.attempt != attempt:
+        state = _note_unheld(state, attempt, record_sha256(state.member.proposal))
     state, effects = _end_member(state, reason)
     return state, (ev.Send(attempt.leader, m.Withdraw(state.head.lineage, state.round, attempt, reason)), *effects)
+
+
+def _note_unheld(state: State, attempt: m.Attempt, sha256: str) -> State:
+    """Remember an unavailable record and, in our own attempt, the peers that reported it as READY."""
+    unheld = state.unheld if len(state.unheld) < MAX_UNHELD else frozenset()
+    joins = state.proposer.joins if state.proposer is not None and state.proposer.attempt == attempt else ()
+    doubted = {peer for peer, join in joins if join.ready is not None and record_sha256(join.ready) == sha256}
+    return dataclasses.replace(state, unheld=unheld | {sha256}, doubted=state.doubted | doubted)
 
 
 def _end_member(state: State, reason: str) -> Result:
@@ -262,7 +295,7 @@ def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
 
 
 def _end_joining(state: State, proposer: Proposer, now: float) -> Result:
-    joins = tuple((peer, join) for peer, join in proposer.joins if peer not in proposer.gone)
+    joins = heeded(state, tuple((peer, join) for peer, join in proposer.joins if peer not in proposer.gone))
     promised, voters = {(peer, join.incarnation) for peer, join in joins}, state.head.voters
     if not is_quorum(promised, voters):
         count = sum(voter in promised for voter in voters)

@@ -14,6 +14,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 NO_ATTEMPT = Attempt(-1, "", "")
 # Calls whose counter is further ahead of all known ones are refused. Honest peers are a few apart (guess).
 MAX_COUNTERS_AHEAD = 1000
+# Records remembered that could not be had. Honest rounds have none or a few (guess).
+MAX_UNHELD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,11 @@ class Proposer:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of the round after `head`. Calls may exceed `highest`, the highest known counter, by `ahead`."""
+    """The state of the round after `head`. Calls may exceed `highest`, the highest known counter, by `ahead`.
+
+    `unheld` has the hashes of proposed records whose parts were unavailable here, `doubted` the peers that reported
+    such a record as their READY one to an attempt of ours.
+    """
 
     peer: PeerId
     incarnation: str
@@ -81,6 +87,8 @@ class State:
     learner: Learner = NOTHING_HEARD
     highest: int = 0
     ahead: int = MAX_COUNTERS_AHEAD
+    unheld: frozenset[str] = frozenset()
+    doubted: frozenset[PeerId] = frozenset()
 
     @property
     def round(self) -> int:

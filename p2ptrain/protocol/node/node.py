@@ -113,7 +113,7 @@ class Node:
             self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng,
             lambda: transport.maddrs,
         )  # fmt: skip
-        context = context_of(self.peer_id, incarnation, run, self.links, exchange, self.state, compute)
+        context = context_of(self.peer_id, incarnation, run, self.links, exchange, self.state, compute, errors)
         self.engine = RoundDriver(context, self, self, faults, rng)
         self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
         self._gossip = Gossip(self, exchange, rng, errors) if run.fragment_fraction > 0 else None

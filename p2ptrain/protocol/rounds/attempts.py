@@ -6,7 +6,6 @@ Each runs in its own task. An error in one is reported to the consensus, and aff
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 
 import trio
@@ -20,8 +19,6 @@ from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import Silences
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
-
-logger = logging.getLogger(__name__)
 
 
 class Attempts:
@@ -90,7 +87,7 @@ class Attempts:
             except RoundFailedError as error:
                 self._apply(LeaderFailed(leader.attempt, str(error)))
             except Exception as error:
-                logger.exception("attempt %d ended by an unexpected error", leader.attempt.counter)
+                self._context.errors.note(f"attempt {leader.attempt.counter} of ours ended", error)
                 self._apply(LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
 
     def end_member(self) -> None:
@@ -150,5 +147,5 @@ class Attempts:
         except WireError:
             raise
         except Exception as error:
-            logger.exception("attempt %d ended by an unexpected error", member.attempt.counter)
+            self._context.errors.note(f"attempt {member.attempt.counter} ended for us", error)
             self._apply(MemberFailed(member.attempt, f"unexpected error: {error!r}"))

@@ -6,7 +6,6 @@ The functions compute; `Committer` calls them, one round at a time, and passes t
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,8 +25,6 @@ from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import Head, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
-
-logger = logging.getLogger(__name__)
 
 # Delay and number of retries of an outer step after an error; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
@@ -231,8 +228,9 @@ class Committer:
         for _ in range(STEP_RETRIES):
             try:
                 return await self._step(progress, taker, included)
-            except Exception:
-                logger.exception("the outer step of round %d was interrupted", progress.record.round)
+            except Exception as error:
+                context = self._context
+                context.errors.note(f"the outer step of round {progress.record.round} was interrupted", error)
             await trio.sleep(STEP_RETRY_S)
         return await self._step(progress, taker, included)
 

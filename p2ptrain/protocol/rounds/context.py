@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -24,7 +25,8 @@ Tell = Callable[[PeerId, Message], None]
 
 @dataclass(frozen=True, slots=True)
 class RoundContext:
-    """One peer. `codec` is that of outer gradients; `state` (anchor and moments) is changed by commits only."""
+    """One peer. `codec` is that of outer gradients; `state` (anchor and moments) is changed by commits only; `errors`
+    logs exceptions of our own code that cost no more than an attempt."""
 
     peer_id: PeerId
     incarnation: str
@@ -37,11 +39,12 @@ class RoundContext:
     codec: Codec
     parts: PartStore
     timeouts: Timeouts
+    errors: ErrorLog
 
 
 def context_of(
     peer_id: PeerId, incarnation: str, run: RunConfig, links: Links, exchange: Exchange, state: AnchorState,
-    compute: Compute,
+    compute: Compute, errors: ErrorLog,
 ) -> RoundContext:  # fmt: skip
     """Make the context of a peer."""
     averaging = averaging_of(run)
@@ -49,4 +52,5 @@ def context_of(
         peer_id, incarnation, run, links, exchange, state, compute, averaging, gradient_codec(run),
         PartStore(links, compute, averaging),
         Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s),
+        errors,
     )  # fmt: skip

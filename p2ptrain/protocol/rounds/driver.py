@@ -106,7 +106,7 @@ class RoundDriver:
         )
         self._outcomes = Outcomes(context, self._taker, self._liveness, events, self.set_head, self._on_outcome_ended)
         no_head = Head("", "", -1, "", "", (), 0, 0, None)
-        self._consensus = ConsensusRunner(self._begin(no_head), self._carry_out, self._wake)
+        self._consensus = ConsensusRunner(self._begin(no_head), self._carry_out, self._wake
         self._attempts = Attempts(
             context, self._taker, self._reducers, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
         )
@@ -332,9 +332,9 @@ class RoundDriver:
             return
         try:
             self._taker.arrive(snapshot)
-        except Exception:
+        except Exception as error:
             # Our bug. We join without one.
-            logger.exception("the snapshot of round %d is lost", self._state.round)
+            self.context.errors.note(f"the snapshot of round {self._state.round} is lost", error)
 
     # --- consensus ------------------------------------------------------------------------------------------------
 
@@ -365,8 +365,8 @@ class RoundDriver:
                     self._on_learned(record)
                 case Unproven(record):
                     self._events.fall_behind(f"round {record.round}: no quorum says that it was committed")
-        except Exception:
-            logger.exception("%s could not be done", type(effect).__name__)
+        except Exception as error:
+            self.context.errors.note(f"{type(effect).__name__} could not be done", error)
             match effect:
                 case Prepare(attempt, _) | Fetch(attempt, _):
                     self._consensus.apply(MemberFailed(attempt, "unexpected error"))
@@ -434,9 +434,9 @@ class RoundDriver:
             if self.head.lineage and not self.resolving and not self.finished and not self._leaving:
                 try:
                     wake_s = self._look(trio.current_time())
-                except Exception:
+                except Exception as error:
                     # Our bug. What is to be done is looked at again, a little later.
-                    logger.exception("the next round could not be seen to")
+                    self.context.errors.note("the next round could not be seen to", error)
                     changed = trio.Event()
             with trio.move_on_after(wake_s):
                 await changed.wait()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.commit import check_decodes
@@ -14,8 +14,6 @@ from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.wire.messages import Record
 from p2ptrain.protocol.wire.transport import Compute, PeerId
-
-logger = logging.getLogger(__name__)
 
 
 class _Fetch:
@@ -31,10 +29,11 @@ class _Fetch:
 class RecordFetcher:
     """Runs at most one fetch, which continues when its waiters are cancelled."""
 
-    def __init__(self, parts: PartStore, averaging: Averaging, compute: Compute) -> None:
+    def __init__(self, parts: PartStore, averaging: Averaging, compute: Compute, errors: ErrorLog) -> None:
         self._parts = parts
         self._averaging = averaging
         self._compute = compute
+        self._errors = errors
         self._current: _Fetch | None = None
 
     async def fetch(self, record: Record, others: Sequence[PeerId], nursery: trio.Nursery) -> None:
@@ -72,7 +71,7 @@ class RecordFetcher:
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error
             except Exception as error:
-                logger.exception("the parts of round %d could not be fetched", record.round)
+                self._errors.note(f"fetching the parts of round {record.round}", error)
                 fetch.error = RoundFailedError(f"unexpected error: {error!r}")
             else:
                 fetch.error = None

@@ -127,7 +127,7 @@ class Participation:
             except* (RoundFailedError, PeerLostError, WireError) as errors:
                 self._fail(str(innermost(errors)))
             except* Exception as errors:
-                logger.exception("attempt %d ended by an unexpected error", self.attempt.counter, exc_info=errors)
+                self._context.errors.note(f"attempt {self.attempt.counter} ended for us", errors)
                 self._fail(f"unexpected error: {innermost(errors)!r}")
 
     def _fail(self, reason: str) -> None:

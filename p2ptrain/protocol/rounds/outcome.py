@@ -65,7 +65,7 @@ class Outcomes:
         self._stand_at = stand_at
         self._ended = ended
         self._committer = Committer(context)
-        self._fetcher = RecordFetcher(context.parts, context.averaging, context.compute)
+        self._fetcher = RecordFetcher(context.parts, context.averaging, context.compute, context.errors)
         self._retries = 0
         self._retry_s = 0.0
         self._stands = False
@@ -141,8 +141,8 @@ class Outcomes:
             if isinstance(error, PeerLostError):
                 self.lacking = record
                 self._ended()
-        except Exception:
-            logger.exception("the parts of round %d could not be fetched", record.round)
+        except Exception as error:
+            self._context.errors.note(f"fetching the parts of round {record.round}", error)
 
     def resolve(self, record: Record, parent_sha256: str) -> None:
         """Bring this outcome home, in a task: what cannot be had any more ends in `fall_behind`."""
@@ -166,7 +166,7 @@ class Outcomes:
             self._cannot_adopt(record, str(error))
         except Exception as error:
             # Our bug. The round is decided and stays so: it is tried again, and the whole state replaced if need be.
-            logger.exception("round %d could not be brought home", record.round)
+            self._context.errors.note(f"bringing round {record.round} home", error)
             self._cannot_adopt(record, f"unexpected error: {error!r}")
         finally:
             self._end()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import deque
 from collections.abc import Callable
 
 import trio
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.events import (
     Averaged,
@@ -24,8 +24,6 @@ from p2ptrain.protocol.rounds.round_state import Limits, State
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import PeerId
 
-logger = logging.getLogger(__name__)
-
 
 class ConsensusRunner:
     """Holds the state of the round after the head.
@@ -35,14 +33,18 @@ class ConsensusRunner:
     Args:
         carry_out: does one effect of an event; raises nothing.
         changed: called when there may be something new to do or to wait for.
+        errors: logs what our own code raises.
     """
 
-    def __init__(self, state: State, carry_out: Callable[[Effect, Event], None], changed: Callable[[], None]) -> None:
+    def __init__(
+        self, state: State, carry_out: Callable[[Effect, Event], None], changed: Callable[[], None], errors: ErrorLog
+    ) -> None:
         self.state = state
         self._carry_out = carry_out
         self._changed = changed
         self._queue: deque[Event] = deque()
         self._running = False
+        self._errors = errors
 
     def limit(self, limits: Limits) -> None:
         """How long a leader may keep us from now on."""
@@ -72,9 +74,9 @@ class ConsensusRunner:
             event = self._queue.popleft()
             try:
                 self._take(event)
-            except Exception:
+            except Exception as error:
                 # Our bug, or a message of our own that breaks a rule. It costs the attempt that it belongs to.
-                logger.exception("%s could not be taken in", type(event).__name__)
+                self._errors.note(f"{type(event).__name__} could not be taken in", error)
                 match event:
                     case Prepared(attempt, _) | Held(attempt, _):
                         self._queue.append(MemberFailed(attempt, "unexpected error"))

@@ -14,7 +14,6 @@ from typing import Protocol
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch, Landing
@@ -263,7 +262,7 @@ class StateSync:
 
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
-        barrier = ErrorLog(logger).containing("catching up")
+        barrier = self._host.engine.context.errors.containing("catching up")
         async for link, reason in self._jobs:
             with barrier:
                 try:

@@ -117,6 +117,20 @@ def test_below_the_network_time_and_randomness_are_arguments() -> None:
         assert "to_thread" not in attributes_of(path, "trio"), path
 
 
+def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
+    """So that it is tested without a network, and is a function of what it is given."""
+    rounds = PACKAGE / "protocol" / "rounds"
+    names = (
+        "consensus", "events", "round_state", "learner", "quorum", "policy", "record", "leader_election", "timeouts",
+        "lineage",
+    )  # fmt: skip
+    pure = [rounds / f"{name}.py" for name in names] + sorted((rounds / "averaging").glob("*.py"))
+    assert len(pure) > len(names)
+    for path in pure:
+        assert "trio" not in outside(path), path
+        assert not any(name.startswith("p2ptrain.protocol.links") for name in imports(path)), path
+
+
 @pytest.mark.processes
 def test_importing_the_package_is_cheap() -> None:
     """`p2ptrain --help` and tab completion must not pay for torch; names are imported when they are first used."""

@@ -20,8 +20,9 @@ incarnation must never continue without its state (`round_state.restarted` retur
 
 **The driver's contract.** `round_state.begin(...)` makes the state of a round. The driver calls
 `step(state, event, now)` for each event, one at a time, keeps the new state, and carries out the effects in order. A
-`Send` to our own id is returned as `Received` from ourselves. When a record is learned and has landed, `begin` makes
-the next round's state. `events` documents events and effects.
+`Send` to our own id is returned as `Received` from ourselves. Between steps the driver may set `State.limits`, which
+hold for the next Calls, and nothing else of a state. When a record is learned and has landed, `begin` makes the next
+round's state. `events` documents events and effects.
 """
 
 from __future__ import annotations

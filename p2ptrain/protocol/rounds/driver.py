@@ -106,7 +106,7 @@ class RoundDriver:
         )
         self._outcomes = Outcomes(context, self._taker, self._liveness, events, self.set_head, self._on_outcome_ended)
         no_head = Head("", "", -1, "", "", (), 0, 0, None)
-        self._consensus = ConsensusRunner(self._begin(no_head), self._carry_out, self._wake
+        self._consensus = ConsensusRunner(self._begin(no_head), self._carry_out, self._wake, context.errors)
         self._attempts = Attempts(
             context, self._taker, self._reducers, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
         )
@@ -126,7 +126,7 @@ class RoundDriver:
             self._nursery = nursery
             self._outcomes.start(nursery)
             self._attempts.start(nursery)
-            self._lineage_watch.excuse()
+            self._lineage_watch.excuse(trio.current_time())
             nursery.start_soon(self._watch_stalls)
             nursery.start_soon(self._keep_time)
             task_status.started()
@@ -201,7 +201,7 @@ class RoundDriver:
         same_lineage = head.lineage == self.head.lineage
         self._consensus.state = self._begin(head)
         self._caller.election.begin(head, same_lineage=same_lineage)
-        self._lineage_watch.excuse()
+        self._lineage_watch.excuse(trio.current_time())
         self._forget_snapshot()
         self._outcomes.forget()
         self._wake()
@@ -449,7 +449,7 @@ class RoundDriver:
         elif self._state.member is None and self._state.proposer is None and not self._caller.waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
-        if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s):
+        if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s, now):
             self.found_lineage(self.head)
         return wake_s
 
@@ -487,7 +487,7 @@ class RoundDriver:
             slept_s = trio.current_time() - slept_from_s
             excused = slept_s > HELD_UP_S and not excused
             if slept_s > PAUSED_S:
-                self._lineage_watch.excuse()
+                self._lineage_watch.excuse(trio.current_time())
             followed = self._attempts.followed
             if followed is not None and not excused:
                 if not self._liveness.is_linked(followed.leader):

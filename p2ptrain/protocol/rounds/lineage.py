@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import trio
-
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.quorum import is_quorum
 from p2ptrain.protocol.wire.messages import Head
@@ -22,18 +20,18 @@ class LineageWatch:
         self._liveness = liveness
         self._seen_s = 0.0
 
-    def excuse(self) -> None:
+    def excuse(self, now: float) -> None:
         """Count from now: after a new head, or after this process was held up."""
-        self._seen_s = trio.current_time()
+        self._seen_s = now
 
-    def has_ended(self, head: Head, three_intervals_s: float) -> bool:
+    def has_ended(self, head: Head, three_intervals_s: float, now: float) -> bool:
         """Whether the voters are gone for good, and we have the lowest id and so begin a new lineage."""
         voters, present = head.voters, self._liveness.present()
         if is_quorum(present, voters):
-            self.excuse()
+            self.excuse(now)
             return False
         missing = [voter for voter in voters if voter not in present]
-        lost_s = trio.current_time() - self._seen_s
+        lost_s = now - self._seen_s
         if lost_s <= max(QUORUM_LOST_S, three_intervals_s) and not all(map(self._liveness.is_gone_for_good, missing)):
             return False
         me, _ = self._liveness.own

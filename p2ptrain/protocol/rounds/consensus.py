@@ -15,8 +15,9 @@ with its incarnation (new at every start of the process). How our messages map t
 | Attempt(counter, leader, incarnation) | proposal number | |
 
 Between a quorum of promises and Propose the peers average, outside of the consensus. Promises and accepted records are
-held in memory only. A restarted peer has another incarnation, so it is not a voter and its attempts are new ones; an
-incarnation must never continue without its state (`round_state.restarted` returns what to keep).
+held in memory only. A restarted process, and each node that `NodeRunner` builds in one process, has another
+incarnation, so it is not a voter and its attempts are new ones. An incarnation must never continue without its state.
+`round_state.restarted` returns what it would have to keep; no node does that today, only the explorer and tests.
 
 **The driver's contract.** `round_state.begin(...)` makes the state of a round. The driver calls
 `step(state, event, now)` for each event, one at a time, keeps the new state, and carries out the effects in order. A

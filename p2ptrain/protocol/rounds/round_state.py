@@ -101,7 +101,10 @@ def begin(peer: PeerId, incarnation: str, head: Head, limits: Limits) -> State:
 
 
 def restarted(state: State) -> State:
-    """The state to keep when a peer's node is replaced under the same incarnation: without current attempts."""
+    """The state that an incarnation must keep to continue after a restart: without current attempts.
+
+    For tests of that rule. A rebuilt node gets a new incarnation instead, and keeps nothing.
+    """
     learner = Learner(record=state.learner.record)
     return dataclasses.replace(state, member=None, proposer=None, learner=learner)
 

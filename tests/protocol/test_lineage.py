@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import trio
 
-from p2ptrain.protocol.rounds.lineage import QUORUM_LOST_S, LineageWatch
+from p2ptrain.protocol.rounds.lineage import MAX_JUMPS, QUORUM_LOST_S, LineageWatch, Places
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual
@@ -101,3 +102,35 @@ def test_of_several_survivors_the_lowest_id_goes_on() -> None:
         assert lineage.has_ended(head, 0.0, trio.current_time())
 
     run_virtual(main)
+
+
+def at(lineage: str, round_: int) -> Head:
+    return dataclasses.replace(HEAD, lineage=lineage, round=round_)
+
+
+def test_nobody_stands_twice_at_one_place() -> None:
+    places, stood = Places(), []
+    # The second is in a far future that somebody made up: it closes no way back to where we have not been.
+    for lineage, rounds in (("x", range(5, 9)), ("x", [10**9]), ("y", [8]), ("x", range(9, 12)), ("z", [-1, 0])):
+        for round_ in rounds:
+            assert places.may_stand_at(at(lineage, round_))
+            places.note(at(lineage, round_))
+            stood.append(at(lineage, round_))
+        assert not any(map(places.may_stand_at, stood))
+    assert len(places._stood) == 5
+    places.note(at("x", 20))
+    assert not places.may_stand_at(at("x", 13)), "behind us"
+    assert places.may_stand_at(at("x", 21))
+
+
+def test_where_we_stood_takes_a_bounded_room() -> None:
+    places = Places()
+    for number in range(MAX_JUMPS):
+        assert places.may_stand_at(at(str(number), 3))
+        places.note(at(str(number), 3))
+    assert not places.may_stand_at(at("another", 3))
+    assert not places.may_stand_at(at(str(number), 5))
+    for round_ in range(4, 20):  # rounds go on
+        assert places.may_stand_at(at(str(number), round_))
+        places.note(at(str(number), round_))
+    assert len(places._stood) == MAX_JUMPS

@@ -41,7 +41,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
     Unproven,
 )
-from p2ptrain.protocol.rounds.lineage import LineageWatch, new_lineage
+from p2ptrain.protocol.rounds.lineage import LineageWatch, Places, new_lineage
 from p2ptrain.protocol.rounds.liveness import Liveness, Peers
 from p2ptrain.protocol.rounds.outcome import Outcomes, RoundEvents
 from p2ptrain.protocol.rounds.round_state import State, begin, deadline_s
@@ -79,8 +79,6 @@ MAX_ATTEMPTS = 3
 LOOK_S = 1.0
 # How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
 STALL_POLL_S, HELD_UP_S, PAUSED_S = 0.25, 1.0, 10.0
-# Lineages remembered that we have stood on. A run has a few; with more, only a restart of this peer helps.
-MAX_LINEAGES = 1000
 # Two leaders that got into each other's way must not meet again.
 REST_S = (0.05, 0.3)
 
@@ -110,7 +108,7 @@ class RoundDriver:
         self._attempts = Attempts(
             context, self._taker, self._reducers, fetch=self._fetch, tell=self.tell, apply=self._consensus.apply
         )
-        self._furthest: dict[str, int] = {}  # by lineage, the last round that we stood at
+        self._places = Places()
         self._called_s = self._rest_until_s = 0.0
         self._attempts_failed = 0
         self._leaving = False
@@ -182,21 +180,19 @@ class RoundDriver:
         return f"round {self._state.round}: {stage}" if stage else "training"
 
     def may_stand_at(self, head: Head) -> bool:
-        """Whether a head is further than all that we stood at in its lineage, so that we have voted there in no round.
+        """Whether we have never stood at this place, and it is not behind us in our lineage.
 
         What we promised and accepted is forgotten with each head: at the same place we would vote a second time.
         """
-        if head.lineage not in self._furthest:
-            return len(self._furthest) < MAX_LINEAGES
-        return head.round > self._furthest[head.lineage]
+        return self._places.may_stand_at(head)
 
     def set_head(self, head: Head) -> None:
         """Stand at this head, after founding, adopting or a committed round. Forgets votes and plans of before.
 
         Only where `may_stand_at` allows it.
         """
-        assert self.may_stand_at(head), f"we stood at {head.lineage}/{head.round} or further before"
-        self._furthest[head.lineage] = head.round
+        assert self.may_stand_at(head), f"we stood at {head.lineage}/{head.round} before"
+        self._places.note(head)
         self._give_up("we stand on another state now")
         same_lineage = head.lineage == self.head.lineage
         self._consensus.state = self._begin(head)

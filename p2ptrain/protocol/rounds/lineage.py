@@ -1,4 +1,4 @@
-"""When a lineage has ended because its voters are gone, and the id of the next one."""
+"""When a lineage has ended because its voters are gone, the id of the next one, and the places where we stood."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # A lineage ends after no quorum of its voters was reachable for this long, or for three intervals.
 QUORUM_LOST_S = 60.0
+# Times remembered that we came to another place than the next round. A run has a few; with more, only a restart helps.
+MAX_JUMPS = 1000
+
+
+class Places:
+    """Where this incarnation has stood: the rounds of each lineage, in the order in which we came there."""
+
+    def __init__(self) -> None:
+        self._stood: list[tuple[str, range]] = []  # rounds in a row
+
+    def may_stand_at(self, head: Head) -> bool:
+        """Whether we have never stood at a head's place, and it is not behind us in the lineage that we stand on."""
+        lineage, rounds = self._stood[-1] if self._stood else ("", range(0))
+        if head.lineage == lineage and head.round < rounds.stop:
+            return False
+        if len(self._stood) >= MAX_JUMPS and (head.lineage, head.round) != (lineage, rounds.stop):
+            return False
+        return not any(head.lineage == lineage and head.round in rounds for lineage, rounds in self._stood)
+
+    def note(self, head: Head) -> None:
+        """We stand at this head now."""
+        first = head.round
+        if self._stood and (self._stood[-1][0], self._stood[-1][1].stop) == (head.lineage, head.round):
+            first = self._stood.pop()[1].start
+        self._stood.append((head.lineage, range(first, head.round + 1)))
 
 
 class LineageWatch:

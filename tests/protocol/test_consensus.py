@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.protocol.rounds import consensus
+from p2ptrain.protocol.rounds import consensus, round_state
 from p2ptrain.protocol.rounds.consensus import Joins, Result
 from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import record_sha256
@@ -94,7 +94,7 @@ def same_incarnation(peer: str, incarnation: str, head: Any, limits: Any) -> Sta
 
 def begin_again(state: State) -> State:
     """The head is set to where it is."""
-    return consensus.begin(state.peer, state.incarnation, state.head, state.limits)
+    return round_state.begin(state.peer, state.incarnation, state.head, state.limits)
 
 
 def count_whom_we_ignore(state: State, joins: Joins) -> Joins:

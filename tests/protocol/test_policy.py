@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.record import record_of
-from p2ptrain.protocol.wire.messages import Attempt, Contributor, Head, Join
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Head, Join, Roster, RosterPart
 from p2ptrain.protocol.wire.serialization import pack_value, unpack_record
 from p2ptrain.settings.config import RunConfig
 
@@ -94,3 +95,45 @@ def test_no_outer_gradient_weighs_more_than_twice_the_median(weights: str, expec
         for name, tokens, shard in (("a", 10, 5), ("b", 100, 6), ("c", 10**9, 7))
     ]
     assert policy.weights_of(RunConfig(round_weights=weights), joins) == expected
+
+
+WHOLE = {"a": {0, 1, 2}, "b": {0, 1, 2}, "c": {0, 1, 2}, "x": {0, 1, 2}}
+
+
+def test_a_reducer_that_alone_gives_up_half_of_the_others_is_doubted() -> None:
+    members = ["a", "b", "c", "x"]
+    complete = {**WHOLE, "a": {0, 1}, "b": {0, 1}}
+    assert policy.is_doubted(2, {"a", "b"}, members, complete, [0, 1, 2])
+    assert not policy.is_doubted(2, {"a"}, members, {**WHOLE, "a": {0, 1}}, [0, 1, 2])
+
+
+def test_a_member_that_nobody_receives_is_at_fault_itself() -> None:
+    silent = {"a": {0, 1}, "b": {0, 1}, "x": set[int]()}
+    assert not policy.is_doubted(0, {"x"}, ["a", "b", "x"], silent, [0, 1])
+    assert policy.is_doubted(0, {"x"}, ["a", "b", "x"], {**silent, "x": {1}}, [0, 1])
+
+
+def test_an_only_reducer_is_doubted_when_it_gives_up_more_than_half() -> None:
+    none: dict[str, set[int]] = {"a": set(), "b": set(), "x": {0}}
+    assert policy.is_doubted(0, {"a", "b"}, ["a", "b", "x"], none, [0])
+    assert not policy.is_doubted(0, {"a"}, ["a", "b", "x"], none, [0])
+
+
+ROSTER = Roster("0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0, 9, "a"), RosterPart(9, 18, "x")))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"members": ("b", "x")},
+        {"members": ("b", "a", "x")},
+        {"members": ("a", "a", "b", "x")},
+        {"members": tuple(sorted(["a", "b", "x", *(f"m{i}" for i in range(62))]))},
+        {"parts": (RosterPart(0, 9, "a"), RosterPart(9, 18, "a"))},
+        {"parts": (RosterPart(0, 18, "y"),)},
+    ],
+)
+def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -> None:
+    policy.check_roster(ROSTER, "a")
+    with pytest.raises(WireError):
+        policy.check_roster(dataclasses.replace(ROSTER, **fields), "a")

@@ -28,6 +28,7 @@ from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Abort,
     Answer,
+    Arrived,
     Attempt,
     Beat,
     Call,
@@ -40,6 +41,7 @@ from p2ptrain.protocol.wire.messages import (
     Part,
     Request,
     Roster,
+    Withdraw,
 )
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_round_faults import after
@@ -322,6 +324,32 @@ def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_fo
     three_and_x(test)
 
 
+@pytest.mark.parametrize("says", ["abort", "roster of others"])
+def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rounds_of_others(says: str) -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        engine, began = s.peers["a"].node.engine, trio.current_time()
+
+        async def call_forever() -> None:
+            while True:
+                call = x.call(1 + max(p.node.engine.round_state.highest for p in s.peers.values()), window_s=0.3)
+                x.tell(call)
+                await trio.sleep(0.3)
+                if says == "abort":
+                    x.tell(Abort(call.lineage, call.round, call.attempt, "sorry"))
+                else:
+                    parts = engine.context.averaging.plan(["a"], s.peers["a"].node.state.num_blocks)
+                    x.tell(Roster(call.lineage, call.round, call.attempt, tuple(s.peers), parts))
+                await trio.sleep(0.2)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call_forever)
+            await s.until(lambda: landed(s, began, 15), within_s=100)
+            nursery.cancel_scope.cancel()
+        assert len(skips(s)) <= 3 * 2  # two rounds at most, of each of three peers
+
+    three_and_x(test)
+
+
 @pytest.mark.parametrize("counter", [2**63 - 1, 2**40, -5])
 def test_a_counter_without_measure_is_not_believed(counter: int) -> None:
     async def test(s: Swarm, x: Member) -> None:
@@ -344,6 +372,33 @@ def test_a_silent_reducer_with_an_incredible_rate_costs_each_leader_an_attempt()
         assert any(part.reducer == "x" for roster in rosters for part in roster.parts)
         assert all(part.reducer != "x" for part in rosters[-1].parts)
         assert len(x.links.live) == 3
+
+    three_and_x(test)
+
+
+@pytest.mark.parametrize("says", ["withdraws", "received from nobody"])
+def test_a_reducer_that_makes_attempts_fail_is_avoided_in_the_next(says: str) -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        asked = 0
+
+        def answer(message: Message) -> Message | None:
+            nonlocal asked
+            match message:
+                case Call():
+                    return x.join(message)
+                case Roster(lineage, round_, attempt, members, parts):
+                    part = next((i for i, part in enumerate(parts) if part.reducer == "x"), None)
+                    asked += part is not None
+                    if says == "withdraws":
+                        return Withdraw(lineage, round_, attempt, "no memory")
+                    if part is not None:
+                        return Arrived(lineage, round_, attempt, part, (), members)
+            return None
+
+        x.answer = answer
+        began = trio.current_time()
+        await s.until(lambda: landed(s, began, 5), within_s=90)
+        assert 1 <= asked <= 3  # once for each leader
 
     three_and_x(test)
 

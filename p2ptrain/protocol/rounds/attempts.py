@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Iterator
 import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
+from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.events import Average, Averaged, Event, Fetch, LeaderFailed, MemberFailed, Prepare
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import Silences
+from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, Silences
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -109,6 +110,7 @@ class Attempts:
             case m.Roster(attempt=attempt) | m.Reduce(attempt=attempt):
                 if member is not None and attempt == member.attempt and sender == attempt.leader:
                     if isinstance(message, m.Roster):
+                        policy.check_roster(message, self._context.peer_id)
                         self._context.averaging.check_plan(message, self._context.state.num_blocks)
                     member.deliver(message)
             case m.Contribution(attempt=attempt):
@@ -123,7 +125,7 @@ class Attempts:
                     leader.note_gone(sender, message.reason)
             case m.Refuse(attempt=attempt):
                 if leader is not None and attempt == leader.attempt:
-                    leader.note_gone(sender, "it follows another leader")
+                    leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""

@@ -77,10 +77,11 @@ class Collection:
 
     def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
         """Exclude awaited senders that made no progress for too long; True if there were any."""
+        awaited = self.chunks.keys() - self.complete - self.failed
         stalled = [
             sender
             for sender, at in self._progress_at.items()
-            if sender not in self.complete | self.failed
+            if sender in awaited
             and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), first=not self.chunks[sender])
         ]
         for sender in stalled:

@@ -306,8 +306,10 @@ class RoundDriver:
     def _on_call(self, sender: PeerId, call: Call) -> None:
         now, member = trio.current_time(), self._state.member
         if member is not None and member.attempt.leader == sender and member.attempt < call.attempt:
-            # It called before, and has not ended that attempt.
+            # It called before, and has not ended that attempt: nobody else's is to wait for it.
             self._pass_over(sender)
+            if sender != self.context.peer_id:
+                self._consensus.apply(MemberFailed(member.attempt, "its leader called again before it had ended"))
         if sender in self._leaders.passed_over(now):
             return
         limits = self.context.timeouts.limits(self._caller.window_s(), self._liveness.round_trip_s())
@@ -395,9 +397,11 @@ class RoundDriver:
         self._wake()
 
     def _on_learned(self, record: Record) -> None:
-        # Rounds go on: whoever leads the next one gets another chance.
-        self._leaders.forget()
-        self._in_vain.clear()
+        if self._attempts.followed is not None:
+            # Only who brought a round to its end gets another chance, not who kept others from it meanwhile.
+            leader = self._attempts.followed.leader
+            self._leaders.forget(leader)
+            self._in_vain.pop(leader, None)
         self._attempts.end_member()
         self._attempts.end_leader()
         self._outcomes.resolve(record, self.head.state_sha256)

@@ -60,8 +60,10 @@ class AveragingLeader:
         self._inbox.append((sender, message))
         self._changed.set()
 
-    def note_gone(self, peer_id: PeerId, reason: str) -> None:
-        """A peer was lost, withdrew, or follows a higher attempt."""
+    def note_gone(self, peer_id: PeerId, reason: str, avoided_s: float = SILENT_REDUCER_S) -> None:
+        """A peer was lost, withdrew, or follows a higher attempt: a reducer is avoided for `avoided_s` or longer."""
+        if peer_id in self._heard_s and peer_id not in self._gone:
+            self._silences.note(peer_id, trio.current_time(), avoided_s)
         self._gone.setdefault(peer_id, reason)
         self._changed.set()
 
@@ -105,11 +107,16 @@ class AveragingLeader:
     async def _await_contributions(self, members: Sequence[PeerId]) -> list[PeerId]:
         """The contributors: members complete at every reducer. Waits until all others are excluded or time is up."""
         complete: dict[PeerId, set[int]] = {member: set() for member in members}
-        failed: set[PeerId] = set()
+        failed_at: dict[int, set[PeerId]] = {part: set() for part in range(len(self._plan))}
         until_s = trio.current_time() + self._sending_s
 
+        def failed() -> set[PeerId]:
+            return {member for at in failed_at.values() if not policy.fails_many(at, members) for member in at}
+
         def is_awaited(member: PeerId, parts: Collection[int]) -> bool:
-            return member not in failed and member not in self._gone and not set(parts) <= complete[member]
+            if member in self._gone or member in failed():
+                return False
+            return any(part not in complete[member] and member not in failed_at[part] for part in parts)
 
         while trio.current_time() < until_s:
             parts = self._parts_left()
@@ -119,8 +126,13 @@ class AveragingLeader:
                 if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
                     for member in message.complete:
                         complete.get(member, set()).add(message.part)
-                    failed.update(member for member in message.failed if member in complete)
-        included = policy.included(members, complete, self._parts_left(), failed | self._gone.keys())
+                    failed_at[message.part].update(set(message.failed) & complete.keys() - {sender})
+        for part, at in failed_at.items():
+            reducer = self._plan[part].reducer
+            if reducer != self._context.peer_id and policy.is_doubted(part, at, members, complete, self._parts_left()):
+                self.note_gone(reducer, f"it gives up {len(at)} members")
+        all_failed = {member for part in self._parts_left() for member in failed_at[part]}
+        included = policy.included(members, complete, self._parts_left(), all_failed | self._gone.keys())
         if not included:
             raise RoundFailedError("no member's outer gradient arrived everywhere")
         return included

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.wire.messages import Join
+from p2ptrain.protocol.wire.messages import Join, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -31,6 +31,15 @@ def check_join(join: Join) -> None:
     for name in ("speed", "rate"):
         if getattr(join, name) < 0:
             raise WireError(f"a Join with {name} = {getattr(join, name)}: must be 0 or more")
+
+
+def check_roster(roster: Roster, own: PeerId) -> None:
+    """Raises WireError unless a leader could have chosen these members, us among them, and each averages one part."""
+    members, reducers = roster.members, [part.reducer for part in roster.parts]
+    if len(members) > MAX_CONTRIBUTORS or list(members) != sorted(set(members)) or own not in members:
+        raise WireError(f"a roster of {len(members)} members: at most {MAX_CONTRIBUTORS}, sorted, distinct, and us")
+    if len(set(reducers)) < len(reducers) or not set(reducers) <= set(members):
+        raise WireError("a roster whose parts are not each for another member")
 
 
 def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
@@ -63,6 +72,28 @@ def reducers_of(
     able = [reducer for reducer in linked if reducer not in avoided] or linked
     most = MOST_RATES * statistics.median_low([joins[peer].rate for peer in able] or [0.0])
     return sorted(able, key=lambda peer_id: (-min(joins[peer_id].rate, most), peer_id))
+
+
+def fails_many(failed: Collection[PeerId], members: Collection[PeerId]) -> bool:
+    """Whether a reducer gives up at least half of the other members: the fault may be its own."""
+    return 2 * len(failed) >= max(2, len(members) - 1)
+
+
+def is_doubted(
+    part: int,
+    failed: Collection[PeerId],
+    members: Collection[PeerId],
+    complete: Mapping[PeerId, Collection[int]],
+    parts: Collection[int],
+) -> bool:
+    """Whether a part's reducer is at fault, and not those whom it gives up.
+
+    It is when it gives up at least half of the other members, who are complete at every other reducer. Where it is the
+    only reducer, it is when it gives up more than half.
+    """
+    elsewhere = set(parts) - {part}
+    alone = [member for member in failed if elsewhere <= set(complete[member])]
+    return fails_many(alone, members) and (bool(elsewhere) or 2 * len(alone) > len(members) - 1)
 
 
 def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:

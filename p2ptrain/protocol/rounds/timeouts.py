@@ -82,9 +82,9 @@ class Silences:
             lasts_s = min(max(least_s, 2 * lasts_s), MAX_SILENT_S)
             self._until[peer_id] = now + lasts_s, lasts_s
 
-    def forget(self) -> None:
-        """Pass over no peer any more."""
-        self._until.clear()
+    def forget(self, peer_id: PeerId) -> None:
+        """The peer responded: do not pass it over any more."""
+        self._until.pop(peer_id, None)
 
     def passed_over(self, now: float) -> set[PeerId]:
         """Peers whose Calls are ignored and that are not chosen as reducers now."""

@@ -19,6 +19,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.quorum import voters_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker, Spent
 from p2ptrain.protocol.state_sync.anchor import AnchorState
@@ -34,6 +35,9 @@ def check_record(record: Record, state: AnchorState, averaging: Averaging) -> No
     """Raises WireError unless the outer step of this record can be taken on this state."""
     if not record.contributors:
         raise WireError("a record without contributors")
+    contributors = {contributor.peer_id for contributor in record.contributors}
+    if len(contributors) < len(record.contributors) or max(len(contributors), len(record.parts)) > MAX_CONTRIBUTORS:
+        raise WireError(f"a record whose contributors are not distinct, or more than {MAX_CONTRIBUTORS}, as its parts")
     averaging.check_record(record, state.num_blocks)
     optimizer = OUTER_OPTIMIZERS.get(record.outer_optimizer)
     if optimizer is None or optimizer.num_moments > len(state.moments):

@@ -115,6 +115,7 @@ class RoundDriver:
         self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
+        context.parts.accepted = lambda: self._state.acceptor.record
         context.exchange.on_due = self._wake
         context.exchange.on_snapshot = self._on_snapshot
 
@@ -375,6 +376,7 @@ class RoundDriver:
         if self._attempts.followed != effect.attempt:
             return
         self._attempts.end_member()
+        self.parts.end_attempt()
         leader = effect.attempt.leader
         if self._state.member is None:
             self._in_vain[leader] += 1

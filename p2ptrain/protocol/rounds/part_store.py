@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -20,6 +20,10 @@ PIECE_BYTES = 128 * 1024
 PIPELINE = 4
 # After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
 PIECE_TIMEOUT_S = 20.0
+# Parts of one record fetched at once; each takes memory from its first piece on (guess).
+PARTS_AT_ONCE = 8
+# Records whose parts were fetched last, which may be needed whether they were accepted or not.
+WANTED_RECORDS = 2
 # Rounds whose means are kept for late members. Each takes a quarter of the model's bytes (int8); a member that is later
 # than a whole interval replaces its state instead.
 KEPT_ROUNDS = 1
@@ -28,9 +32,20 @@ KEEP_ALL_S = 30.0
 
 
 class PartStore:
-    """Parts of unfinished attempts are dropped when a round commits."""
+    """Owns the bytes. Parts of unfinished attempts are dropped when a round commits, and bounded before that.
 
-    def __init__(self, links: Links, compute: Compute, averaging: Averaging) -> None:
+    Args:
+        spare_bytes: at most so much is kept of what we reduced in attempts that ended without an outcome.
+
+    Attributes:
+        accepted: the record that we are READY with, or None; its parts are kept.
+    """
+
+    def __init__(self, links: Links, compute: Compute, averaging: Averaging, *, spare_bytes: int = 0) -> None:
+        self.accepted: Callable[[], Record | None] = lambda: None
+        self._spare_bytes = spare_bytes
+        self._wanted: list[Record] = []
+        self._reduced: list[str] = []
         self._links = links
         self._compute = compute
         self._averaging = averaging
@@ -38,8 +53,9 @@ class PartStore:
         self._records: list[Record] = []
 
     def add(self, sha256: str, data: bytes | bytearray) -> None:
-        """Keep a part with a verified hash."""
+        """Keep a part that we reduced, whose hash is known to be right."""
         self._parts[sha256] = data
+        self._reduced.append(sha256)
 
     def get(self, sha256: str) -> bytes | bytearray:
         return self._parts[sha256]
@@ -51,7 +67,26 @@ class PartStore:
     def keep(self, record: Record) -> None:
         """Keep a committed record, and drop parts that no kept record names."""
         self._records = [*self._records, record][-KEPT_ROUNDS:]
+        self._wanted, self._reduced = [], []
         named = {part.sha256 for kept in self._records for part in kept.parts}
+        self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
+
+    def end_attempt(self) -> None:
+        """An attempt ended without an outcome: of what we reduced, keep the newest within bounds."""
+        kept: list[str] = []
+        left_bytes = self._spare_bytes
+        for sha256 in reversed(self._reduced):
+            left_bytes -= len(self._parts.get(sha256, b""))
+            if left_bytes < 0:
+                break
+            kept.insert(0, sha256)
+        self._reduced = kept
+        self._forget_unneeded()
+
+    def _forget_unneeded(self) -> None:
+        accepted = self.accepted()
+        records = [*self._records, *self._wanted, *([accepted] if accepted is not None else [])]
+        named = {part.sha256 for record in records for part in record.parts}.union(self._reduced)
         self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
 
     def trim(self, record: Record, own: PeerId) -> None:
@@ -68,33 +103,42 @@ class PartStore:
         await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
 
     async def fetch(self, record: Record, others: Sequence[PeerId]) -> None:
-        """Fetch all parts of a record, each from its reducer or else from another peer. Raises PeerLostError."""
+        """Fetch all parts of a record, each from its reducer or else from another peer. Raises PeerLostError.
+
+        Forgets parts of records before the last ones, unless those were accepted or committed.
+        """
+        self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
+        self._forget_unneeded()
+        at_once = trio.CapacityLimiter(PARTS_AT_ONCE)
         try:
             async with trio.open_nursery() as nursery:
                 for part in record.parts:
                     if part.sha256 not in self._parts:
                         size = self._averaging.size_bytes(record, part)
-                        nursery.start_soon(self._fetch_part, part, size, [part.reducer, *others])
+                        nursery.start_soon(self._fetch_part, part, size, [part.reducer, *others], at_once)
         except* PeerLostError as errors:
             raise PeerLostError(str(errors.exceptions[0])) from None
 
-    async def _fetch_part(self, part: Part, size: int, holders: Sequence[PeerId]) -> None:
-        for holder in dict.fromkeys(holders):
-            link = self._links.get(holder)
-            if link is None:
-                continue
-            try:
-                data = await self._fetch_from(link, part, size)
-            except (PeerLostError, WireError):
-                continue
-            if await self._compute(lambda data=data: hashlib.sha256(data).hexdigest()) == part.sha256:
-                self._parts[part.sha256] = data
-                return
+    async def _fetch_part(
+        self, part: Part, size: int, holders: Sequence[PeerId], at_once: trio.CapacityLimiter
+    ) -> None:
+        async with at_once:
+            for holder in dict.fromkeys(holders):
+                link = self._links.get(holder)
+                if link is None:
+                    continue
+                try:
+                    data = await self._fetch_from(link, part, size)
+                except (PeerLostError, WireError):
+                    continue
+                if await self._compute(lambda data=data: hashlib.sha256(data).hexdigest()) == part.sha256:
+                    self._parts[part.sha256] = data
+                    return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
         count = -(-size // PIECE_BYTES)
-        data = bytearray(size)
+        data = bytearray()
         limit = trio.CapacityLimiter(PIPELINE)
 
         async def fetch_piece(index: int) -> None:
@@ -104,6 +148,8 @@ class PartStore:
                 raise PeerLostError(f"{link.peer_id} does not have the part")
             if len(payload) != min(PIECE_BYTES, size - start):
                 raise WireError(f"piece {index} has {len(payload)} bytes")
+            if not data:
+                data.extend(bytes(size))  # only now: who has none of it costs no memory
             data[start : start + len(payload)] = payload
 
         async def worker(index: int) -> None:

@@ -1,0 +1,124 @@
+"""What others propose takes a bounded number of encoded models, whatever becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import pytest
+import trio
+
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.rounds.averaging import averaging_of
+from p2ptrain.protocol.rounds.codecs import mean_codec
+from p2ptrain.protocol.rounds.commit import check_record
+from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore
+from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record
+from p2ptrain.settings.config import RunConfig
+from tests.protocol.swarm import run_virtual
+
+RUN = RunConfig()
+BLOCKS = 1024
+MODEL_BYTES = mean_codec(RUN, 1).size_bytes(BLOCKS)
+
+
+def blob(number: int) -> bytes:
+    return number.to_bytes(4, "big") * (MODEL_BYTES // 4) + bytes(MODEL_BYTES % 4)
+
+
+def record_of(*blobs: bytes, contributors: tuple[str, ...] = ("x",)) -> Record:
+    """A record that names these blobs. Whether its parts make a vector does not matter to the store."""
+    parts = tuple(Part(0, BLOCKS, hashlib.sha256(data).hexdigest(), "x") for data in blobs)
+    named = tuple(Contributor(name, f"{name}.1", 1.0) for name in contributors)
+    return Record("0-g", "0-g", 1, "", named, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0)
+
+
+class Holder:
+    """Stands in for the links: "x" serves these blobs, or nothing at all."""
+
+    def __init__(self, *blobs: bytes, silent: bool = False) -> None:
+        self.blobs = {hashlib.sha256(data).hexdigest(): data for data in blobs}
+        self.silent = silent
+        self.asked: set[str] = set()
+        self.peer_id = "x"
+
+    def get(self, peer_id: str) -> Holder | None:
+        return self if peer_id == "x" else None
+
+    async def request(self, link: Any, what: str, subject: str, index: int, *, timeout_s: float) -> Any:
+        self.asked.add(subject)
+        if self.silent:
+            await trio.sleep(timeout_s)
+            raise PeerLostError("no answer")
+        piece = self.blobs[subject][index * PIECE_BYTES :][:PIECE_BYTES]
+        return Answer(0, True, "part"), piece
+
+
+async def inline(work: Any, *args: Any) -> Any:
+    return work(*args)
+
+
+def store_of(holder: Holder, spare_bytes: int = 0) -> PartStore:
+    links: Any = holder
+    return PartStore(links, inline, averaging_of(RUN), spare_bytes=spare_bytes)
+
+
+def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_held() -> None:
+    blobs = [blob(number) for number in range(12)]
+    records = [record_of(data) for data in blobs]
+
+    async def main() -> None:
+        parts = store_of(Holder(*blobs))
+        await parts.fetch(records[0], [])
+        parts.keep(records[0])
+        await parts.fetch(records[1], [])
+        parts.accepted = lambda: records[1]
+        for record in records[2:]:
+            await parts.fetch(record, [])
+            parts.end_attempt()
+        held = [0, 1, *range(12 - WANTED_RECORDS, 12)]
+        assert set(parts._parts) == {records[number].parts[0].sha256 for number in held}
+
+    run_virtual(main)
+
+
+def test_what_was_reduced_in_attempts_without_an_outcome_is_bounded() -> None:
+    parts, names = store_of(Holder(), 2 * MODEL_BYTES), []
+    for number in range(8):
+        names.append(hashlib.sha256(blob(number)).hexdigest())
+        parts.add(names[-1], blob(number))
+        assert names[-1] in parts._parts
+        parts.end_attempt()
+    assert list(parts._parts) == names[-2:]
+
+
+def test_parts_are_asked_for_a_few_at_a_time() -> None:
+    blobs = [blob(number) for number in range(60)]
+    holder = Holder(*blobs, silent=True)
+
+    async def main() -> None:
+        with trio.move_on_after(1):
+            await store_of(holder).fetch(record_of(*blobs), [])
+        assert len(holder.asked) == PARTS_AT_ONCE
+        holder.silent = False
+        parts = store_of(holder)
+        await parts.fetch(record_of(*blobs), [])
+        assert len(parts._parts) == 60
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("contributors", [("x", "x"), tuple(f"p{i}" for i in range(65))])
+def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: tuple[str, ...]) -> None:
+    averaging, state = averaging_of(dataclasses.replace(RUN, averaging="gather")), State()
+    record = record_of(*[blob(0)] * len(contributors), contributors=contributors)
+    parts = tuple(
+        dataclasses.replace(part, reducer=name) for part, name in zip(record.parts, contributors, strict=True)
+    )
+    with pytest.raises(WireError, match="distinct"):
+        check_record(dataclasses.replace(record, parts=parts), state, averaging)  # type: ignore[arg-type]
+
+
+class State:
+    num_blocks, moments = BLOCKS, (None, None)

@@ -358,6 +358,13 @@ def test_a_refusal_with_a_huge_counter_raises_ours_by_what_others_believe() -> N
     assert isinstance(other.hears("a", called.message)[0], Prepare)
 
 
+def test_each_member_raises_our_counter_once_in_an_attempt_and_strangers_never() -> None:
+    run = leading()
+    for sender in ("x", "b", "b", "b"):
+        run.hears(sender, Refuse("0-x", 5, FIRST, Attempt(2**63 - 1, "x", "1")))
+    assert run.state.highest <= MAX_COUNTERS_AHEAD
+
+
 def test_a_peer_that_was_away_for_long_comes_to_believe_high_counters() -> None:
     run, counter = Run(peer()), 5 * MAX_COUNTERS_AHEAD
     for tries in range(10):

@@ -23,6 +23,7 @@ from p2ptrain.memory_network import Fault
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.collection import EarlyChunks
+from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
@@ -444,6 +445,24 @@ def test_a_commit_counts_only_when_the_voters_say_so() -> None:
         await s.until(lambda: landed(s, began, 4), within_s=60)
         assert all(p.node.engine.head.tokens_total < 2**40 for p in s.peers.values())
         assert all(p.node.state.hashes.state == p.node.engine.head.state_sha256 for p in s.peers.values())
+
+    three_and_x(test)
+
+
+def test_a_stranger_replaces_no_call_that_waits_for_an_outcome_to_land() -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        engine = s.peers["a"].node.engine
+        while engine.resolving:
+            await trio.sleep(0.1)
+        call = x.call(5)
+        engine._outcomes.resolving = True
+        engine.deliver("b", call)
+        for i in range(200):
+            engine.deliver(f"stranger {i}", call)
+        held, engine._outcomes.resolving = dict(engine._deferred), False
+        assert ("b", Call) in held
+        assert len(held) == MAX_DEFERRED
+        engine._deferred.clear()
 
     three_and_x(test)
 

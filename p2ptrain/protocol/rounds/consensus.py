@@ -143,7 +143,9 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
         case m.Ready() if proposer is not None and proposer.attempt == attempt:
             return _on_ready(state, proposer, sender, message)
         case m.Refuse() if proposer is not None and proposer.attempt == attempt:
-            # Bounded: other peers refuse counters too far ahead, and one peer's claim may be false.
+            if sender not in proposer.called or sender in proposer.gone:
+                return state, ()
+            # Bounded, and once per attempt: other peers refuse counters too far ahead, and a claim may be false.
             highest = max(state.highest, min(message.promised.counter, state.highest + MAX_COUNTERS_AHEAD // 2))
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
             return _without(dataclasses.replace(state, highest=highest), proposer, sender, reason, now)

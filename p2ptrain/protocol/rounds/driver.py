@@ -75,6 +75,8 @@ logger = logging.getLogger(__name__)
 
 # Attempts at one round before it is skipped (guess).
 MAX_ATTEMPTS = 3
+# Calls and Commits that are kept while an outcome lands: the last of each kind from each peer.
+MAX_DEFERRED = 64
 # How often we look whether a round is due, where nothing happens that says so.
 LOOK_S = 1.0
 # How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
@@ -112,7 +114,7 @@ class RoundDriver:
         self._called_s = self._rest_until_s = 0.0
         self._attempts_failed = 0
         self._leaving = False
-        self._deferred: dict[type[Message], tuple[PeerId, Message]] = {}
+        self._deferred: dict[tuple[PeerId, type[Message]], Message] = {}
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
         context.parts.accepted = lambda: self._state.acceptor.record
@@ -267,7 +269,8 @@ class RoundDriver:
                 self._consensus.receive(sender, message)
             case Call() | Commit() if self.resolving or self._is_one_ahead(message):
                 # Of the round after the one whose outcome we are about to take: taken up once it has landed.
-                self._deferred[type(message)] = (sender, message)
+                if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
+                    self._deferred[sender, type(message)] = message
             case Due():
                 if self._caller.election.note_due(sender, message, self.head):
                     self._wake()
@@ -505,7 +508,7 @@ class RoundDriver:
         """An outcome has landed or failed, or the state was replaced: what came meanwhile is taken up."""
         self._wake()
         deferred, self._deferred = self._deferred, {}
-        for sender, message in deferred.values():
+        for (sender, _), message in deferred.items():
             # A leader that was lost meanwhile calls nobody any more.
             if not self._liveness.is_linked(sender):
                 continue

@@ -23,6 +23,11 @@ Array = npt.NDArray[np.float32]
 _MAX_WEIGHT = 2.0**53
 # A fast peer weighs at most twice the median, so that no single peer dominates the mean.
 _TOKEN_CAP = 2
+# The largest difference of anchor and weights that takes part in a round. No training comes near it; the outer step's
+# momentum, the anchor and the squares summed for the Gram matrix stay finite in float32 however many rounds it lasts.
+MAX_GRADIENT = 1e12
+# Encoding an outer gradient, and then their mean, rounds values up by a few percent at most.
+MAX_MEAN = 2 * MAX_GRADIENT
 
 
 def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
@@ -91,6 +96,11 @@ def token_weights(tokens: Sequence[int]) -> list[float]:
         return [1.0] * len(tokens)
     cap = _TOKEN_CAP * statistics.median(trained)
     return [float(min(count, cap)) for count in tokens]
+
+
+def is_within(values: Array, bound: float) -> bool:
+    """Whether no value is NaN or farther than `bound` from 0. Makes no copy; `values` is not empty."""
+    return bool(-bound <= values.min() and values.max() <= bound)
 
 
 def _shares(encoded: Sequence[tuple[bytes, float]]) -> list[np.float32]:

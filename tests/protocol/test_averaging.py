@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import trio
 
-from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
+from p2ptrain.algorithms.averaging import MAX_GRADIENT, disjoint_mean, weighted_mean
 from p2ptrain.errors import WireError
 from p2ptrain.memory_network import Fault
 from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.codecs import gradient_codec
+from p2ptrain.protocol.rounds.commit import check_decodes
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Record, Reduced, Roster, RosterPart
@@ -36,7 +37,9 @@ def gradients() -> dict[str, np.ndarray]:
     return {name: rng.standard_normal((BLOCKS, 64), np.float32) for name in WEIGHTS}
 
 
-def whole_round(run: RunConfig, reducers: str = "abc") -> tuple[Averaging, Record, dict[str, bytes]]:
+def whole_round(
+    run: RunConfig, reducers: str = "abc", factor: float = 1.0
+) -> tuple[Averaging, Record, dict[str, bytes]]:
     """Everything that a strategy does in one attempt, without a network: the record, and the blobs it names."""
     averaging, codec = averaging_of(run), gradient_codec(run)
     plan = averaging.plan(list(reducers), BLOCKS)
@@ -45,7 +48,7 @@ def whole_round(run: RunConfig, reducers: str = "abc") -> tuple[Averaging, Recor
     reports: dict[int, Reduced] = {}
     for i, part in enumerate(plan):
         chunks = {
-            name: {low: codec.encode(values[low:high]) for low, high in chunk_bounds(part.start, part.stop)}
+            name: {low: codec.encode(factor * values[low:high]) for low, high in chunk_bounds(part.start, part.stop)}
             for name, values in gradients().items()
         }
         made = averaging.reduce(part, chunks, CONTRIBUTORS, BLOCKS)
@@ -56,7 +59,7 @@ def whole_round(run: RunConfig, reducers: str = "abc") -> tuple[Averaging, Recor
     conclusion = averaging.conclude(plan, CONTRIBUTORS, reports)
     assert conclusion is not None
     gram = np.sum(conclusion.grams, axis=0).reshape(3, 3)
-    exact = np.array([[float((x * y).sum()) for y in gradients().values()] for x in gradients().values()])
+    exact = factor**2 * np.array([[float((x * y).sum()) for y in gradients().values()] for x in gradients().values()])
     np.testing.assert_allclose(gram, exact, rtol=0.1, atol=0.02 * exact.max())
     record = Record(
         "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0
@@ -115,6 +118,19 @@ def test_plans_and_records_of_others_are_checked(name: str) -> None:
     for changed in (record.parts[1:], (dataclasses.replace(record.parts[0], stop=7), *record.parts[1:])):
         with pytest.raises(WireError):
             averaging.check_record(dataclasses.replace(record, parts=changed), BLOCKS)
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("name", AVERAGINGS)
+def test_a_mean_that_could_overflow_the_anchor_is_refused_before_ready(name: str, codec: str) -> None:
+    run = dataclasses.replace(RUNS[name], round_codec=codec)
+    largest = max(np.abs(values).max() for values in gradients().values())
+    averaging, record, blobs = whole_round(run, factor=0.99 * MAX_GRADIENT / largest)
+    for span in averaging.spans(record):
+        check_decodes(averaging, record, blobs.__getitem__, span)
+    averaging, record, blobs = whole_round(run, factor=10 * MAX_GRADIENT)
+    with pytest.raises(WireError, match="mean outer gradient has values beyond"):
+        check_decodes(averaging, record, blobs.__getitem__, averaging.spans(record)[0])
 
 
 def test_a_strategy_is_a_line_of_configuration() -> None:

@@ -88,6 +88,31 @@ def test_who_has_nan_in_its_weights_sits_the_round_out_says_why_and_comes_back()
     run_virtual(main)
 
 
+@pytest.mark.parametrize("codec_name", ["none", "int8", "topk"])
+def test_huge_finite_weights_stay_out_of_the_anchor_and_rounds_go_on(codec_name: str) -> None:
+    """The largest float32 in a row of "c", put back after every step: the mean stays finite, the outer step not."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, round_codec=codec_name)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            diverged, ill = trio.current_time(), s.peers["c"]
+            for _ in range(150):
+                ill.tensors[0][0] = 3.4e38
+                await trio.sleep(0.1)
+            assert any("1e+12 from the anchor" in r["reason"] for r in ill.rounds() if r["t"] > diverged)
+            # Once at most: the attempt at which it found out.
+            assert landed(s, diverged, 4, "ab")
+            for peer in s.peers.values():
+                state = peer.node.state
+                assert all(np.abs(vector).max() < 1e3 for vector in state.vectors)
+            ill.tensors[0][0] = 0.0
+            cured = trio.current_time()
+            await s.until(lambda: after(s, cured, 3), within_s=60)
+
+    run_virtual(main)
+
+
 def test_a_lone_founder_with_nan_skips_rounds_and_commits_again_once_it_is_cured() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:

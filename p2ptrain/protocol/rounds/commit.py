@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
+from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, RoundReport
@@ -45,9 +46,13 @@ def check_record(record: Record, state: AnchorState, averaging: Averaging) -> No
 
 
 def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:
-    """Raises WireError unless every chunk of a span decodes. Called before READY, so that the step cannot fail."""
+    """Raises WireError unless every chunk of a span decodes to values that leave anchor and moments finite.
+
+    Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same.
+    """
     for start, stop in chunk_bounds(*span):
-        averaging.decode(record, blobs, start, stop)
+        if not is_within(averaging.decode(record, blobs, start, stop), MAX_MEAN):
+            raise WireError(f"the mean outer gradient has values beyond {MAX_MEAN:g}")
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.codec import Codec
 
 # Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
@@ -41,19 +42,32 @@ class OwnContribution:
     def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
         """Encode these chunks of anchor − weights, unless already encoded. Call it in a worker thread.
 
-        Raises ValueError if weights or anchor are not finite.
+        Heavy: call it in a worker thread. Raises ValueError with the reason if the weights are not finite or too far
+        from the anchor.
         """
         weights = self.buffer.numpy()
         for start, stop in bounds:
             if start in self.chunks:
                 continue
-            gradient = np.subtract(anchor[start:stop], weights[start:stop])
+            with np.errstate(over="ignore", invalid="ignore"):
+                gradient = np.subtract(anchor[start:stop], weights[start:stop])
+            _check(gradient, weights[start:stop])
             if self.error is None or self.next_error is None:
                 encoded = codec.encode(gradient)
                 weights[start:stop] = codec.decode(encoded, stop - start)
             else:
                 weights[start:stop] = gradient
                 gradient += ERROR_DECAY * self.error[start:stop]
+                _check(gradient, gradient)
                 encoded = codec.encode(gradient)
                 self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
             self.chunks[start] = encoded
+
+
+def _check(gradient: np.ndarray, weights: np.ndarray) -> None:
+    """Raise ValueError unless an outer gradient can take part in a round; `weights` are what it was made from."""
+    if not is_within(gradient, MAX_GRADIENT):
+        finite = np.isfinite(weights).all()
+        raise ValueError(
+            f"its weights are farther than {MAX_GRADIENT:g} from the anchor" if finite else "its weights are not finite"
+        )

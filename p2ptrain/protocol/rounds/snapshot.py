@@ -90,7 +90,7 @@ class SnapshotTaker:
             self._arrived.set()
 
     async def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
-        """Encode these chunks of our contribution. Raises RoundFailedError, and sits out, if weights are not finite."""
+        """Encode these chunks of our contribution. Raises RoundFailedError, and sits out, if weights are unusable."""
         # The worker thread may still encode for an attempt that has ended.
         async with self._encoding:
             own = self.own
@@ -98,10 +98,11 @@ class SnapshotTaker:
                 raise RoundFailedError(self.sits_out or "the round is over")
             try:
                 await self._compute(own.encode, anchor, codec, bounds)
-            except ValueError:
-                self.sit_out("its weights are not finite")
-                logger.warning("sitting this round out: the weights hold NaN or infinity")
-                raise RoundFailedError("its weights are not finite") from None
+            except ValueError as error:
+                reason = str(error)
+                self.sit_out(reason)
+                logger.warning("sitting this round out: the weights hold NaN, infinity or far too large values")
+                raise RoundFailedError(reason) from None
 
     def sit_out(self, reason: str) -> None:
         """Do not contribute to this round."""

@@ -53,6 +53,17 @@ def test_a_damaged_one_is_refused(change: dict[str, Any], reason: str) -> None:
         from_dict({**saved, **change}, AnchorState(BLOCKS, 1))
 
 
+@pytest.mark.parametrize("vector", [0, 1])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_one_that_is_not_finite_is_refused(vector: int, value: float) -> None:
+    state, _ = some_state()
+    state.vectors[vector][2, 3] = value
+    state.rehash()
+    head = Head("G", "L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
+    with pytest.raises(ConfigError, match="holds NaN or infinity; use an earlier checkpoint"):
+        from_dict(to_dict(head, 84, state.vectors), AnchorState(BLOCKS, 1))
+
+
 def test_one_of_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match="give what state_dict"):
         from_dict({"model": {}}, AnchorState(BLOCKS, 1))

@@ -25,7 +25,10 @@ def to_dict(head: Head, run_step: int, vectors: Sequence[Array]) -> dict[str, An
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
-    """Copy a result of `to_dict` `into` a state of this run. Raises ConfigError if it is damaged or does not fit."""
+    """Copy a result of `to_dict` `into` a state of this run.
+
+    Raises ConfigError if it is damaged, does not fit, or is not finite.
+    """
     try:
         vectors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
         shapes = [tuple(vector.shape) for vector in vectors]
@@ -44,4 +47,6 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
     into.rehash()
     if into.hashes.state != head.state_sha256:
         raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
+    if not into.is_finite():
+        raise ConfigError("the state to resume from holds NaN or infinity; use an earlier checkpoint")
     return Restored(into, head, run_step)

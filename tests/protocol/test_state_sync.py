@@ -15,7 +15,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.codec import codec
-from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
@@ -257,6 +257,26 @@ def test_a_donor_with_a_wrong_chunk_is_refused_and_another_serves(kind: str) -> 
                     break
                 except PeerLostError:
                     assert not state.hashes.chunks
+            check_equal(state, donors["b"].state)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("vector", [0, 1])
+def test_a_state_that_is_not_finite_is_refused_and_another_is_taken(vector: int) -> None:
+    async def main() -> None:
+        async with donors_and_joiner("a", "b") as (_, donors, joiner, (a, b)):
+            donors["a"].state = poisoned = some_state()
+            poisoned.vectors[vector][-1, -1] = np.inf
+            poisoned.rehash()
+            donors["a"].head = head_of(poisoned)
+            donors["a"].server = StateServer(poisoned, lambda: donors["a"].head, lambda: False, bytes, inline)
+            state = AnchorState(BLOCKS, 1)
+            download = download_into(state, joiner)
+            with pytest.raises(WireError, match="the state of round 7 holds NaN or infinity"):
+                await download.run(donors["a"].head, [a])
+            assert not state.hashes.chunks
+            await download.run(donors["b"].head, [b])
             check_equal(state, donors["b"].state)
 
     run_virtual(main)
@@ -737,6 +757,23 @@ def test_fresh_peers_do_not_donate_to_each_other() -> None:
             lineages = {p.node.engine.head.lineage for p in s.peers.values()}
             assert len(lineages) == 1
             await s.until(lambda: same_round(s, 0), within_s=20)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
+def test_a_run_is_not_founded_with_weights_that_nobody_can_train_on(value: float) -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            a = s.start("a", founder=True, restarts=True)
+            a.tensors[1][3] = value
+            assert a.runner is not None
+            await s.until(lambda: a.runner.failure is not None)
+            assert isinstance(a.runner.failure, ConfigError)
+            assert "bias: 1 of its values are NaN, infinite or beyond 1e+12" in str(a.runner.failure)
+            b = s.start("b")
+            await s.until(b.node.ready.is_set)
+            assert [e["reason"] for e in adopted(s, "b")] == ["founded the run"]
 
     run_virtual(main)
 

@@ -12,8 +12,12 @@ import random
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import trio
 
+from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch, Landing
@@ -122,7 +126,7 @@ class StateSync:
     async def establish(self) -> None:
         """Get the run's state: the swarm's, our checkpoint's, or a new one.
 
-        Raises ConfigError if there is a state that cannot be downloaded.
+        Raises ConfigError if there is a state that cannot be downloaded, or if our weights cannot found a run.
         """
         host = self._host
         started = trio.current_time()
@@ -141,6 +145,7 @@ class StateSync:
             await host.engine.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
         self._exchange.averaged.read(host.state.anchor_tensor())
+        await host.compute(check_founding, host.state.anchor, self._exchange.averaged.space)
         await host.compute(host.state.rehash)
         hashes = host.state.hashes
         genesis = new_lineage(host.run.digest, -1, host.peer_id, host.incarnation)
@@ -205,7 +210,7 @@ class StateSync:
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise ConfigError(
                         f"run {host.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
-                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again"
+                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again (last: {error})"
                     ) from None
                 await trio.sleep(0.5)
                 donors = self._donors() or donors
@@ -355,6 +360,19 @@ class StateSync:
             self._host.state.copy_from(restored.state)
             self._host.engine.found_lineage(restored.head)
             await self._host.engine.land(self._arrival("keep", "restored by the user", restored.run_step))
+
+
+def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
+    """Raises ConfigError unless a run can be founded with these weights, (num_blocks, 64): every joiner gets them."""
+    for name, start, stop in zip(space.names, space.tensor_starts, space.tensor_starts[1:], strict=False):
+        values = anchor[start:stop]
+        if values.size and not is_within(values, MAX_GRADIENT):
+            with np.errstate(invalid="ignore"):
+                count = int((~(np.abs(values) <= MAX_GRADIENT)).sum())
+            raise ConfigError(
+                f"{name}: {count} of its values are NaN, infinite or beyond {MAX_GRADIENT:g}, and a run starts from "
+                "finite weights; initialise the model again, or load other weights"
+            )
 
 
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:

@@ -167,7 +167,10 @@ class Download:
         return self.done_chunks / self.state.num_chunks
 
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
-        """Fetch the state of `head`. Raises PeerLostError if all donors fail; call it again with other donors."""
+        """Fetch the state of `head`. Call it again with other donors after an error.
+
+        Raises PeerLostError if all donors fail, and WireError if the state is not finite.
+        """
         hashes = await self._manifest(head, donors)
         if head.record is not None and head.record.parent_sha256 == self._held_of:
             await self._roll_forward(head.record, donors)
@@ -182,6 +185,8 @@ class Download:
                     nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
         if self.done_chunks < len(hashes):
             raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
+        if not await self._compute(self.state.is_finite):
+            raise WireError(f"the state of round {head.round} contains NaN or infinity")
         self.state.hashes = self.state.combine(hashes)
 
     async def _roll_forward(self, record: Record, donors: Sequence[Link]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.step_values import MAX_SAMPLES, plain_loss, plain_samples
+from p2ptrain.peer.step_values import MAX_SAMPLES, MAX_SHARD_TOKENS, plain_loss, plain_samples, plain_shard_tokens
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,51 @@ def test_whole_numbers_of_any_library_are_samples(samples: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "samples", [-1, MAX_SAMPLES + 1, 8.0, np.float32(8), torch.tensor(8.5), torch.tensor([8, 8]), "8", None, math.nan]
+    "samples",
+    [
+        -1,
+        MAX_SAMPLES + 1,
+        pytest.param(10**5000, id="5001 digits"),
+        8.0,
+        np.float32(8),
+        torch.tensor(8.5),
+        torch.tensor([8, 8]),
+        "8",
+        None,
+        math.nan,
+    ],
 )
 def test_what_is_no_number_of_samples_is_refused_with_what_to_do(samples: Any) -> None:
     with pytest.raises(ConfigError, match=r"(?s)samples = .*: must be a whole number from 0 to .*; give the tokens"):
         plain_samples(samples)
+
+
+def test_a_bool_counts_as_python_counts_it() -> None:
+    assert [plain_samples(True), plain_samples(False)] == [1, 0]
+
+
+def test_a_refused_value_is_shown_shortened() -> None:
+    with pytest.raises(ConfigError) as refused:
+        plain_samples("8" * 100_000)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("tokens", [0, 8, np.int64(8), torch.tensor(8), MAX_SHARD_TOKENS])
+def test_whole_numbers_are_shard_tokens(tokens: Any) -> None:
+    number = plain_shard_tokens(tokens)
+    assert number == int(tokens)
+    assert type(number) is int
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [-1, MAX_SHARD_TOKENS + 1, pytest.param(10**5000, id="5001 digits"), 8.0, np.float32(8), "8", None, math.nan],
+)
+def test_what_is_no_number_of_shard_tokens_is_refused_with_what_to_do(tokens: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"(?s)shard_tokens = .*: must be a whole number from 0 to .*; give the tokens"
+    ):
+        plain_shard_tokens(tokens)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from p2ptrain.peer.malloc_trim import release_unused
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
-from p2ptrain.peer.step_values import plain_loss, plain_samples
+from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
 from p2ptrain.peer.watch import Watch, off_loop
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
@@ -218,12 +218,15 @@ class Peer:
 
     @property
     def shard_tokens(self) -> int:
-        """Tokens in this peer's shard, for runs that weight outer gradients by it; set it before training."""
+        """Tokens in this peer's shard, for runs that weight outer gradients by it; set it before training.
+
+        Setting it raises ConfigError unless it is a whole number from 0 to 2**53.
+        """
         return self._exchange.shard_tokens
 
     @shard_tokens.setter
     def shard_tokens(self, tokens: int) -> None:
-        self._exchange.shard_tokens = tokens
+        self._exchange.shard_tokens = plain_shard_tokens(tokens)
 
     @property
     def anchor_sha256(self) -> str:

@@ -128,6 +128,26 @@ def test_a_lone_founder_with_nan_skips_rounds_and_commits_again_once_it_is_cured
     run_virtual(main)
 
 
+@pytest.mark.parametrize("tokens", [-1, 2**53 + 1, 2**70, "8", float("nan")])
+def test_a_join_of_ours_with_an_impossible_claim_costs_us_the_attempt_and_nobody_else_anything(tokens: Any) -> None:
+    """`Peer.shard_tokens` refuses such values; here they stand for any bug of ours in a Join."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            began, ill = trio.current_time(), s.peers["c"]
+            ill.exchange.shard_tokens = tokens
+            await s.until(lambda: landed(s, began, 5, "ab"), within_s=60)
+            assert not skips(s)
+            assert not any(peer.node.links.strikes for peer in s.peers.values())
+            ill.exchange.shard_tokens = 0
+            cured = trio.current_time()
+            await s.until(lambda: after(s, cured, 3), within_s=60)
+
+    run_virtual(main)
+
+
 def test_a_member_whose_chunks_do_not_decode_is_left_out_and_struck() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:

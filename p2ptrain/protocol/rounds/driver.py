@@ -370,7 +370,7 @@ class RoundDriver:
         except Exception as error:
             self.context.errors.note(f"{type(effect).__name__} could not be done", error)
             match effect:
-                case Prepare(attempt, _) | Fetch(attempt, _):
+                case Prepare(attempt, _) | Fetch(attempt, _) | Send(_, Join(attempt=attempt)):
                     self._consensus.apply(MemberFailed(attempt, "unexpected error"))
                 case Average(attempt, _):
                     self._consensus.apply(LeaderFailed(attempt, "unexpected error"))

@@ -17,6 +17,7 @@ from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
+from p2ptrain.protocol.rounds.policy import check_join
 from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
@@ -136,7 +137,10 @@ class Participation:
 
     async def _prepare(self, window_s: float) -> None:
         own = await self._taker.take(window_s)
-        self._apply(Prepared(self.attempt, self._join(own)))
+        join = self._join(own)
+        # A Join that others would refuse costs us this attempt; sent, it would be a strike for us at every leader.
+        check_join(join)
+        self._apply(Prepared(self.attempt, join))
 
     async def _send(self, transfer: Transfer, scope: trio.CancelScope) -> None:
         with scope:

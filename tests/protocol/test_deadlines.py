@@ -139,6 +139,49 @@ def test_an_answer_behind_many_others_is_waited_for() -> None:
     run_virtual(main)
 
 
+def test_bulk_that_nobody_asked_for_does_not_make_a_request_wait_longer() -> None:
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (a, _, link, other), trio.open_nursery() as nursery:
+
+            async def drip() -> None:
+                while True:
+                    await other.send_bulk(Answer(10**9, True, "x"), b"x" * 10, Traffic.STATE)
+                    await trio.sleep(1)
+
+            nursery.start_soon(drip)
+            began_s = trio.current_time()
+            with pytest.raises(PeerLostError, match="no answer within 5 s"):
+                await a.links.request(link, "head", timeout_s=5.0)
+            assert trio.current_time() - began_s == pytest.approx(5.0)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_a_request_ends_though_others_are_answered_for_ever() -> None:
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (a, b, link, _), trio.open_nursery() as nursery:
+
+            async def serve(link: Link, request: Request) -> None:
+                if request.what != "head":
+                    await link.send_bulk(Answer(request.request, True, "chunk"), b"x", Traffic.STATE)
+
+            async def ask_forever() -> None:
+                while True:
+                    await a.links.request(link, "chunk", timeout_s=5.0)
+                    await trio.sleep(1)
+
+            b.on_request = serve
+            nursery.start_soon(ask_forever)
+            began_s = trio.current_time()
+            with pytest.raises(PeerLostError, match="no answer within 40 s"):
+                await a.links.request(link, "head", timeout_s=5.0)
+            assert trio.current_time() - began_s == pytest.approx(40.0)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
 def test_a_partner_that_sends_nothing_is_not() -> None:
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (a, _, link, _):

@@ -105,7 +105,9 @@ class Link:
         self.left = False
         self.streams = 0
         self.flow = FlowControl()
-        self.opened_s = self.bulk_heard_s = self.last_heard = trio.current_time()
+        # When it last answered a request of ours.
+        self.answered_s = 0.0
+        self.opened_s = self.last_heard = trio.current_time()
         self._setup = setup
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
@@ -284,10 +286,8 @@ class Link:
             self._work.unpark_all()
         size = frames.PREFIX_BYTES + prefix.body_bytes
         self._counters.received[_traffic_of(message, payload)] += size
-        if prefix.bulk:
-            self.bulk_heard_s = trio.current_time()
-            if self.flow.note_received(size):
-                self.send(Ack())
+        if prefix.bulk and self.flow.note_received(size):
+            self.send(Ack())
         if isinstance(message, Beat):
             self._note_beat(message)
         elif isinstance(message, Leave):

@@ -46,6 +46,8 @@ MAX_GREETING = 128
 MAX_GREETING_OF_ONE = 2
 # Answers received and not yet taken; beyond it the link is closed.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# A request waits at most so many times its time-out, however many other answers come before its own (guess).
+MAX_TIMEOUTS = 8
 
 
 class LinkEvents(Protocol):
@@ -145,8 +147,8 @@ class Links:
     ) -> tuple[Answer, bytes]:
         """Send a request and wait for its answer.
 
-        Raises PeerLostError if the link is lost, or if neither the answer nor any other chunk arrived for `timeout_s`:
-        on a slow link the answer may be queued behind others.
+        Raises PeerLostError if the link is lost, if no answer to any of our requests arrived on it for `timeout_s` (on a
+        slow link this one may be queued behind others), or after 8 times as long.
         """
         number = next(self._request_ids)
         send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
@@ -162,13 +164,15 @@ class Links:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch)
                 deadline = trio.current_time() + timeout_s
+                latest = trio.current_time() + MAX_TIMEOUTS * timeout_s
                 while answer is None and trio.current_time() < deadline:
                     with trio.move_on_at(deadline):
                         answer = await receive.receive()
-                    deadline = max(deadline, link.bulk_heard_s + timeout_s)
+                    deadline = min(latest, max(deadline, link.answered_s + timeout_s))
                 nursery.cancel_scope.cancel()
             if answer is None:
-                raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {timeout_s:.0f} s'}")
+                waited_s = MAX_TIMEOUTS * timeout_s if deadline >= latest else timeout_s
+                raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {waited_s:.0f} s'}")
             return answer
         finally:
             del self._requests[number]
@@ -319,6 +323,7 @@ class Links:
                     waiting[1].send_nowait((message, payload))
                 except trio.WouldBlock:
                     raise WireError("answered one request twice") from None
+                link.answered_s = trio.current_time()
                 self._answer_bytes += len(payload)
                 if self._answer_bytes > MAX_ANSWER_BYTES:
                     raise PeerLostError("more answers arrived than were taken")

@@ -148,6 +148,33 @@ def test_a_join_of_ours_with_an_impossible_claim_costs_us_the_attempt_and_nobody
     run_virtual(main)
 
 
+def test_an_attempt_whose_join_cannot_be_sent_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            ill, send, broken = s.peers["c"], Link.send, True
+            unsent: list[float] = []
+
+            def sends(link: Link, message: Message) -> None:
+                if broken and isinstance(message, Join) and message.incarnation.startswith("c."):
+                    unsent.append(trio.current_time())
+                    raise ValueError("a Join that cannot be packed")
+                send(link, message)
+
+            monkeypatch.setattr(Link, "send", sends)
+            await s.until(lambda: bool(unsent))
+            await trio.sleep(0)
+            assert ill.node.engine.round_state.member is None
+            began = trio.current_time()
+            await s.until(lambda: landed(s, began, 2, "ab"), within_s=60)
+            broken = False
+            cured = trio.current_time()
+            await s.until(lambda: after(s, cured, 3), within_s=60)
+
+    run_virtual(main)
+
+
 def test_a_member_whose_chunks_do_not_decode_is_left_out_and_struck() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:

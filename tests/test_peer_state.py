@@ -65,5 +65,5 @@ def test_one_that_is_not_finite_is_refused(vector: int, value: float) -> None:
 
 
 def test_one_of_something_else_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give what state_dict"):
+    with pytest.raises(ConfigError, match="give the result of a peer's state_dict"):
         from_dict({"model": {}}, AnchorState(BLOCKS, 1))

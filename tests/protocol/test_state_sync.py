@@ -273,7 +273,7 @@ def test_a_state_that_is_not_finite_is_refused_and_another_is_taken(vector: int)
             donors["a"].server = StateServer(poisoned, lambda: donors["a"].head, lambda: False, bytes, inline)
             state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
-            with pytest.raises(WireError, match="the state of round 7 holds NaN or infinity"):
+            with pytest.raises(WireError, match="the state of round 7 contains NaN or infinity"):
                 await download.run(donors["a"].head, [a])
             assert not state.hashes.chunks
             await download.run(donors["b"].head, [b])

@@ -147,8 +147,8 @@ class Links:
     ) -> tuple[Answer, bytes]:
         """Send a request and wait for its answer.
 
-        Raises PeerLostError if the link is lost, if no answer to any of our requests arrived on it for `timeout_s` (on a
-        slow link this one may be queued behind others), or after 8 times as long.
+        Raises PeerLostError if the link is lost, if no answer to any of our requests arrived on it for `timeout_s`
+        (on a slow link this one may be queued behind others), or after 8 times as long.
         """
         number = next(self._request_ids)
         send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)

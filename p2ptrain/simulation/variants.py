@@ -16,7 +16,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
-from p2ptrain.signals import interrupts_call
+from p2ptrain.signals import SIGNALS, interrupts_call
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
@@ -51,7 +51,7 @@ def simulate_variants(
     with interrupts_call(interrupted.set):
         pool = ProcessPoolExecutor(workers, context, _prepare, (channel,))
         try:
-            with _without_ctrl_c():
+            with _without_signals():
                 futures = [pool.submit(_simulate_one, i, experiment) for i, experiment in enumerate(experiments)]
             _tell_progress(futures, channel, on_progress, interrupted)
             records = [future.result() for future in futures]
@@ -67,9 +67,9 @@ def simulate_variants(
 
 
 @contextlib.contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Processes started in the block ignore Ctrl-C, which a terminal sends to all processes; we end them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _without_signals() -> Iterator[None]:
+    """Processes started in the block ignore Ctrl-C and SIGTERM, which may be sent to all processes; we end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:

@@ -281,7 +281,7 @@ class Host:
         self._state = begin("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
-            state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}),
+            state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
         )  # fmt: skip
 
     def tell(self, peer_id: str, message: Message) -> None:
@@ -350,7 +350,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
         async with trio.open_nursery() as nursery:
             context: Any = SimpleNamespace(
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
-                state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}),
+                state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
             )  # fmt: skip
             silences, plans = Silences(), []
 

@@ -67,8 +67,8 @@ def test_a_machine_that_would_not(tmp_path: Path) -> None:
 def test_a_clock_that_is_off_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with NetworkSession.open(LOOPBACK) as other:
         network = NetworkConfig(host_maddrs=LOOPBACK.host_maddrs, initial_peers=tuple(other.maddrs))
-        real = dht.get_dht_time
-        monkeypatch.setattr(dht, "get_dht_time", lambda: real() + 40.0)
+        real = dht.hivemind.get_dht_time
+        monkeypatch.setattr(dht.hivemind, "get_dht_time", lambda: real() + 40.0)
         thread = NetworkThread()
         found = thread.run(lambda: probe(network, mapping_s=0.0), timeout_s=60)
         assert thread.stop(10)

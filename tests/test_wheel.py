@@ -120,7 +120,7 @@ def test_the_source_distribution_holds_tests_and_documentation(dist: Path) -> No
 def test_the_installed_command_runs_in_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
     p2ptrain = scripts / "p2ptrain"
     assert run(p2ptrain, "--version", cwd=tmp_path) == f"p2ptrain {__version__}\n"
-    assert "Train one neural network together, peer to peer." in run(p2ptrain, "--help", cwd=tmp_path)
+    assert "Train one neural network on many machines, peer to peer." in run(p2ptrain, "--help", cwd=tmp_path)
     assert "s7 " in run(p2ptrain, "reproduce", "--list", cwd=tmp_path)
     assert "### sync_every" in run(p2ptrain, "config", "reference", cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -43,4 +43,4 @@ def test_two_private_peers_train_together_over_a_bootstrap_node(net: Wires, swar
     for peer in peers:
         assert any(f"{helper.address}/tcp/4001/p2p/" in maddr for maddr in peer.events("start")[0]["maddrs"])
         assert sum(event["merged"] for event in peer.events("fragments")) > 0
-        assert "exchanges everything with it through a relay" in peer.errors
+        assert "peers behind NAT reach it through a relay" in peer.errors

@@ -13,7 +13,7 @@ STATES := 1000000
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
 
-# For daily work: lint, types, and the tests that start no process, in two minutes on two cores.
+# For daily work: lint, types, and the tests that start no process and are quick.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not processes and not slow and not long" $(ARGS)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.step_values import MAX_SAMPLES, MAX_SHARD_TOKENS, plain_loss, plain_samples, plain_shard_tokens
+from p2ptrain.peer.step_values import MAX_SAMPLES, plain_loss, plain_samples, plain_shard_tokens
+from p2ptrain.protocol.rounds.policy import MOST_COUNT
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_a_refused_value_is_shown_shortened() -> None:
     assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize("tokens", [0, 8, np.int64(8), torch.tensor(8), MAX_SHARD_TOKENS])
+@pytest.mark.parametrize("tokens", [0, 8, np.int64(8), torch.tensor(8), MOST_COUNT])
 def test_whole_numbers_are_shard_tokens(tokens: Any) -> None:
     number = plain_shard_tokens(tokens)
     assert number == int(tokens)
@@ -61,7 +62,7 @@ def test_whole_numbers_are_shard_tokens(tokens: Any) -> None:
 
 @pytest.mark.parametrize(
     "tokens",
-    [-1, MAX_SHARD_TOKENS + 1, pytest.param(10**5000, id="5001 digits"), 8.0, np.float32(8), "8", None, math.nan],
+    [-1, MOST_COUNT + 1, pytest.param(10**5000, id="5001 digits"), 8.0, np.float32(8), "8", None, math.nan],
 )
 def test_what_is_no_number_of_shard_tokens_is_refused_with_what_to_do(tokens: Any) -> None:
     with pytest.raises(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.protocol.rounds.policy import MOST_COUNT
 
 # More than any batch. Rounds add up the samples of all members, and integers on the wire have 63 bits.
 MAX_SAMPLES = 2**32
-# More than any corpus. Rounds weigh by it in floats, which represent every integer up to here.
-MAX_SHARD_TOKENS = 2**53
 
 
 def plain_samples(samples: Any) -> int:
@@ -26,7 +25,7 @@ def plain_samples(samples: Any) -> int:
 
 def plain_shard_tokens(tokens: Any) -> int:
     """A peer's `shard_tokens` as an int, by the rules of `plain_samples`, up to 2**53. Raises ConfigError."""
-    return _whole(tokens, "shard_tokens", MAX_SHARD_TOKENS, "give the tokens of this peer's shard, rounded by int()")
+    return _whole(tokens, "shard_tokens", MOST_COUNT, "give the tokens of this peer's shard, rounded by int()")
 
 
 def plain_loss(loss: Any) -> float | None:

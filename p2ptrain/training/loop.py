@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from p2ptrain.errors import CheckpointError, ConfigError
+from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
@@ -32,17 +33,6 @@ LAST_ROUND_TIMEOUT_S = 60.0
 POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
-
-
-class StepReport(Protocol):
-    """The result of one `peer.step()`."""
-
-    @property
-    def sent(self) -> int: ...
-    @property
-    def merged(self) -> int: ...
-    @property
-    def skipped(self) -> Mapping[str, int]: ...
 
 
 class SteppingPeer(Protocol):

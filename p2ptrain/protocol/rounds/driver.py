@@ -117,7 +117,7 @@ class RoundDriver:
         self._deferred: dict[tuple[PeerId, type[Message]], Message] = {}
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
-        context.parts.accepted = lambda: self._state.acceptor.record
+        context.parts.accepted = lambda: self.round_state.acceptor.record
         context.exchange.on_due = self._wake
         context.exchange.on_snapshot = self._on_snapshot
 
@@ -138,15 +138,11 @@ class RoundDriver:
     @property
     def head(self) -> Head:
         """The last resolved round, and what the next one is decided with."""
-        return self._state.head
+        return self.round_state.head
 
     @property
     def round_state(self) -> State:
         """The state of the round after the head."""
-        return self._state
-
-    @property
-    def _state(self) -> State:
         return self._consensus.state
 
     @property
@@ -177,10 +173,10 @@ class RoundDriver:
     @property
     def status(self) -> str:
         """What this peer is doing now, for people."""
-        if self.resolving and self._state.learner.record is not None:
-            return f"round {self._state.round}: landing"
+        if self.resolving and self.round_state.learner.record is not None:
+            return f"round {self.round_state.round}: landing"
         stage = self._attempts.stage
-        return f"round {self._state.round}: {stage}" if stage else "training"
+        return f"round {self.round_state.round}: {stage}" if stage else "training"
 
     def may_stand_at(self, head: Head) -> bool:
         """Whether we have never stood at this place, and it is not behind us in our lineage.
@@ -237,7 +233,11 @@ class RoundDriver:
         """
         head = self.head
         self.deliver(sender, Commit(record))
-        while self.head is head and (self.resolving or self._state.learner.heard) and self._outcomes.lacking != record:
+        while (
+            self.head is head
+            and (self.resolving or self.round_state.learner.heard)
+            and self._outcomes.lacking != record
+        ):
             await self._changed.wait()
 
     def _begin(self, head: Head) -> State:
@@ -282,11 +282,14 @@ class RoundDriver:
                 self._consensus.receive(sender, message)
             case Commit(record=record):
                 self._consensus.receive(sender, message)
-                if self._state.learner.heard:
+                if self.round_state.learner.heard:
                     self._outcomes.prefetch(record, self.head.state_sha256)
             case Join():
                 self._consensus.receive(sender, message)
-                if message.attempt.leader == self.context.peer_id and message.attempt.counter == self._state.highest:
+                if (
+                    message.attempt.leader == self.context.peer_id
+                    and message.attempt.counter == self.round_state.highest
+                ):
                     # Also one that comes after the window: the next window is longer.
                     self._caller.election.note_spread(trio.current_time() - self._called_s)
             case Withdraw() | Refuse() | Roster():
@@ -299,7 +302,7 @@ class RoundDriver:
 
     def _is_one_ahead(self, message: Call | Commit) -> bool:
         of = message if isinstance(message, Call) else message.record
-        return (of.lineage, of.round) == (self.head.lineage, self._state.round + 1)
+        return (of.lineage, of.round) == (self.head.lineage, self.round_state.round + 1)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""
@@ -308,7 +311,7 @@ class RoundDriver:
         self._wake()
 
     def _on_call(self, sender: PeerId, call: Call) -> None:
-        now, member = trio.current_time(), self._state.member
+        now, member = trio.current_time(), self.round_state.member
         if member is not None and member.attempt.leader == sender and member.attempt < call.attempt:
             # It called before, and has not ended that attempt: nobody else's is to wait for it.
             self._pass_over(sender)
@@ -320,7 +323,7 @@ class RoundDriver:
         self._consensus.limit(limits)
         self._consensus.receive(sender, call)
         election = self._caller.election
-        election.counter = max(election.counter, min(call.attempt.counter, self._state.highest))
+        election.counter = max(election.counter, min(call.attempt.counter, self.round_state.highest))
 
     def _pass_over(self, leader: PeerId) -> None:
         """Follow this leader for a while no more: its attempts come to nothing."""
@@ -336,7 +339,7 @@ class RoundDriver:
             self._taker.arrive(snapshot)
         except Exception as error:
             # Our bug. We join without one.
-            self.context.errors.note(f"the snapshot of round {self._state.round} is lost", error)
+            self.context.errors.note(f"the snapshot of round {self.round_state.round} is lost", error)
 
     # --- consensus ------------------------------------------------------------------------------------------------
 
@@ -356,9 +359,9 @@ class RoundDriver:
                 case Fetch():
                     self._attempts.fetch(effect)
                 case Average():
-                    assert self._state.proposer is not None
+                    assert self.round_state.proposer is not None
                     rtt_s = self._liveness.round_trip_s()
-                    self._attempts.lead(effect, self.head, self._state.proposer.attempt_s, rtt_s)
+                    self._attempts.lead(effect, self.head, self.round_state.proposer.attempt_s, rtt_s)
                 case MemberEnded():
                     self._on_member_ended(effect, cause)
                 case LeaderEnded():
@@ -381,19 +384,19 @@ class RoundDriver:
         self._attempts.end_member()
         self.parts.end_attempt()
         leader = effect.attempt.leader
-        if self._state.member is None:
+        if self.round_state.member is None:
             self._in_vain[leader] += 1
         if isinstance(cause, Tick) or self._in_vain[leader] >= MAX_ATTEMPTS:
             self._pass_over(leader)
-        if self._state.member is None:
+        if self.round_state.member is None:
             # Not superseded by another attempt.
             self._attempts_failed += 1
-            if self._attempts_failed >= MAX_ATTEMPTS and self._state.acceptor.record is None:
+            if self._attempts_failed >= MAX_ATTEMPTS and self.round_state.acceptor.record is None:
                 self._skip(effect.reason)
         self._wake()
 
     def _on_leader_ended(self, effect: LeaderEnded) -> None:
-        logger.info("round %d, attempt %d: %s", self._state.round, effect.attempt.counter, effect.reason)
+        logger.info("round %d, attempt %d: %s", self.round_state.round, effect.attempt.counter, effect.reason)
         if effect.timed_out:
             # The next one gets several times as long, up to the user's bound.
             self.context.timeouts.note_round(trio.current_time() - self._called_s)
@@ -415,16 +418,16 @@ class RoundDriver:
         """Take part in no attempt any more, and lead none; who takes part with us is told."""
         self._attempts.end_member()
         self._attempts.end_leader()
-        if self._state.proposer is not None:
-            self._consensus.apply(LeaderFailed(self._state.proposer.attempt, reason))
-        if self._state.member is not None:
-            self._consensus.apply(MemberFailed(self._state.member.attempt, reason))
+        if self.round_state.proposer is not None:
+            self._consensus.apply(LeaderFailed(self.round_state.proposer.attempt, reason))
+        if self.round_state.member is not None:
+            self._consensus.apply(MemberFailed(self.round_state.member.attempt, reason))
 
     def _skip(self, reason: str) -> None:
         """Nothing changes but the time of the next round; what was learnt stays in the weights."""
         self._forget_snapshot()
         self._exchange.postpone()
-        self._caller.election.skip(self._state.round)
+        self._caller.election.skip(self.round_state.round)
         head = self.head
         self._events.round_ended(
             RoundReport(head.round + 1, "skipped", head.lineage, parent_sha256=head.state_sha256, reason=reason)
@@ -449,9 +452,9 @@ class RoundDriver:
     def _look(self, now: float) -> float:
         """Do what it is time for; returns how soon to look again."""
         wake_s = LOOK_S
-        if self._state.learner.record is not None:
-            self._outcomes.retry(self._state.learner.record, self.head.state_sha256, now)
-        elif self._state.member is None and self._state.proposer is None and not self._caller.waits(now):
+        if self.round_state.learner.record is not None:
+            self._outcomes.retry(self.round_state.learner.record, self.head.state_sha256, now)
+        elif self.round_state.member is None and self.round_state.proposer is None and not self._caller.waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
         if not self._outcomes.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s, now):
@@ -476,11 +479,11 @@ class RoundDriver:
         """Tell the consensus when one of its deadlines has passed."""
         while True:
             changed = self._changed
-            with trio.move_on_at(deadline_s(self._state)):
+            with trio.move_on_at(deadline_s(self.round_state)):
                 await changed.wait()
-            if trio.current_time() >= deadline_s(self._state):
+            if trio.current_time() >= deadline_s(self.round_state):
                 self._consensus.apply(Tick())
-                if trio.current_time() >= deadline_s(self._state):
+                if trio.current_time() >= deadline_s(self.round_state):
                     await trio.sleep(STALL_POLL_S)  # it failed
 
     async def _watch_stalls(self) -> None:

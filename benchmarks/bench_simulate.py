@@ -8,7 +8,8 @@ import time
 import torch
 
 from benchmarks.results import Row
-from p2ptrain.simulation import Experiment, simulate
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.simulation.swarm import simulate
 from p2ptrain.training.data import VOCAB_SIZE, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer

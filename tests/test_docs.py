@@ -26,7 +26,7 @@ from markdown_it.token import Token
 from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
 from p2ptrain.protocol.wire.messages import KINDS
-from p2ptrain.settings.reference import SECTIONS, reasons, reference
+from p2ptrain.settings.reference import SECTIONS, reference
 from p2ptrain.settings.table import SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -232,7 +232,7 @@ def test_every_setting_is_on_the_page_and_every_default_has_its_reason() -> None
     assert [setting.name for _, settings in SECTIONS for setting in settings] == list(SETTINGS)
     for _, settings in SECTIONS:
         for setting in settings:
-            assert reasons(setting.owner)[setting.field_name], setting.name
+            assert setting.why, setting.name
 
 
 def test_the_pictures_are_current() -> None:

@@ -45,8 +45,8 @@ def bootstrap(settings: Settings) -> None:
     with ExitStack() as stack:
         session = stack.enter_context(NetworkSession.open(dataclasses.replace(network, identity=str(identity))))
         stop = stack.enter_context(stop_on_signals())
-        if target := settings.values["write_addresses"]:
-            write_addresses(Path(str(target)), session.maddrs)
+        if network.write_addresses:
+            write_addresses(Path(network.write_addresses), session.maddrs)
         click.echo(f"bootstrap node {session.peer_id}")
         for maddr in session.maddrs:
             click.echo(f"listening on {maddr}")

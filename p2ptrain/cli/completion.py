@@ -7,13 +7,11 @@ from collections.abc import Callable
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from p2ptrain.settings.presets import MODELS, PRESETS
-from p2ptrain.settings.table import Setting
+from p2ptrain.settings.setting import Setting
 
 SHELLS = ("bash", "zsh", "fish")
 # Environment variable in which click gets completion requests; derived from the command's name.
 VARIABLE = "_P2PTRAIN_COMPLETE"
-NAMES = {"model": MODELS, "preset": tuple(PRESETS), "device": ("auto", "cpu", "cuda", "mps")}
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -40,7 +38,7 @@ def completion(context: click.Context, shell: str) -> None:
 def completer(setting: Setting) -> Completer | None:
     """Return a completer for a setting's value (known names, files or directories), or None if it has none."""
     words = setting.metavar.split("|")
-    names = NAMES.get(setting.name) or tuple(word for word in words if not word.isupper())
+    names = setting.names or [word for word in words if not word.isupper()]
     takes_file, takes_directory = "FILE" in words, "DIR" in words
     if not names and not takes_file and not takes_directory:
         return None

@@ -8,6 +8,7 @@ import click
 
 from p2ptrain.cli.join import SECTIONS
 from p2ptrain.cli.options import settings_command, takes_settings
+from p2ptrain.settings.setting import value_text
 from p2ptrain.settings.table import Settings
 
 
@@ -36,7 +37,7 @@ def show(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(merged, indent=2))
         return
-    texts = {name: _text(value) for name, value in settings.values.items()}
+    texts = {name: value_text(value) for name, value in settings.values.items()}
     width = max(map(len, texts))
     value_width = max(map(len, texts.values()))
     for name, text in texts.items():
@@ -53,9 +54,3 @@ def reference() -> None:
     from p2ptrain.settings.reference import reference
 
     click.echo(reference(), nl=False)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return " ".join(value)
-    return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Click options made from the table of settings, so that help, environment and TOML always agree."""
+"""Click options made from the settings, so that help, environment and TOML always agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from p2ptrain.cli.completion import completer
-from p2ptrain.settings.table import SETTINGS, Setting, merge
+from p2ptrain.settings.setting import Setting
+from p2ptrain.settings.table import SETTINGS, merge
 
 EVERY_WAY = (
     "Each setting can also come from an environment variable (P2PTRAIN_SYNC_EVERY=200) or from the TOML file given "
@@ -73,14 +74,11 @@ def settings_command(sections: Mapping[str, Sequence[Setting]]) -> type[Settings
 
 def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
     # Values stay text here: `merge` converts and checks the values of all sources.
-    default = setting.default
-    shown = " ".join(default) if isinstance(default, tuple) else default
-    text = setting.help if shown in (None, "") else f"{setting.help} [default: {shown}]"
     return click.option(
         setting.flag,
         setting.name,
         metavar=setting.metavar,
         multiple=setting.kind is tuple,
-        help=text,
+        help=setting.help_with_default,
         shell_complete=completer(setting),
     )

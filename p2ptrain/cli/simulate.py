@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
+from p2ptrain.settings.setting import settings_of
+from p2ptrain.simulation.experiment import Experiment, read_experiments
+
+
+def takes_experiment(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each setting of `Experiment`."""
+    for setting in reversed(list(settings_of(Experiment))):
+        kind = str if setting.kind is tuple else setting.kind
+        text = setting.help_with_default
+        command = click.option(setting.flag, setting.field_name, type=kind, metavar=setting.metavar, help=text)(command)
+    return command
 
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--peers", type=int, metavar="K", help="Number of peers at the start.  [8]")
-@click.option("--steps", type=int, metavar="N", help="Length of the run in inner steps.  [600]")
-@click.option("--sync-every", type=int, metavar="H", help="Inner steps between two rounds.  [100]")
-@click.option("--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step.  [0.02]")
+@click.option("--steps", type=int, metavar="N", help="Length of the run in inner steps. [default: 600]")
+@click.option("--sync-every", type=int, metavar="H", help="Inner steps between two rounds. [default: 100]")
+@click.option(
+    "--fragment-fraction", type=float, metavar="P", help="Share of the weights sent at each step. [default: 0.02]"
+)
 @click.option("--set", "extra", multiple=True, metavar="NAME=VALUE", help="Any other run setting; repeatable.")
-@click.option("--drop", type=float, metavar="Q", help="Probability that a peer's outer gradient of a round is lost.")
-@click.option("--loss", type=float, metavar="Q", help="Probability that a fragment is lost.")
-@click.option("--latency", type=float, metavar="S", help="One-way latency in seconds.  [0.02]")
-@click.option("--bandwidth", type=float, metavar="MBIT", help="Uplink of each peer in Mbit/s; 0 for no limit.  [0]")
-@click.option("--step-time", type=float, metavar="S", help="Virtual seconds of one inner step.  [0.1]")
-@click.option("--speeds", metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25.")
-@click.option("--schedule", metavar="EVENT,…", help="Scheduled events; see above.")
-@click.option("--faults-per-hour", type=float, metavar="N", help="Random faults per virtual hour.  [0]")
-@click.option("--faults", metavar="KIND,…", help="Kinds of random faults; see above.  [all]")
-@click.option("--fault-time", type=float, metavar="S", help="Mean duration of a fault in virtual seconds.  [20]")
-@click.option("--eval-every", type=int, metavar="N", help="Steps between two evaluations.  [100]")
-@click.option("--data", metavar="SOURCE", help="Text: stdlib, a file or a directory.  [stdlib]")
-@click.option("--seed", type=int, metavar="N", help="Seed of the whole simulation.  [0]")
+@takes_experiment
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-simulation",
               show_default=True, metavar="DIR", help="Output directory.")  # fmt: skip
 def simulate(file: Path | None, out: Path, **options: Any) -> None:
@@ -69,8 +71,6 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     The simulation stops with an error if two peers hold different bytes for one round.
     """
     require_extra("simulate", "p2ptrain simulate")
-    from p2ptrain.simulation.experiment import Experiment, read_experiments
-
     settings = _settings(options)
     if file is None:
         title, experiments = "simulation", [Experiment.of(**{"steps": 600, **settings})]
@@ -99,10 +99,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """The given options, by the names of `Experiment.of`."""
-    from p2ptrain.errors import ConfigError
-
-    names = {"latency": "latency_s", "bandwidth": "bandwidth_mbit", "step_time": "step_s", "fault_time": "fault_s"}
-    given = {names.get(name, name): value for name, value in options.items() if value not in (None, ())}
+    given = {name: value for name, value in options.items() if value not in (None, ())}
     for text in given.pop("extra", ()):
         name, found, value = text.partition("=")
         if not found:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from p2ptrain.network import launcher
 from p2ptrain.network.scratch import remove_leftovers
-from p2ptrain.settings.table import ENV_PREFIX
+from p2ptrain.settings.setting import ENV_PREFIX
 
 # A peer leaves within 10 s of a SIGTERM (measured: below 2 s on a busy machine).
 LEAVE_S = 12.0

@@ -10,8 +10,8 @@ import errno
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.endpoint import LOOPBACK, parse_endpoint
 from p2ptrain.settings.extras import require_extra
+from p2ptrain.settings.peer_config import LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
 
 if TYPE_CHECKING:

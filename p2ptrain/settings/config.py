@@ -14,7 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config_rules import check, check_choice, check_count, check_number, check_positive
+from p2ptrain.settings.presets import MODELS
+from p2ptrain.settings.setting import (
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Rule,
+    check,
+    check_settings,
+    choice,
+    count,
+    number,
+    setting,
+)  # fmt: skip
 
 PROTOCOL_VERSION = 1
 
@@ -25,158 +37,141 @@ BASELINE: Mapping[str, Any] = {}
 ALWAYS_STATED = ("run_id", "protocol_version")
 
 AVERAGINGS = ("parts", "gather")
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "data": ("stdlib", "text", ""),
-    "fragment_selection": ("cyclic", "fresh"),
-    "fragment_codec": ("int8", "fp16"),
-    "fragment_schedule": ("fixed", "ramp", "decay"),
-    "topology": ("push", "pairs", "groups", "all"),
-    "sync_schedule": ("fixed", "grow", "shrink"),
-    "averaging": AVERAGINGS,
-    "round_codec": ("int8", "int4", "fp16", "none", "topk"),
-    "round_weights": ("tokens", "equal", "shard"),
-    "round_mean": ("weighted", "disjoint"),
-    "inner_moments": ("local", "averaged"),
-    "outer_optimizer": ("nesterov", "sgdm", "sgd", "adam"),
-    "outer_lr_schedule": ("constant", "cosine"),
-    "sharding": ("iid", "unbalanced", "clusters"),
-}
+# A run's texts come from other peers, and are shown on the terminal.
+RUN_ID = Rule(
+    "1 to 128 printable characters without '/'",
+    lambda text: bool(text) and len(text) <= 128 and text.isprintable() and "/" not in text,
+)
+MODEL = Rule("at most 128 printable characters", lambda text: text.isprintable() and len(text) <= 128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings that every peer of a run shares, hashed into the run digest.
+    """The settings that every peer of a run shares, hashed into the run digest."""
 
-    `table.py` describes each setting in a line; the comment above a default is its reason. In addition:
-
-    Attributes:
-        run_id: peers of other runs on the same DHT are ignored.
-        protocol_version: version of frames and round protocol; peers of other versions are refused.
-        model: "" for a model given through the Python API.
-        model_layout: hex hash of every parameter's name, shape, dtype and, if frozen, value.
-        data: "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
-        sync_every: H (DiLoCo, Algorithm 1).
-        sync_schedule: "grow" or "shrink": H goes from 0.5 H to 1.5 H over the run, or back.
-        fragment_fraction: p (SPARTA, Algorithm 1).
-        fragment_selection: "cyclic" walks a shuffled partition; "fresh" draws at each step, as in the paper.
-        fragment_schedule: "ramp": 0 to 2p over each interval (SPARTA); "decay": 2p to 0 over the run.
-        fragment_delay: the paper's asynchronous mode.
-        topology: "push" to random peers, "pairs", "groups", or "all" (the paper's full average).
-        averaging: "parts": each member averages one part for all members; "gather": every member sends its outer
-            gradient to every other member (for two or three peers, and for "topk").
-        prune_fraction: share of each neuron's values that is not sent (DiLoCo, table 6).
-        round_weights: outer gradients are weighted by the "tokens" trained on, "equal", or by the size of the peer's
-            "shard" (DiLoCo, section 6.1; equal without shards).
-        round_mean: "weighted", or the "disjoint" merge of DiLoCo's section 6.1.
-        inner_moments: "averaged": rounds also average the inner Adam's moments (DiLoCo, appendix).
-        round_timeout_s: after half of it, members with complete outer gradients go on without the rest.
-        outer_optimizer: see DiLoCo, figure 6.
-        sharding: "iid" (random blocks of text), "unbalanced" (the same, of unequal sizes) or "clusters" (similar
-            blocks, by k-means). See `data/shards.py`.
-    """
-
-    # A first run needs no name. Several runs on one bootstrap node need different names.
-    run_id: str = "p2ptrain"
+    # fmt: off
+    run_id: str = setting("p2ptrain", RUN_ID,
+        help="Name of the run.",
+        why="A first run needs no name. Several runs on one bootstrap node need different names.")
+    # Version of frames and round protocol; peers of other versions are refused.
     protocol_version: int = PROTOCOL_VERSION
-    # The command line's default learns something within minutes on one slow core.
-    model: str = ""
+    # "" for a model given through the Python API.
+    model: str = setting("", MODEL, names=MODELS, founder_default="gpt-demo",
+        help="Built-in model, or package.module:factory.",
+        why="Learns something within minutes on one slow core.")
+    # Hex hash of every parameter's name, shape, dtype and, if frozen, value.
     model_layout: str = ""
+    # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
     data: str = ""
-    # 2,000 steps of the demo model take a few minutes on a laptop.
-    total_steps: int = 2000
-    # 3e-3 with 50 steps of warm-up: tuned for the demo model (simulated, k = 8). Weight decay: DiLoCo, table 5.
-    lr: float = 3e-3
-    warmup_steps: int = 50
-    weight_decay: float = 0.1
-    # DiLoCo, section 3.1, uses 500 as its trade-off between loss and bytes; the demo model's runs are shorter.
-    sync_every: int = 200
-    # Both papers keep H fixed; SPARTA leaves schedules open.
-    sync_schedule: str = "fixed"
-    # 0.5 %: the larger of the SPARTA paper's two settings.
-    fragment_fraction: float = 0.005
-    # Cyclic has 0.41 x the disagreement of fresh draws at the same bytes (simulated).
-    fragment_selection: str = "cyclic"
-    # int8 with a scale per block does not raise the loss (measured); int4 does.
-    fragment_codec: str = "int8"
-    # A ramp gave the same loss (reproduced: s9).
-    fragment_schedule: str = "fixed"
-    # A delay never helps. It shows the cost of a slow link.
-    fragment_delay: int = 0
-    # p · delay = 0.05 costs 0.01 nats, 0.15 costs 0.03 (simulated).
-    max_staleness: float = 0.15
-    # A push to a random peer needs no coordination, and mixes as fast per byte as pairs do.
-    topology: str = "push"
-    fan_out: int = 1
-    # A member's bytes do not grow with the number of members.
-    averaging: str = "parts"
-    # A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on large models.
-    round_codec: str = "int8"
-    # SparseLoCo: 1 to 3 %.
-    round_density: float = 0.02
-    # Off: pruning half of the values cost 1.3 % of perplexity (reproduced: d14).
-    prune_fraction: float = 0.0
-    # With unequal speeds the loss fell from 2.341 to 2.300 (measured).
-    round_weights: str = "tokens"
-    # Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, with larger models.
-    round_mean: str = "weighted"
-    # DiLoCo saw no significant gain from averaging, which takes three times the bytes.
-    inner_moments: str = "local"
-    # After one missed round a peer goes on (the paper's rule, best with Nesterov); after two it has drifted too far.
-    max_missed_rounds: int = 1
-    # 124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test.
-    round_timeout_s: float = 1800.0
-    # DiLoCo, table 5: Nesterov, 0.7 and 0.9. The others there: sgd 0.5, sgdm 0.3 and 0.9, adam 0.3 and 0.9.
-    outer_optimizer: str = "nesterov"
-    outer_lr: float = 0.7
-    # DiLoCo saw no effect of a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).
-    outer_lr_schedule: str = "constant"
-    # As outer_lr.
-    outer_momentum: float = 0.9
-    # Off: when a peer leaves, nobody trains on its shard. Some of the papers' experiments need shards.
-    num_shards: int = 0
-    # DiLoCo's experiments default to clusters, "the more challenging use case"; iid needs no training beforehand.
-    sharding: str = "iid"
-    # Any number. Runs that are compared should share it.
-    run_seed: int = 0
+    total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps",
+        help="Length of the run in inner steps; 0 for no end.",
+        why="2,000 steps of the demo model take a few minutes on a laptop.")
+    lr: float = setting(3e-3, POSITIVE,
+        help="Peak learning rate of the inner AdamW.",
+        why="Tuned for the demo model, with 50 steps of warm-up (simulated, k = 8).")
+    warmup_steps: int = setting(50, count(0),
+        help="Steps of linear learning rate warm-up.",
+        why="Tuned for the demo model, with the learning rate (simulated, k = 8).")
+    weight_decay: float = setting(0.1, NOT_NEGATIVE,
+        help="Weight decay of matrices in the inner AdamW.",
+        why="DiLoCo, table 5.")
+    sync_every: int = setting(200, count(1, "(inner steps between two rounds)"), metavar="H",
+        help="Inner steps between two rounds (H in DiLoCo).",
+        why="DiLoCo, section 3.1, uses 500 as its trade-off between loss and bytes; the demo model's runs are shorter.")
+    sync_schedule: str = setting("fixed", choice("fixed", "grow", "shrink"),
+        help="Keep H, or change it between H/2 and 3H/2 over the run.",
+        why="Both papers keep H fixed; SPARTA leaves schedules open.")
+    fragment_fraction: float = setting(0.005, number("between 0 and 1 (0.005 is 0.5 %)", lambda x: 0 <= x <= 1),
+        metavar="P", help="Share of the weights sent at each step; 0 for none.",
+        why="0.5 %: the larger of the SPARTA paper's two settings.")
+    fragment_selection: str = setting("cyclic", choice("cyclic", "fresh"),
+        help="Walk a shuffled partition, or draw at random each step.",
+        why="Cyclic has 0.41 x the disagreement of fresh draws, as in the paper, at the same bytes (simulated).")
+    fragment_codec: str = setting("int8", choice("int8", "fp16"),
+        help="Encoding of fragments.",
+        why="int8 with a scale per block does not raise the loss (measured); int4 does.")
+    fragment_schedule: str = setting("fixed", choice("fixed", "ramp", "decay"),
+        help="Keep P, ramp it per interval, or decay it in the run.",
+        why="A ramp from 0 to 2P, as SPARTA proposes, gave the same loss (reproduced: s9); decay is from 2P to 0.")
+    fragment_delay: int = setting(0, count(0),
+        help="Steps to hold a fragment before sending it.",
+        why="A delay (SPARTA's asynchronous mode) never helps. It shows the cost of a slow link.")
+    max_staleness: float = setting(0.15, NOT_NEGATIVE,
+        help="Discard fragments with P · delay above this; 0 keeps all.",
+        why="p · delay = 0.05 costs 0.01 nats, 0.15 costs 0.03 (simulated).")
+    topology: str = setting("push", choice("push", "pairs", "groups", "all"),
+        help="Selection of the peers that get a fragment.",
+        why="A push to a random peer needs no coordination, and mixes as fast per byte as pairs do. SPARTA's is all.")
+    fan_out: int = setting(1, count(1),
+        help="Number of peers that get each fragment.",
+        why="The fewest bytes: two peers take twice as many.")
+    averaging: str = setting("parts", choice(*AVERAGINGS),
+        help="Average in parts, or send all values to all peers.",
+        why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
+        "Gather suits two or three peers, and topk.")
+    round_codec: str = setting("int8", choice("int8", "int4", "fp16", "none", "topk"),
+        help="Encoding of outer gradients.",
+        why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
+        "large models.")
+    round_density: float = setting(0.02, number("above 0 and at most 1 (0.02 is 2 %)", lambda x: 0 < x <= 1),
+        help="Share of the values that codec topk sends.",
+        why="SparseLoCo: 1 to 3 %.")
+    prune_fraction: float = setting(0.0, number("at least 0 and below 1 (0.5 is 50 %)", lambda x: 0 <= x < 1),
+        help="Share of each neuron's values to leave out (int8).",
+        why="Off: pruning half of the values (DiLoCo, table 6) cost 1.3 % of perplexity (reproduced: d14).")
+    round_weights: str = setting("tokens", choice("tokens", "equal", "shard"),
+        help="Weights of the outer gradients in the mean.",
+        why="By tokens trained on: with unequal speeds the loss fell from 2.341 to 2.300 (measured). DiLoCo, section "
+        "6.1, weights by the size of the shard.")
+    round_mean: str = setting("weighted", choice("weighted", "disjoint"),
+        help="Weighted mean, or DiLoCo's disjoint merge.",
+        why="Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, "
+        "section 6.1, with larger models.")
+    inner_moments: str = setting("local", choice("local", "averaged"), beside={"round_codec": "none"},
+        help="Keep Adam's moments, or average them (codec none).",
+        why="DiLoCo saw no significant gain from averaging (appendix), which takes three times the bytes.")
+    max_missed_rounds: int = setting(1, count(0),
+        help="Rounds in a row to miss before adopting the anchor.",
+        why="After one missed round a peer goes on (the paper's rule, best with Nesterov); after two it has drifted "
+        "too far.")
+    round_timeout_s: float = setting(1800.0, POSITIVE, metavar="SECONDS",
+        help="Time limit for one attempt at a round.",
+        why="124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test. After half "
+        "of it, members with complete outer gradients go on without the rest.")
+    outer_optimizer: str = setting("nesterov", choice("nesterov", "sgdm", "sgd", "adam"),
+        help="Outer optimizer.",
+        why="The best of DiLoCo's figure 6.")
+    outer_lr: float = setting(0.7, POSITIVE,
+        help="Learning rate of the outer optimizer.",
+        why="DiLoCo, table 5, for Nesterov. The others there: sgd 0.5, sgdm 0.3, adam 0.3.")
+    outer_lr_schedule: str = setting("constant", choice("constant", "cosine"),
+        help="Schedule of the outer learning rate.",
+        why="DiLoCo saw no effect of a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).")
+    outer_momentum: float = setting(0.9, BELOW_1,
+        help="Momentum of the outer optimizer; Adam's first beta.",
+        why="DiLoCo, table 5, for Nesterov, sgdm and adam.")
+    num_shards: int = setting(0, count(0, "(0: every peer trains on all of the text)"),
+        help="Text shards, one per peer; 0: each peer reads all text.",
+        why="Off: when a peer leaves, nobody trains on its shard. Some of the papers' experiments need shards.")
+    sharding: str = setting("iid", choice("iid", "unbalanced", "clusters"),
+        help="Split of the text: random, unequal, or by similarity.",
+        why="DiLoCo's experiments default to clusters (k-means of blocks of text), \"the more challenging use case\"; "
+        "iid needs no training beforehand.")
+    run_seed: int = setting(0, count(0),
+        help="Seed of the initial weights, the fragments and the shards.",
+        why="Any number. Runs that are compared should share it.")
+    # fmt: on
 
     def __post_init__(self) -> None:
-        check(
-            bool(self.run_id) and len(self.run_id) <= 128 and self.run_id.isprintable() and "/" not in self.run_id,
-            "run_id", self.run_id, "1 to 128 printable characters without '/'",
-        )  # fmt: skip
-        # From another peer, and shown on the terminal, like run_id.
-        check(
-            self.model.isprintable() and len(self.model) <= 128, "model", self.model, "at most 128 printable characters"
-        )
-        for name, choices in CHOICES.items():
-            check_choice(name, getattr(self, name), choices)
-        check_count("total_steps", self.total_steps, 0, "(0: the run has no end)")
-        check_positive("lr", self.lr)
-        check_count("warmup_steps", self.warmup_steps, 0)
-        check_number("weight_decay", self.weight_decay, lambda x: x >= 0, "0 or more")
-        check_count("sync_every", self.sync_every, 1, "(inner steps between two rounds)")
-        fraction = self.fragment_fraction
-        check_number("fragment_fraction", fraction, lambda x: 0 <= x <= 1, "between 0 and 1 (0.005 is 0.5 %)")
-        check_count("fragment_delay", self.fragment_delay, 0)
-        check_number("max_staleness", self.max_staleness, lambda x: x >= 0, "0 or more")
-        check_count("fan_out", self.fan_out, 1)
-        check_count("max_missed_rounds", self.max_missed_rounds, 0)
-        check_positive("round_timeout_s", self.round_timeout_s)
-        check_number("round_density", self.round_density, lambda x: 0 < x <= 1, "above 0 and at most 1 (0.02 is 2 %)")
-        pruned = self.prune_fraction
-        check_number("prune_fraction", pruned, lambda x: 0 <= x < 1, "at least 0 and below 1 (0.5 is 50 %)")
-        can_prune = pruned == 0 or self.round_codec == "int8"
-        check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {self.round_codec!r}: only int8 can prune")
+        check_settings(self)
+        check(self.data in ("stdlib", "text", ""), "data", self.data, "one of stdlib, text, ''")
+        pruned, codec = self.prune_fraction, self.round_codec
+        can_prune = pruned == 0 or codec == "int8"
+        check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {codec!r}: only int8 can prune")
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
-        exact = self.round_codec == "none" and self.round_mean == "weighted"
-        check(
-            self.inner_moments == "local" or exact,
-            "inner_moments", self.inner_moments, "local unless round_codec = 'none' and round_mean = 'weighted'",
-        )  # fmt: skip
-        check_positive("outer_lr", self.outer_lr)
-        check_number("outer_momentum", self.outer_momentum, lambda x: 0 <= x < 1, "at least 0 and below 1")
-        check_count("num_shards", self.num_shards, 0, "(0: every peer trains on all of the text)")
-        check_count("run_seed", self.run_seed, 0)
+        exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
+        rule = "local unless round_codec = 'none' and round_mean = 'weighted'"
+        check(exact, "inner_moments", self.inner_moments, rule)
 
     @property
     def digest(self) -> str:

@@ -1,19 +1,12 @@
-"""Generates docs/configuration.md from the table of settings and the comments above their defaults.
-
-In `config.py` and `peer_config.py`, the comment above a default gives its reason, also for the following fields up to
-the next comment. `p2ptrain config reference` prints the page; a test compares it with the one in `docs/`.
-"""
+"""Generates docs/configuration.md from the settings: `p2ptrain config reference` prints it."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from p2ptrain.settings import table
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.table import Owner, Setting, Value
+from p2ptrain.settings.setting import Setting
 
 INTRODUCTION = f"""\
 # Configuration
@@ -49,57 +42,20 @@ def reference() -> str:
     for title, settings in SECTIONS:
         parts.append(f"\n## {title}\n")
         parts += [_entry(setting) for setting in settings]
-    return "".join([*parts, *_presets()])
-
-
-def reasons(owner: Owner) -> dict[str, str]:
-    """The reason of each field's default: the nearest comment above it."""
-    source = textwrap.dedent(inspect.getsource(owner))
-    lines = source.splitlines()
-    (declared,) = ast.parse(source).body
-    assert isinstance(declared, ast.ClassDef)
-    found: dict[str, str] = {}
-    reason = ""
-    for node in declared.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            above = list(_comment_above(lines, node.lineno))
-            reason = " ".join(reversed(above)) or reason
-            found[node.target.id] = reason
-    return found
-
-
-def _comment_above(lines: Sequence[str], lineno: int) -> Iterator[str]:
-    """Lines of the comment that ends above line `lineno`, in reverse order."""
-    for line in reversed(lines[: lineno - 1]):
-        text, mark, words = line.partition("# ")
-        if text.strip() or not mark:
-            return
-        yield words
+    parts.append("\n## Presets\n\n`--preset NAME` replaces these defaults. Settings that you give win over a preset.\n")
+    parts.append(f"\n| setting | {' | '.join(PRESETS)} |\n|---|{'---|' * len(PRESETS)}\n")
+    for setting in table.RUN_SETTINGS:
+        values = [f"`{preset[setting.name]}`" if setting.name in preset else "" for preset in PRESETS.values()]
+        if any(values):
+            parts.append(f"| [{setting.name}](#{setting.name}) | {' | '.join(values)} |\n")
+    return "".join(parts)
 
 
 def _entry(setting: Setting) -> str:
-    reason = reasons(setting.owner)[setting.field_name]
-    flag = f"{setting.flag} {setting.metavar}"
-    text, _, told = setting.help.rstrip("]").partition(" [default: ")
+    described = setting.default_text or "none"
+    default = described if setting.default in (None, ()) else f"`{described}`"
     return (
-        f"\n### {setting.name}\n\n{text}\n\n"
-        f"`{flag}` · `{setting.variable}` · `{setting.name}` in TOML\n\n"
-        f"Default: {told or _shown(setting.default)}. {reason}\n"
+        f"\n### {setting.name}\n\n{setting.help}\n\n"
+        f"`{setting.flag} {setting.metavar}` · `{setting.variable}` · `{setting.name}` in TOML\n\n"
+        f"Default: {default}. {setting.why}\n"
     )
-
-
-def _shown(default: Value) -> str:
-    if default in (None, ()):
-        return "none"
-    return f"`{' '.join(default) if isinstance(default, tuple) else default}`"
-
-
-def _presets() -> Iterator[str]:
-    yield "\n## Presets\n\n`--preset NAME` replaces these defaults. Settings that you give win over a preset.\n\n"
-    names = [
-        setting.name for setting in table.RUN_SETTINGS if any(setting.name in preset for preset in PRESETS.values())
-    ]
-    yield f"| setting | {' | '.join(PRESETS)} |\n|---|{'---|' * len(PRESETS)}\n"
-    for name in names:
-        values = (f"`{preset[name]}`" if name in preset else "" for preset in PRESETS.values())
-        yield f"| [{name}](#{name}) | {' | '.join(values)} |\n"

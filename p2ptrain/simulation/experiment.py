@@ -27,7 +27,17 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.config_rules import check, check_count
+from p2ptrain.settings.setting import (
+    BELOW_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Rule,
+    check,
+    check_settings,
+    count,
+    number,
+    setting,
+)  # fmt: skip
 from p2ptrain.settings.table import did_you_mean, read_toml
 from p2ptrain.simulation.fault_injection import KINDS, Fault, draw_faults
 from p2ptrain.simulation.scheduled_event import ScheduledEvent, check_schedule
@@ -40,70 +50,58 @@ _RUN_DEFAULTS: dict[str, Any] = {"model": "gpt-demo", "fragment_fraction": 0.02,
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One simulated run.
+    """One simulated run, of the settings `run`; `name` is that of the variant in plots and of its directory.
 
-    Attributes:
-        run: the settings of the run.
-        name: name of the variant, for plots and its directory.
-        peers: number of peers at the start; the schedule may let more join.
-        step_s: virtual seconds per inner step at speed 1.
-        latency_s: one-way latency of every packet.
-        bandwidth_mbit: Mbit/s of every peer's uplink; 0 for no limit.
-        loss: share of fragments that are lost.
-        drop: probability that a peer's outer gradient is lost in a round; the peer goes on from its own weights.
-        speeds: relative speeds of the first peers; the rest have 1.
-        schedule: events before the run's last step.
-        faults_per_hour: random faults per hour of virtual time; see `fault_injection.draw_faults`.
-        faults: kinds of random faults.
-        fault_s: mean duration of a random fault in virtual seconds.
-        pretrain_steps: steps that the initial model is trained alone (DiLoCo, section 3.1), with its own warm-up and
-            cosine.
-        data: "stdlib", or the path of a text file or a directory of text files.
-        batch_size: windows of text per inner step.
-        eval_every: steps between two evaluations on held-out text.
-        seed: seed of weights, data, partners, and the order of simultaneous events.
+    Times are in virtual seconds. The last interval between two rounds has no random faults.
     """
 
+    # fmt: off
     run: RunConfig
     name: str = "run"
-    peers: int = 8
-    # A GPU's step of a mid-sized model; heartbeats, once a second, stay cheap compared to the steps.
-    step_s: float = 0.1
-    # Typical within a continent.
-    latency_s: float = 0.02
-    bandwidth_mbit: float = 0.0
-    loss: float = 0.0
-    drop: float = 0.0
-    speeds: tuple[float, ...] = ()
-    schedule: tuple[ScheduledEvent, ...] = ()
-    faults_per_hour: float = 0.0
-    faults: tuple[str, ...] = KINDS
-    # A machine that restarts, or a connection that recovers (guess).
-    fault_s: float = 20.0
-    pretrain_steps: int = 0
-    data: str = "stdlib"
-    batch_size: int = 4
-    eval_every: int = 100
-    seed: int = 0
+    peers: int = setting(8, number("from 1 to 1000", lambda peers: 1 <= peers <= 1000), metavar="K",
+        help="Number of peers at the start; --schedule may let more join.")
+    step_s: float = setting(0.1, POSITIVE, name="step_time", metavar="S",
+        help="Virtual seconds of one inner step at speed 1.",
+        why="A GPU's step of a mid-sized model; heartbeats, once a second, stay cheap compared to the steps.")
+    latency_s: float = setting(0.02, number("0 or more seconds", lambda x: x >= 0), name="latency", metavar="S",
+        help="One-way latency of every packet in seconds.",
+        why="Typical within a continent.")
+    bandwidth_mbit: float = setting(0.0, number("0 (no limit) or more", lambda x: x >= 0), name="bandwidth",
+        metavar="MBIT", help="Uplink of each peer in Mbit/s; 0 for no limit.")
+    loss: float = setting(0.0, BELOW_1, metavar="Q",
+        help="Probability that a fragment is lost.")
+    drop: float = setting(0.0, BELOW_1, metavar="Q",
+        help="Probability that a peer's outer gradient of a round is lost.")
+    speeds: tuple[float, ...] = setting((), Rule("above 0", lambda speeds: all(0 < x < math.inf for x in speeds)),
+        metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25; the rest have 1.")
+    schedule: tuple[ScheduledEvent, ...] = setting((), metavar="EVENT,…",
+        help="Scheduled events; see above.")
+    faults_per_hour: float = setting(0.0, NOT_NEGATIVE,
+        help="Random faults per virtual hour.")
+    faults: tuple[str, ...] = setting(KINDS, metavar="KIND,…", default_text="all",
+        help="Kinds of random faults; see above.")
+    fault_s: float = setting(20.0, POSITIVE, name="fault_time", metavar="S",
+        help="Mean duration of a fault in virtual seconds.",
+        why="A machine that restarts, or a connection that recovers (guess).")
+    pretrain_steps: int = setting(0, count(0),
+        help="Steps to train the initial model alone, with their own warm-up and cosine (DiLoCo, section 3.1).")
+    data: str = setting("stdlib", metavar="SOURCE",
+        help="Text: stdlib, a file or a directory.")
+    batch_size: int = setting(4, count(1),
+        help="Text windows per inner step.")
+    eval_every: int = setting(100, count(1),
+        help="Steps between two evaluations on held-out text.")
+    seed: int = setting(0,
+        help="Seed of weights, data, partners, and the order of simultaneous events.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         usable = self.name.isprintable() and self.name not in ("", ".", "..")
         check(usable, "name", self.name, "a text in one line that can name a directory")
-        check(1 <= self.peers <= 1000, "peers", self.peers, "from 1 to 1000")
-        check(0 < self.step_s < math.inf, "step_s", self.step_s, "above 0")
-        check(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more seconds")
-        check(0 <= self.bandwidth_mbit < math.inf, "bandwidth_mbit", self.bandwidth_mbit, "0 (no limit) or more")
-        check(0 <= self.loss < 1, "loss", self.loss, "at least 0 and below 1")
-        check(0 <= self.drop < 1, "drop", self.drop, "at least 0 and below 1")
-        check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
-        check(all(0 < speed < math.inf for speed in self.speeds), "speeds", self.speeds, "above 0")
-        check(0 <= self.faults_per_hour < math.inf, "faults_per_hour", self.faults_per_hour, "0 or more")
+        check_settings(self)
         known = bool(self.faults) and set(self.faults) <= set(KINDS)
         check(known, "faults", list(self.faults), f"some of {', '.join(KINDS)}")
-        check(0 < self.fault_s < math.inf, "fault_s", self.fault_s, "above 0")
-        check_count("pretrain_steps", self.pretrain_steps, 0)
-        check_count("batch_size", self.batch_size, 1)
-        check_count("eval_every", self.eval_every, 1)
+        check(len(self.speeds) <= self.peers, "speeds", self.speeds, f"at most one for each of {self.peers} peers")
         check(self.run.total_steps >= 1, "steps", self.run.total_steps, "1 or more: a simulation has an end")
         check_schedule(self.schedule, peers=self.peers, steps=self.run.total_steps)
 

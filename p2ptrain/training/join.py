@@ -135,8 +135,8 @@ def join_run(
             )
         )
         on_peer(peer)
-        if config.write_addresses:
-            write_addresses(Path(config.write_addresses), peer.maddrs)
+        if config.network.write_addresses:
+            write_addresses(Path(config.network.write_addresses), peer.maddrs)
         if shards is not None:
             peer.shard_tokens = shards.sizes[shard]
             peer.record("shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest)

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.prometheus import PrometheusSink
-from p2ptrain.settings.endpoint import parse_endpoint
+from p2ptrain.settings.peer_config import parse_endpoint
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The table of settings: sources, their order, and invalid values."""
+"""All settings: sources, their order, and invalid values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, Setting, merge
+from p2ptrain.settings.setting import Setting
+from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
 from p2ptrain.training.models import PRESETS as MODELS
 
 # For each setting a value other than its default, as text and converted.

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.simulation import Experiment, Records, simulate
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.simulation.records import Records
+from p2ptrain.simulation.swarm import simulate
 from p2ptrain.training.data import VOCAB_SIZE, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer

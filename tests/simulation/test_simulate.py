@@ -20,7 +20,10 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.simulation import Experiment, Records, simulate, variants
+from p2ptrain.simulation import variants
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.simulation.records import Records
+from p2ptrain.simulation.swarm import simulate
 from p2ptrain.simulation.variants import simulate_variants
 
 
@@ -36,7 +39,8 @@ def contributors(records: Records) -> list[set[str]]:
 SCRIPT = """
 import sys
 from pathlib import Path
-from p2ptrain.simulation import Experiment, simulate
+from p2ptrain.simulation.experiment import Experiment
+from p2ptrain.simulation.swarm import simulate
 simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, loss=0.2, drop=0.2,
                        schedule=["12:crash:1", "15:join:3"])).write(Path(sys.argv[1]))
 """

@@ -1,0 +1,185 @@
+"""One setting: a field of a dataclass, with its rule, its help and the reason for its default beside it.
+
+    fan_out: int = setting(1, count(1), help="Number of peers that get each fragment.", why="…")
+
+Checks, flag, environment variable, TOML key, shell completion and docs/configuration.md follow from the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.errors import ConfigError
+
+ENV_PREFIX = "P2PTRAIN_"
+
+Value = str | int | float | tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, as a check and in words; `choices` are the allowed texts, if they are few."""
+
+    text: str
+    fits: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()
+
+
+def count(least: int, note: str = "") -> Rule:
+    # On the wire it is a signed 64-bit integer.
+    text = f"a whole number, {least} or more {note}".rstrip()
+    return Rule(text, lambda value: type(value) is int and least <= value < 2**63)
+
+
+def number(text: str, fits: Callable[[float], bool]) -> Rule:
+    return Rule(text, lambda value: isinstance(value, (int, float)) and math.isfinite(value) and fits(value))
+
+
+def choice(*choices: str) -> Rule:
+    return Rule("one of " + ", ".join(choices), choices.__contains__, choices)
+
+
+POSITIVE = number("a finite number above 0", lambda x: x > 0)
+NOT_NEGATIVE = number("0 or more", lambda x: x >= 0)
+BELOW_1 = number("at least 0 and below 1", lambda x: 0 <= x < 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One setting, as `settings_of` reads it from its field.
+
+    Attributes:
+        owner, field_name: the dataclass and its field.
+        name: the TOML key; flag and variable follow from it.
+        kind: `str`, `int`, `float`, or `tuple` for a list.
+        default: default of the command line.
+        founder_default: set if that differs from the field's default, which the Python API uses.
+        default_text: how help and reference show the default.
+        rule: what a value must be; None for any.
+        help: one line for `--help`; starts with a noun or a verb.
+        why: reason for the default.
+        metavar: placeholder of the value in the help.
+        names: known values, for shell completion.
+        beside: other fields that some values need, so that one value can be checked alone.
+    """
+
+    owner: type
+    field_name: str
+    name: str
+    kind: type
+    default: Value
+    founder_default: str
+    default_text: str
+    rule: Rule | None
+    help: str
+    why: str
+    metavar: str
+    names: tuple[str, ...]
+    beside: Mapping[str, str]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def help_with_default(self) -> str:
+        return f"{self.help} [default: {self.default_text}]" if self.default_text else self.help
+
+    def parse(self, given: object, origin: str) -> Value:
+        """Convert the value of a flag, variable or TOML key, and check its rule. Raises ConfigError naming `origin`."""
+        value = _convert(given, self.kind, origin)
+        if value == "":
+            raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
+        fields: dict[str, Any] = {**self.beside, self.field_name: value}
+        try:
+            self.owner(**fields)
+        except ConfigError as error:
+            rule = str(error).removeprefix(f"{self.field_name} = {value!r}: ")
+            raise ConfigError(f"{origin}: {value!r} {rule}") from error
+        return value
+
+
+def setting(
+    default: Value | tuple[object, ...], rule: Rule | None = None, *, help: str, why: str = "", name: str = "",
+    metavar: str = "", names: tuple[str, ...] = (), default_text: str = "", founder_default: str = "",
+    beside: Mapping[str, str] = types.MappingProxyType({}),
+) -> Any:  # fmt: skip
+    """The field of a setting; see `Setting`. A field whose default is None may always be None."""
+    metadata = {
+        "rule": rule, "help": help, "why": why, "name": name, "metavar": metavar, "names": names,
+        "default_text": default_text, "founder_default": founder_default, "beside": beside,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def settings_of(owner: type) -> Iterator[Setting]:
+    """The settings among the fields of a dataclass, in order."""
+    hints = typing.get_type_hints(owner)
+    for field in dataclasses.fields(owner):
+        if not field.metadata:
+            continue
+        given, hint = dict(field.metadata), hints[field.name]
+        if isinstance(hint, types.UnionType):
+            (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        kind = typing.get_origin(hint) or hint
+        default: Any = given["founder_default"] or field.default
+        choices = given["rule"].choices if given["rule"] else ()
+        given["name"] = given["name"] or field.name
+        given["metavar"] = given["metavar"] or "|".join(choices) or {int: "N", float: "X"}.get(kind, "NAME")
+        given["names"] = given["names"] or choices
+        given["default_text"] = given["default_text"] or value_text(default)
+        yield Setting(owner=owner, field_name=field.name, kind=kind, default=default, **given)
+
+
+def value_text(value: object) -> str:
+    """A value in one line; an empty text for None."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def check(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raises ConfigError with the value and the rule."""
+    if not ok:
+        raise ConfigError(f"{name} = {value!r}: must be {rule}")
+
+
+def check_settings(config: Any) -> None:
+    """Check the rule of every setting of a dataclass. Raises ConfigError with the value and the rule."""
+    for field in dataclasses.fields(config):
+        value, rule = getattr(config, field.name), field.metadata.get("rule")
+        if rule is not None and not (value is None and field.default is None):
+            check(rule.fits(value), field.name, value, rule.text)
+
+
+def _convert(given: object, kind: type, origin: str) -> Value:
+    """Convert to the setting's type, without checking its rule. Flags and variables give text."""
+    if kind is tuple:
+        # Flags are tuples. No multiaddr contains a space or a comma, so one variable can hold several.
+        if isinstance(given, (str, tuple)):
+            text = given if isinstance(given, str) else " ".join(given)
+            return tuple(text.replace(",", " ").split()) or ""
+        if isinstance(given, list) and all(isinstance(item, str) for item in given):
+            return tuple(given)
+        raise ConfigError(f'{origin}: {given!r} is not a list of texts, such as ["a", "b"]')
+    if kind is float and type(given) is int:
+        return float(given)
+    if type(given) is kind:
+        return typing.cast(Value, given)
+    if kind in (int, float) and isinstance(given, str):
+        try:
+            return typing.cast(Value, kind(given))
+        except ValueError:
+            pass
+    wanted = {int: "a whole number, such as 200", float: "a number, such as 0.003", str: "a text in quotes"}[kind]
+    raise ConfigError(f"{origin}: {given!r} is not {wanted}")

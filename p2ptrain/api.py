@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 FIND_RUN_S = 5.0
 
 
+def _named(name: str) -> Any:
+    """A field of `RunConfig` that has another name here."""
+    return dataclasses.field(default=None, metadata={"run": name})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sparta:
     """Sparse gossip at every step (SPARTA, Algorithm 1). None means the run's value, or the default in a new run.
@@ -43,9 +48,9 @@ class Sparta:
     """
 
     fragment_fraction: float | None = None
-    selection: str | None = None
-    codec: str | None = None
-    schedule: str | None = None
+    selection: str | None = _named("fragment_selection")
+    codec: str | None = _named("fragment_codec")
+    schedule: str | None = _named("fragment_schedule")
     topology: str | None = None
     fan_out: int | None = None
 
@@ -69,11 +74,11 @@ class DiLoCo:
     """
 
     sync_every: int | None = None
-    codec: str | None = None
-    density: float | None = None
+    codec: str | None = _named("round_codec")
+    density: float | None = _named("round_density")
     prune_fraction: float | None = None
-    weights: str | None = None
-    mean: str | None = None
+    weights: str | None = _named("round_weights")
+    mean: str | None = _named("round_mean")
     inner_moments: str | None = None
     outer_optimizer: str | None = None
     outer_lr: float | None = None
@@ -145,32 +150,13 @@ def join(
         raise ConfigError(f"optimizer = {optimizer!r}: must be a torch.optim.Optimizer, or left out")
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
-    sparta, diloco = sparta or Sparta(), diloco or DiLoCo()
     if isinstance(initial_peers, str):
         raise ConfigError(f"initial_peers = {initial_peers!r}: must be a list of addresses; put it in [ ]")
-    given = {
-        "run_id": run_id,
-        "fragment_fraction": sparta.fragment_fraction,
-        "fragment_selection": sparta.selection,
-        "fragment_codec": sparta.codec,
-        "fragment_schedule": sparta.schedule,
-        "topology": sparta.topology,
-        "fan_out": sparta.fan_out,
-        "sync_every": diloco.sync_every,
-        "round_codec": diloco.codec,
-        "round_density": diloco.density,
-        "prune_fraction": diloco.prune_fraction,
-        "round_weights": diloco.weights,
-        "round_mean": diloco.mean,
-        "inner_moments": diloco.inner_moments,
-        "outer_optimizer": diloco.outer_optimizer,
-        "outer_lr": diloco.outer_lr,
-        "outer_momentum": diloco.outer_momentum,
-        "round_timeout_s": diloco.round_timeout_s,
-        "total_steps": total_steps,
-        "run_seed": run_seed,
-    }
-    explicit = {name: value for name, value in given.items() if value is not None}
+    explicit: dict[str, Any] = {"run_id": run_id, "total_steps": total_steps, "run_seed": run_seed}
+    for part in (sparta or Sparta(), diloco or DiLoCo()):
+        for field in dataclasses.fields(part):
+            explicit[field.metadata.get("run", field.name)] = getattr(part, field.name)
+    explicit = {name: value for name, value in explicit.items() if value is not None}
     resolve_run(explicit, None)  # refuse bad values before the network is opened
     if isinstance(model, DistributedDataParallel):
         if process_group is None:

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import click
 
-from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
-from p2ptrain.settings.table import NETWORK_SETTINGS, SETTINGS, Settings
+from p2ptrain.cli.options import settings_command
+from p2ptrain.settings.table import NETWORK_SETTINGS, Settings
 
-SECTIONS = {"The network": NETWORK_SETTINGS, "The run": (SETTINGS["run_id"],)}
 DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
 # How often to check for Ctrl-C, in seconds.
 POLL_S = 0.2
 
 
-@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
-@takes_settings(SECTIONS)
+@settings_command(*[setting.name for setting in NETWORK_SETTINGS], "run_id")
 def bootstrap(settings: Settings) -> None:
     """Run a node that helps peers to find and reach each other, but does not train.
 

@@ -35,19 +35,21 @@ def completion(context: click.Context, shell: str) -> None:
     click.echo(kind(context.find_root().command, {}, "p2ptrain", VARIABLE).source())
 
 
-def completer(setting: Setting) -> Completer | None:
-    """Return a completer for a setting's value (known names, files or directories), or None if it has none."""
+def completer(setting: Setting) -> Completer:
+    """Return a completer for a setting's value: its known names, files or directories."""
     words = setting.metavar.split("|")
     names = setting.names or [word for word in words if not word.isupper()]
-    takes_file, takes_directory = "FILE" in words, "DIR" in words
-    if not names and not takes_file and not takes_directory:
-        return None
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        if not found and (takes_file or takes_directory):
-            # bash can show either names or files, not both.
-            found = [CompletionItem(incomplete, type="file" if takes_file else "dir")]
-        return found
+        if found:  # bash can show either names or files, not both
+            return found
+        if "FILE" in words:
+            return complete_files(context, parameter, incomplete)
+        return [CompletionItem(incomplete, type="dir")] if "DIR" in words else []
 
     return complete
+
+
+def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(incomplete, type="file")]

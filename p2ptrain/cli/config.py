@@ -6,8 +6,8 @@ import json
 
 import click
 
-from p2ptrain.cli.join import SECTIONS
-from p2ptrain.cli.options import settings_command, takes_settings
+from p2ptrain.cli import join
+from p2ptrain.cli.options import settings_command
 from p2ptrain.settings.setting import value_text
 from p2ptrain.settings.table import Settings
 
@@ -22,8 +22,8 @@ def config() -> None:
     """
 
 
-@config.command(cls=settings_command(SECTIONS))
-@takes_settings(SECTIONS)
+@config.add_command
+@settings_command(*join.SETTINGS)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def show(settings: Settings, as_json: bool) -> None:
     """Show the settings that `p2ptrain join` would use, and the source of each.

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import click
 
-from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.cli.options import settings_command
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.settings.table import PAGE_SETTINGS, SETTINGS, Settings
-
-SECTIONS = {
-    "The page": PAGE_SETTINGS,
-    "The run": (SETTINGS["run_id"],),
-    "The network": tuple(
-        SETTINGS[name] for name in ("initial_peers", "host_maddrs", "startup_timeout_s", "peer_timeout_s")
-    ),
-}
+from p2ptrain.settings.table import Settings
 
 
-@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
-@takes_settings(SECTIONS)
+@settings_command(
+    "host", "port", "page_names", "run_id", "initial_peers", "host_maddrs", "startup_timeout_s", "peer_timeout_s"
+)
 def dashboard(settings: Settings) -> None:
     """Show a run on a web page: peers, losses, rounds, traffic and events.
 

@@ -9,19 +9,16 @@ from functools import partial
 
 import click
 
-from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
-from p2ptrain.settings.table import NETWORK_SETTINGS, SETTINGS, Settings
+from p2ptrain.cli.options import settings_command
+from p2ptrain.settings.table import Settings
 
-SECTIONS = {
-    "The run": (SETTINGS["run_id"], SETTINGS["model"]),
-    "The network": [setting for setting in NETWORK_SETTINGS if setting.name not in ("identity", "write_addresses")],
-    "This machine": tuple(SETTINGS[name] for name in ("device", "threads", "out")),
-}
 WOULD_NOT_WORK = 1
 
 
-@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
-@takes_settings(SECTIONS)
+@settings_command(
+    "run_id", "model", "initial_peers", "host_maddrs", "announce_maddrs", "startup_timeout_s", "peer_timeout_s",
+    "relay_peers", "device", "threads", "out",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def doctor(settings: Settings, as_json: bool) -> None:
     """Check whether a peer works on this machine, and whether other peers can reach it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.cli.options import settings_command
 from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -16,15 +16,10 @@ if TYPE_CHECKING:
 
     from p2ptrain.training.loop import Progress
 
-SECTIONS = {
-    "The run (settings of a new run; a joining peer adopts them)": RUN_SETTINGS,
-    "The network": NETWORK_SETTINGS,
-    "This machine": TRAINING_SETTINGS,
-}
+SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
 
 
-@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
-@takes_settings(SECTIONS)
+@settings_command(*SETTINGS)
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 def join(settings: Settings, plain: bool) -> None:
     """Start a run or join one, and train.

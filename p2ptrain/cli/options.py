@@ -1,18 +1,16 @@
-"""Click options made from the settings, so that help, environment and TOML always agree."""
+"""Click options made from settings, so that help, environment and TOML always agree."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from p2ptrain.cli.completion import completer
-from p2ptrain.settings.setting import Setting
-from p2ptrain.settings.table import SETTINGS, merge
+from p2ptrain.cli.completion import complete_files, completer
+from p2ptrain.settings.table import SECTIONS, SETTINGS, merge
 
 EVERY_WAY = (
     "Each setting can also come from an environment variable (P2PTRAIN_SYNC_EVERY=200) or from the TOML file given "
@@ -23,10 +21,8 @@ EVERY_WAY = (
 class SettingsCommand(click.Command):
     """A command whose help shows its settings in sections."""
 
-    sections: Mapping[str, Sequence[Setting]] = {}
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        section_of = {s.name: title for title, settings in self.sections.items() for s in settings}
+        section_of = {setting.name: title for title, settings in SECTIONS.items() for setting in settings}
         titles: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -37,48 +33,34 @@ class SettingsCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def takes_settings(sections: Mapping[str, Sequence[Setting]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command's function: adds `-c` and one option per setting, and calls it with `settings`.
+def settings_command(*names: str) -> Callable[[Callable[..., None]], SettingsCommand]:
+    """Make a command with `-c` and an option for each of these settings; its function is called with `settings`."""
 
-    Args:
-        sections: settings by the title of their section in the help.
-    """
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        names = [setting.name for settings in sections.values() for setting in settings]
-
+    def decorate(function: Callable[..., None]) -> SettingsCommand:
         @functools.wraps(function)
         def command(config_file: str | None, **given: Any) -> None:
             flags = {name: given.pop(name) for name in names}
             function(merge(flags, os.environ, config_file), **given)
 
         decorated: Callable[..., None] = command
-        for name in reversed(names):
-            decorated = _option(SETTINGS[name])(decorated)
-        return click.option(
+        for setting in reversed([SETTINGS[name] for name in names]):
+            # Values stay text here: `merge` converts and checks the values of all sources.
+            decorated = click.option(
+                setting.flag,
+                setting.name,
+                metavar=setting.metavar,
+                multiple=setting.kind is tuple,
+                help=setting.help_with_default,
+                shell_complete=completer(setting),
+            )(decorated)
+        decorated = click.option(
             "-c",
             "--config",
             "config_file",
             metavar="FILE",
             help="TOML file with settings; or set P2PTRAIN_CONFIG.",
-            shell_complete=lambda context, parameter, incomplete: [CompletionItem(incomplete, type="file")],
+            shell_complete=complete_files,
         )(decorated)
+        return click.command(cls=SettingsCommand, epilog=EVERY_WAY)(decorated)
 
     return decorate
-
-
-def settings_command(sections: Mapping[str, Sequence[Setting]]) -> type[SettingsCommand]:
-    """Return the command class with these sections, for `click.command(cls=…)`."""
-    return type("SettingsCommand", (SettingsCommand,), {"sections": sections})
-
-
-def _option(setting: Setting) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    # Values stay text here: `merge` converts and checks the values of all sources.
-    return click.option(
-        setting.flag,
-        setting.name,
-        metavar=setting.metavar,
-        multiple=setting.kind is tuple,
-        help=setting.help_with_default,
-        shell_complete=completer(setting),
-    )

@@ -9,20 +9,14 @@ from typing import Any
 
 import click
 
-from p2ptrain.cli.options import EVERY_WAY, settings_command, takes_settings
+from p2ptrain.cli.options import settings_command
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.table import SETTINGS, Settings
-
-SECTIONS = {
-    "The run": (SETTINGS["run_id"],),
-    "The network": (SETTINGS["initial_peers"], SETTINGS["host_maddrs"], SETTINGS["startup_timeout_s"]),
-}
+from p2ptrain.settings.table import Settings
 
 WIDTH_OF_FILES = 160
 
 
-@click.command(cls=settings_command(SECTIONS), epilog=EVERY_WAY)
-@takes_settings(SECTIONS)
+@settings_command("run_id", "initial_peers", "host_maddrs", "startup_timeout_s")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run: id, role, status, step, round, speed and addresses.

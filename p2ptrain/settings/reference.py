@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from p2ptrain.settings import table
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.setting import Setting
@@ -28,18 +26,12 @@ Settings of [the run](#the-run) are equal on every peer: the founder chooses the
 that gives another value is refused with the setting's name. Settings of [the network](#the-network) and of
 [this machine](#this-machine) may differ. [The page](#the-page) is that of `p2ptrain dashboard`.
 """
-SECTIONS: Sequence[tuple[str, Sequence[Setting]]] = (
-    ("The run", table.RUN_SETTINGS),
-    ("The network", table.NETWORK_SETTINGS),
-    ("This machine", table.TRAINING_SETTINGS),
-    ("The page", table.PAGE_SETTINGS),
-)
 
 
 def reference() -> str:
     """The page, as Markdown."""
     parts = [INTRODUCTION]
-    for title, settings in SECTIONS:
+    for title, settings in table.SECTIONS.items():
         parts.append(f"\n## {title}\n")
         parts += [_entry(setting) for setting in settings]
     parts.append("\n## Presets\n\n`--preset NAME` replaces these defaults. Settings that you give win over a preset.\n")

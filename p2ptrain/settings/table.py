@@ -29,7 +29,14 @@ RUN_SETTINGS = tuple(settings_of(RunConfig))
 NETWORK_SETTINGS = tuple(settings_of(NetworkConfig))
 TRAINING_SETTINGS = tuple(settings_of(PeerConfig))
 PAGE_SETTINGS = tuple(settings_of(PageConfig))
-SETTINGS = {setting.name: setting for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS, *PAGE_SETTINGS)}
+# By their titles in the help and on the reference page.
+SECTIONS = {
+    "The run": RUN_SETTINGS,
+    "The network": NETWORK_SETTINGS,
+    "This machine": TRAINING_SETTINGS,
+    "The page": PAGE_SETTINGS,
+}
+SETTINGS = {setting.name: setting for settings in SECTIONS.values() for setting in settings}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     require_extra("simulate", "p2ptrain reproduce")
     from p2ptrain.simulation.report import progress_bars
     from p2ptrain.simulation.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
-    from p2ptrain.simulation.reproduction.report import format_outcome, markdown_rows, write_outcome
+    from p2ptrain.simulation.reproduction.report import as_markdown, claim_rows, format_outcome, write_outcome
     from p2ptrain.training.output_dir import check_writable
 
     chosen = [read_reproduction(name) for name in names or known_reproductions()]
@@ -48,13 +48,13 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
         check_writable(out / reproduction.name)
         for variant in reproduction.variants:
             check_writable(out / reproduction.name / variant.directory)
-    rows = ["| row | the paper says | paper | here | verdict |", "|---|---|---|---|---|"]
+    rows: list[dict[str, str]] = []
     for reproduction in chosen:
         began_s = time.monotonic()
         with progress_bars([variant for _ in range(seeds) for variant in reproduction.variants]) as on_progress:
             outcome = run_reproduction(reproduction, range(seeds), on_progress)
         write_outcome(outcome, out)
-        rows += markdown_rows(outcome)
-        (out / "claims.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        rows += claim_rows(outcome)
+        (out / "claims.md").write_text(as_markdown(rows), encoding="utf-8")
         click.echo(f"{reproduction.name}: {format_outcome(outcome)}")
         click.echo(f"{time.monotonic() - began_s:.0f} s; written to {out / reproduction.name}\n")

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from p2ptrain.monitor.formatting import clock
-from p2ptrain.monitor.plot_style import COLOURS, LOOK
+from p2ptrain.monitor.plot_style import COLOURS, plot
 from p2ptrain.monitor.swarmview import SwarmView
 
 GROUPS = 150
@@ -19,14 +17,11 @@ GROUPS = 150
 
 def save_plot(swarm: SwarmView, path: Path) -> None:
     """Write the plot as PNG."""
-    with mpl.rc_context(LOOK):
-        figure = Figure(figsize=(9, 6.5), layout="constrained")
-        losses, correlation = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
+    with plot(path, (2.2, 1)) as (losses, correlation):
         _plot_losses(losses, swarm)
         _plot_correlation(correlation, swarm)
         for axes in (losses, correlation):
             _mark_events(axes, swarm)
-        figure.savefig(path, dpi=130)
 
 
 def smooth(points: Iterable[tuple[float, float]], groups: int = GROUPS) -> list[tuple[float, float]]:

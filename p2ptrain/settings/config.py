@@ -15,18 +15,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.presets import MODELS
-from p2ptrain.settings.setting import (
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Rule,
-    check,
-    check_settings,
-    choice,
-    count,
-    number,
-    setting,
-)  # fmt: skip
+from p2ptrain.settings.setting import POSITIVE, Rule, check, check_settings, choice, count, number, setting
 
 PROTOCOL_VERSION = 1
 
@@ -42,6 +31,7 @@ RUN_ID = Rule(
     "1 to 128 printable characters without '/'",
     lambda text: bool(text) and len(text) <= 128 and text.isprintable() and "/" not in text,
 )
+NOT_NEGATIVE = number("0 or more", lambda x: x >= 0)
 MODEL = Rule("at most 128 printable characters", lambda text: text.isprintable() and len(text) <= 128)
 
 
@@ -56,7 +46,7 @@ class RunConfig:
     # Version of frames and round protocol; peers of other versions are refused.
     protocol_version: int = PROTOCOL_VERSION
     # "" for a model given through the Python API.
-    model: str = setting("", MODEL, names=MODELS, founder_default="gpt-demo",
+    model: str = setting("", MODEL, names=MODELS, cli_default="gpt-demo",
         help="Built-in model, or package.module:factory.",
         why="Learns something within minutes on one slow core.")
     # Hex hash of every parameter's name, shape, dtype and, if frozen, value.
@@ -127,7 +117,7 @@ class RunConfig:
         help="Weighted mean, or DiLoCo's disjoint merge.",
         why="Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, "
         "section 6.1, with larger models.")
-    inner_moments: str = setting("local", choice("local", "averaged"), beside={"round_codec": "none"},
+    inner_moments: str = setting("local", choice("local", "averaged"),
         help="Keep Adam's moments, or average them (codec none).",
         why="DiLoCo saw no significant gain from averaging (appendix), which takes three times the bytes.")
     max_missed_rounds: int = setting(1, count(0),
@@ -147,7 +137,7 @@ class RunConfig:
     outer_lr_schedule: str = setting("constant", choice("constant", "cosine"),
         help="Schedule of the outer learning rate.",
         why="DiLoCo saw no effect of a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).")
-    outer_momentum: float = setting(0.9, BELOW_1,
+    outer_momentum: float = setting(0.9, number("at least 0 and below 1", lambda x: 0 <= x < 1),
         help="Momentum of the outer optimizer; Adam's first beta.",
         why="DiLoCo, table 5, for Nesterov, sgdm and adam.")
     num_shards: int = setting(0, count(0, "(0: every peer trains on all of the text)"),

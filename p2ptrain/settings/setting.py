@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,6 @@ def choice(*choices: str) -> Rule:
 
 
 POSITIVE = number("a finite number above 0", lambda x: x > 0)
-NOT_NEGATIVE = number("0 or more", lambda x: x >= 0)
-BELOW_1 = number("at least 0 and below 1", lambda x: 0 <= x < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,33 +53,28 @@ class Setting:
     """One setting, as `settings_of` reads it from its field.
 
     Attributes:
-        owner, field_name: the dataclass and its field.
+        field_name: name of its field.
         name: the TOML key; flag and variable follow from it.
         kind: `str`, `int`, `float`, or `tuple` for a list.
-        default: default of the command line.
-        founder_default: set if that differs from the field's default, which the Python API uses.
+        default: default of the command line; the field's is that of the Python API.
         default_text: how help and reference show the default.
         rule: what a value must be; None for any.
         help: one line for `--help`; starts with a noun or a verb.
         why: reason for the default.
         metavar: placeholder of the value in the help.
         names: known values, for shell completion.
-        beside: other fields that some values need, so that one value can be checked alone.
     """
 
-    owner: type
     field_name: str
     name: str
     kind: type
     default: Value
-    founder_default: str
     default_text: str
     rule: Rule | None
     help: str
     why: str
     metavar: str
     names: tuple[str, ...]
-    beside: Mapping[str, str]
 
     @property
     def flag(self) -> str:
@@ -100,24 +93,19 @@ class Setting:
         value = _convert(given, self.kind, origin)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
-        fields: dict[str, Any] = {**self.beside, self.field_name: value}
-        try:
-            self.owner(**fields)
-        except ConfigError as error:
-            rule = str(error).removeprefix(f"{self.field_name} = {value!r}: ")
-            raise ConfigError(f"{origin}: {value!r} {rule}") from error
+        if self.rule is not None and not self.rule.fits(value):
+            raise ConfigError(f"{origin}: {value!r} must be {self.rule.text}")
         return value
 
 
 def setting(
     default: Value | tuple[object, ...], rule: Rule | None = None, *, help: str, why: str = "", name: str = "",
-    metavar: str = "", names: tuple[str, ...] = (), default_text: str = "", founder_default: str = "",
-    beside: Mapping[str, str] = types.MappingProxyType({}),
+    metavar: str = "", names: tuple[str, ...] = (), default_text: str = "", cli_default: Value = None,
 ) -> Any:  # fmt: skip
     """The field of a setting; see `Setting`. A field whose default is None may always be None."""
     metadata = {
         "rule": rule, "help": help, "why": why, "name": name, "metavar": metavar, "names": names,
-        "default_text": default_text, "founder_default": founder_default, "beside": beside,
+        "default_text": default_text, "default": default if cli_default is None else cli_default,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -132,13 +120,12 @@ def settings_of(owner: type) -> Iterator[Setting]:
         if isinstance(hint, types.UnionType):
             (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
         kind = typing.get_origin(hint) or hint
-        default: Any = given["founder_default"] or field.default
         choices = given["rule"].choices if given["rule"] else ()
         given["name"] = given["name"] or field.name
         given["metavar"] = given["metavar"] or "|".join(choices) or {int: "N", float: "X"}.get(kind, "NAME")
         given["names"] = given["names"] or choices
-        given["default_text"] = given["default_text"] or value_text(default)
-        yield Setting(owner=owner, field_name=field.name, kind=kind, default=default, **given)
+        given["default_text"] = given["default_text"] or value_text(given["default"])
+        yield Setting(field_name=field.name, kind=kind, **given)
 
 
 def value_text(value: object) -> str:

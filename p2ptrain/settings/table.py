@@ -63,7 +63,7 @@ class Settings:
         """The run's settings that the user gave, by field name of `RunConfig`."""
         given = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.explicit(s.name)}
         if self.explicit("data"):
-            given["data"] = "stdlib" if self.values["data"] == BUILTIN_DATA else "text"
+            given["data"] = BUILTIN_DATA if self.values["data"] == BUILTIN_DATA else "text"
         return given
 
     def resolve_run(self, adopted: RunConfig | None) -> RunConfig:
@@ -74,9 +74,9 @@ class Settings:
         """
         if adopted is not None:
             return resolve_run(self.explicit_run(), adopted)
-        founder = {s.field_name: s.default for s in RUN_SETTINGS if s.founder_default}
+        defaults = {"model": SETTINGS["model"].default, "data": BUILTIN_DATA}
         preset = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.from_preset(s.name)}
-        return resolve_run({**founder, "data": "stdlib", **preset, **self.explicit_run()}, None)
+        return resolve_run({**defaults, **preset, **self.explicit_run()}, None)
 
     def network_config(self) -> NetworkConfig:
         """The network settings. Reads address files; raises ConfigError when one cannot be used."""

@@ -1,19 +1,6 @@
 """A simulated experiment: settings of the run, peers, network and faults, from flags or TOML.
 
-An experiment file is a flat TOML table of settings. It may have several variants, as [[arm]] tables:
-
-    title = "DiLoCo with and without SPARTA"
-    peers = 8
-    steps = 600
-    sync_every = 300
-
-    [[arm]]
-    name = "DiLoCo"
-    fragment_fraction = 0.0
-
-    [[arm]]
-    name = "with SPARTA"
-    fragment_fraction = 0.02
+An experiment file has these settings in a flat TOML table, and variants as [[arm]] tables: see examples/simulate.toml.
 """
 
 from __future__ import annotations
@@ -27,25 +14,17 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.setting import (
-    BELOW_1,
-    NOT_NEGATIVE,
-    POSITIVE,
-    Rule,
-    check,
-    check_settings,
-    count,
-    number,
-    setting,
-)  # fmt: skip
+from p2ptrain.settings.setting import POSITIVE, Rule, check, check_settings, count, number, setting
 from p2ptrain.settings.table import did_you_mean, read_toml
-from p2ptrain.simulation.fault_injection import KINDS, Fault, draw_faults
+from p2ptrain.simulation.fault_injection import KINDS, RandomFault, draw_faults
 from p2ptrain.simulation.scheduled_event import ScheduledEvent, check_schedule
 
 # Settings of a run that a simulation does not use, or chooses itself.
 _NOT_OURS = {"run_id", "protocol_version", "model_layout", "total_steps", "run_seed", "data"}
 # The demo model, with settings tuned by simulation.
 _RUN_DEFAULTS: dict[str, Any] = {"model": "gpt-demo", "fragment_fraction": 0.02, "sync_every": 100}
+
+PROBABILITY = number("at least 0 and below 1", lambda x: 0 <= x < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +47,15 @@ class Experiment:
         why="Typical within a continent.")
     bandwidth_mbit: float = setting(0.0, number("0 (no limit) or more", lambda x: x >= 0), name="bandwidth",
         metavar="MBIT", help="Uplink of each peer in Mbit/s; 0 for no limit.")
-    loss: float = setting(0.0, BELOW_1, metavar="Q",
+    loss: float = setting(0.0, PROBABILITY, metavar="Q",
         help="Probability that a fragment is lost.")
-    drop: float = setting(0.0, BELOW_1, metavar="Q",
+    drop: float = setting(0.0, PROBABILITY, metavar="Q",
         help="Probability that a peer's outer gradient of a round is lost.")
     speeds: tuple[float, ...] = setting((), Rule("above 0", lambda speeds: all(0 < x < math.inf for x in speeds)),
         metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25; the rest have 1.")
     schedule: tuple[ScheduledEvent, ...] = setting((), metavar="EVENT,…",
         help="Scheduled events; see above.")
-    faults_per_hour: float = setting(0.0, NOT_NEGATIVE,
+    faults_per_hour: float = setting(0.0, number("0 or more", lambda x: x >= 0),
         help="Random faults per virtual hour.")
     faults: tuple[str, ...] = setting(KINDS, metavar="KIND,…", default_text="all",
         help="Kinds of random faults; see above.")
@@ -131,12 +110,9 @@ class Experiment:
         return self.name.replace("/", "-")
 
     @property
-    def faults_drawn(self) -> tuple[Fault, ...]:
-        """The random faults, in order; none in the last interval, so that all peers take part in the last round."""
-        return draw_faults(
-            peers=self.peers, kinds=self.faults, faults_per_hour=self.faults_per_hour, fault_s=self.fault_s,
-            step_s=self.step_s, steps=self.run.total_steps - self.run.sync_every, seed=self.seed,
-        )  # fmt: skip
+    def faults_drawn(self) -> tuple[RandomFault, ...]:
+        """The random faults, in order."""
+        return draw_faults(self)
 
     @property
     def scheduled_events(self) -> list[ScheduledEvent]:

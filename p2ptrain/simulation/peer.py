@@ -16,7 +16,6 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.settings.config import RunConfig
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.training.data import Corpus, Shards
 from p2ptrain.training.loop import record_evaluation, training_steps
@@ -30,12 +29,12 @@ class SimulatedPeer:
     """Implements `training.SteppingPeer`. `records` has the same events as a real peer's metrics file."""
 
     def __init__(
-        self, number: int, experiment: Experiment, run: RunConfig, model: torch.nn.Module, corpus: Corpus,
-        network: MemoryNetwork, incarnation: int, shards: Shards | None, run_audit: RunAudit,
+        self, number: int, experiment: Experiment, model: torch.nn.Module, corpus: Corpus, network: MemoryNetwork,
+        incarnation: int, shards: Shards | None, run_audit: RunAudit,
     ) -> None:  # fmt: skip
         self.number = number
         self.peer_id = f"peer-{number}"
-        self.run = run
+        self.run = run = experiment.run
         self.speed = experiment.speeds[number] if number < len(experiment.speeds) else 1.0
         self.awake = trio.Event()
         self.awake.set()
@@ -157,9 +156,9 @@ class _RandomLosses:
         return self._rng.random() < self._experiment.drop
 
 
-def _at_once(work: Callable[[], object]) -> None:
-    work()
-
-
 async def _inline(work: Callable[..., Any], /, *args: Any) -> Any:
     return work(*args)
+
+
+def _at_once(work: Callable[[], object]) -> None:
+    work()

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from p2ptrain.monitor.plot_style import COLOURS, LOOK
+from p2ptrain.monitor.plot_style import COLOURS, plot
 from p2ptrain.simulation.records import Records
 
 STYLES = ("-", "--", ":", "-.")
@@ -19,10 +17,8 @@ STYLES = ("-", "--", ":", "-.")
 
 def save_plot(title: str, variants: Sequence[Records], path: Path) -> None:
     """Write the plot as PNG."""
-    with mpl.rc_context(LOOK):
-        figure = Figure(figsize=(9, 8), layout="constrained")
-        losses, correlation, sent = figure.subplots(3, 1, sharex=True, height_ratios=(2.2, 1, 1))
-        tables = [records.table() for records in variants]
+    tables = [records.table() for records in variants]
+    with plot(path, (2.2, 1, 1)) as (losses, correlation, sent):
         for number, (records, table) in enumerate(zip(variants, tables, strict=True)):
             look: dict[str, Any] = {
                 "color": COLOURS[number % len(COLOURS)],
@@ -32,7 +28,7 @@ def save_plot(title: str, variants: Sequence[Records], path: Path) -> None:
             if table:
                 losses.plot(table[-1]["step"], records.final_loss, "o", color=look["color"])
             _curve(correlation, table, "correlation", **look)
-            sent.plot([r["step"] for r in table], [(r["bytes_sent"] or 0) / 1e6 for r in table], linewidth=1.4, **look)
+            sent.plot([r["step"] for r in table], [r["bytes_sent"] / 1e6 for r in table], linewidth=1.4, **look)
             for round_ in records.rounds:
                 step = (round_["t"] - records.began_s) / records.experiment.step_s
                 correlation.axvline(step, linewidth=0.3, alpha=0.4, **look)
@@ -47,9 +43,8 @@ def save_plot(title: str, variants: Sequence[Records], path: Path) -> None:
         correlation.set_ylabel("correlation\n(thin: rounds)")
         sent.set_ylabel("MB sent, all peers")
         sent.set_xlabel("step of the run")
-        figure.savefig(path, dpi=120)
 
 
-def _curve(axes: Axes, table: list[dict[str, float | int | None]], column: str, **look: Any) -> None:
+def _curve(axes: Axes, table: list[dict[str, Any]], column: str, **look: Any) -> None:
     points = [(row["step"], row[column]) for row in table if row[column] is not None]
     axes.plot(*zip(*points, strict=True) if points else ([], []), linewidth=1.4, **look)

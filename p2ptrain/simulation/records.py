@@ -56,19 +56,21 @@ class Records:
     @property
     def final_loss(self) -> float:
         """Mean held-out loss of the peers that finished, after the last round (a plain average)."""
-        return _mean([self._evals(peer)[-1] for peer in self._finished()]) or math.nan
+        return self._merge_loss(-1)
 
     @property
     def loss_before_merge(self) -> float:
         """Mean held-out loss of the peers that finished, before the run's last round."""
-        return _mean([self._evals(peer)[-2] for peer in self._finished()]) or math.nan
+        return self._merge_loss(-2)
 
-    def _finished(self) -> list[str]:
-        return [p for p, events in self.events.items() if any(e.get("reason") == "finished" for e in events)]
-
-    def _evals(self, peer: str) -> list[float]:
-        """All held-out losses; the last two are before and after the last round."""
-        return [e["loss"] for e in self.events[peer] if e["event"] == "eval" and e["loss"] is not None]
+    def _merge_loss(self, index: int) -> float:
+        """By index in the held-out losses of a peer: the last two are before and after the last round."""
+        losses = [
+            [event["loss"] for event in events if event["event"] == "eval" and event["loss"] is not None][index]
+            for events in self.events.values()
+            if any(event.get("reason") == "finished" for event in events)
+        ]
+        return _mean(losses) or math.nan
 
     def by_step(self, kind: str) -> dict[int, list[dict[str, Any]]]:
         """Every peer's first event of one kind at each step; so none after the last round."""
@@ -82,9 +84,9 @@ class Records:
         samples = ((step, [event["values"] for event in events]) for step, events in self.by_step("sample").items())
         return [(step, pairwise_correlation(values)) for step, values in samples if len(values) > 1]
 
-    def table(self) -> list[dict[str, float | int | None]]:
-        """A row for each step with evaluations; see COLUMNS."""
-        rows: list[dict[str, float | int | None]] = []
+    def table(self) -> list[dict[str, Any]]:
+        """A row for each step with evaluations; see COLUMNS. None where nothing was measured."""
+        rows = []
         losses, samples, training = self.by_step("eval"), self.by_step("sample"), self.by_step("step")
         sent = [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
         since = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -47,58 +47,54 @@ def _lines(experiments: Sequence[Experiment], console: Console) -> Callable[[int
 
 def format_table(variants: Sequence[Records]) -> str:
     """Results of all variants, a line each."""
-    table = _new_table("arm", "loss before", "merged", "correlation", "rounds", "MB sent", "kB a step and peer")
+    rows = []
     for records in variants:
         steps = records.experiment.run.total_steps
         correlations = [value for step, value in records.correlations() if step < steps]
-        table.add_row(
-            records.experiment.name,
-            f"{records.loss_before_merge:.4f}",
-            f"{records.final_loss:.4f}",
-            f"{correlations[-1]:.4f}" if correlations else "-",
-            str(len(records.rounds)),
-            f"{records.bytes_sent / 1e6:.2f}",
-            f"{records.bytes_sent / 1e3 / steps / len(records.events):.2f}",
-        )
-    return as_text(table)
+        rows.append({
+            "arm": records.experiment.name,
+            "loss before": f"{records.loss_before_merge:.4f}",
+            "merged": f"{records.final_loss:.4f}",
+            "correlation": f"{correlations[-1]:.4f}" if correlations else "-",
+            "rounds": str(len(records.rounds)),
+            "MB sent": f"{records.bytes_sent / 1e6:.2f}",
+            "kB a step and peer": f"{records.bytes_sent / 1e3 / steps / len(records.events):.2f}",
+        })  # fmt: skip
+    return as_text(rows)
 
 
 def format_run_audits(variants: Sequence[Records]) -> str:
     """Faults and rounds of all variants, a line each."""
-    table = _new_table(
-        "arm", "faults", "goodput", "steps lost", "committed", "skipped", "contributors", "repairs",
-        "joins", "s to first step", "hashes agree",
-    )  # fmt: skip
+    rows = []
     for records in variants:
         run_audit = records.run_audit
         joins = [join for join in run_audit.joins if join.started_s >= records.began_s]
         times = sorted(join.step_s for join in joins if join.step_s is not None)
         sizes = list(run_audit.participation.elements())
-        table.add_row(
-            records.experiment.name,
-            str(len(records.experiment.faults_drawn)),
-            f"{records.goodput:.2%}",
-            str(records.steps_lost),
-            str(len(run_audit.committed)),
-            str(run_audit.skipped),
-            f"{statistics.fmean(sizes):.2f} of {records.experiment.peers}" if sizes else "-",
-            str(run_audit.repairs),
-            str(len(joins)),
-            f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
-            f"{run_audit.agreement:.0%}",
-        )
-    return as_text(table)
+        rows.append({
+            "arm": records.experiment.name,
+            "faults": str(len(records.experiment.faults_drawn)),
+            "goodput": f"{records.goodput:.2%}",
+            "steps lost": str(records.steps_lost),
+            "committed": str(len(run_audit.committed)),
+            "skipped": str(run_audit.skipped),
+            "contributors": f"{statistics.fmean(sizes):.2f} of {records.experiment.peers}" if sizes else "-",
+            "repairs": str(run_audit.repairs),
+            "joins": str(len(joins)),
+            "s to first step": f"{statistics.median(times):.1f}, most {times[-1]:.1f}" if times else "-",
+            "hashes agree": f"{run_audit.agreement:.0%}",
+        })  # fmt: skip
+    return as_text(rows)
 
 
-def _new_table(*columns: str) -> Table:
+def as_text(rows: Sequence[Mapping[str, str]], *, numbers: bool = True, width: int = 130) -> str:
+    """A plain table of at most `width` columns, with the rows' keys as titles; `numbers` are on the right."""
     table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table
-
-
-def as_text(table: Table, width: int = 130) -> str:
-    """A table as plain text of at most `width` columns."""
+    for column in rows[0]:
+        right = numbers and table.columns
+        table.add_column(column, justify="right" if right else "left", overflow="ellipsis" if numbers else "fold")
+    for row in rows:
+        table.add_row(*row.values())
     console = Console(width=width)
     with console.capture() as capture:
         console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -51,31 +52,22 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
 
 class _Simulation:
     def __init__(self, experiment: Experiment, on_progress: Callable[[int], None]) -> None:
-        self._experiment = experiment
         self._on_progress = on_progress
         self._corpus: Corpus = load_corpus(experiment.data)
-        self._pretrained: dict[str, torch.Tensor] | None = None
-        model = self._model()
+        # Every peer starts with a copy.
+        self._model = model = build(experiment.run.model, vocab_size=VOCAB_SIZE, seed=experiment.run.run_seed)
         if experiment.pretrain_steps:
             train_briefly(model, self._corpus, experiment.run, steps=experiment.pretrain_steps)
-            self._pretrained = model.state_dict()
         layout = ModelParts(model).layout_sha256
         self._shards = make_shards(
             experiment.run, self._corpus, context=context_length(model), device=torch.device("cpu")
         )
-        self._run = dataclasses.replace(experiment.run, model_layout=layout)
+        self._experiment = dataclasses.replace(experiment, run=dataclasses.replace(experiment.run, model_layout=layout))
         self._all: list[SimulatedPeer] = []
         self._run_audit = RunAudit()
         # Sides of the current partition, by peer id.
         self._sides: dict[str, float] = {}
         self._schedule_done = False
-
-    def _model(self) -> torch.nn.Module:
-        run = self._experiment.run
-        model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
-        if self._pretrained is not None:
-            model.load_state_dict(self._pretrained)
-        return model
 
     async def main(self) -> Records:
         experiment = self._experiment
@@ -113,8 +105,8 @@ class _Simulation:
     def _start(self, number: int) -> None:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
-            number, self._experiment, self._run, self._model(), self._corpus, self._network, incarnation, self._shards,
-            self._run_audit,
+            number, self._experiment, copy.deepcopy(self._model), self._corpus, self._network, incarnation,
+            self._shards, self._run_audit,
         )  # fmt: skip
         self._all.append(peer)
         self._present[number] = peer

@@ -14,7 +14,7 @@ from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.setting import Setting
+from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
 from p2ptrain.training.models import PRESETS as MODELS
 
@@ -86,12 +86,9 @@ def _toml(path: Path, text: str) -> str:
 
 
 def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> None:
-    fields = {
-        (owner, field.name)
-        for owner in (RunConfig, NetworkConfig, PeerConfig, PageConfig)
-        for field in dataclasses.fields(owner)
-    }
-    settings = {(setting.owner, setting.field_name) for setting in SETTINGS.values()}
+    owners = (RunConfig, NetworkConfig, PeerConfig, PageConfig)
+    fields = {(owner, field.name) for owner in owners for field in dataclasses.fields(owner)}
+    settings = {(owner, setting.field_name) for owner in owners for setting in settings_of(owner)}
     not_for_users = {
         (RunConfig, "protocol_version"),
         (RunConfig, "model_layout"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from rich.table import Table
 
 from p2ptrain.simulation.plot import save_plot
 from p2ptrain.simulation.report import as_text, format_table
@@ -17,15 +16,23 @@ from p2ptrain.simulation.reproduction.experiments import Outcome
 def format_outcome(outcome: Outcome) -> str:
     """The variants, then each claim with the paper's figure, ours and the verdict."""
     reproduction = outcome.reproduction
-    table = Table(box=None, pad_edge=False)
-    for column in ("row", "the paper says", "paper", "here", "verdict"):
-        table.add_column(column, overflow="fold")
-    for verdict in outcome.verdicts:
-        claim = verdict.claim
-        table.add_row(claim.row, claim.text, claim.paper, figure(verdict), verdict.words)
     variants = format_table(list(outcome.records[0].values()))
     note = f"\n{reproduction.note}" if reproduction.note else ""
-    return f"{reproduction.title}{note}\n\n{variants}\n\n{as_text(table, 120)}"
+    return f"{reproduction.title}{note}\n\n{variants}\n\n{as_text(claim_rows(outcome), numbers=False, width=120)}"
+
+
+def claim_rows(outcome: Outcome) -> list[dict[str, str]]:
+    """A row for each claim, by the titles of its columns."""
+    return [
+        {
+            "row": verdict.claim.row,
+            "the paper says": verdict.claim.text,
+            "paper": verdict.claim.paper,
+            "here": figure(verdict),
+            "verdict": verdict.words,
+        }
+        for verdict in outcome.verdicts
+    ]
 
 
 def figure(verdict: Verdict) -> str:
@@ -56,6 +63,7 @@ def write_outcome(outcome: Outcome, directory: Path) -> None:
     save_plot(outcome.reproduction.title, list(outcome.records[0].values()), target / "curves.png")
 
 
-def markdown_rows(outcome: Outcome) -> list[str]:
-    """A line of a Markdown table for each claim."""
-    return [f"| {v.claim.row} | {v.claim.text} | {v.claim.paper} | {figure(v)} | {v.words} |" for v in outcome.verdicts]
+def as_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A Markdown table of these rows, with their keys as titles."""
+    lines = [rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
@@ -12,8 +10,6 @@ from p2ptrain.settings.setting import Setting
 SHELLS = ("bash", "zsh", "fish")
 # Environment variable in which click gets completion requests; derived from the command's name.
 VARIABLE = "_P2PTRAIN_COMPLETE"
-
-Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 @click.command()
@@ -35,20 +31,16 @@ def completion(context: click.Context, shell: str) -> None:
     click.echo(kind(context.find_root().command, {}, "p2ptrain", VARIABLE).source())
 
 
-def completer(setting: Setting) -> Completer:
-    """Return a completer for a setting's value: its known names, files or directories."""
+def complete_setting(
+    setting: Setting, context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Complete a setting's value: its known names, else files or directories. bash cannot show both."""
     words = setting.metavar.split("|")
-    names = setting.names or [word for word in words if not word.isupper()]
-
-    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name) for name in names if name.startswith(incomplete)]
-        if found:  # bash can show either names or files, not both
-            return found
-        if "FILE" in words:
-            return complete_files(context, parameter, incomplete)
-        return [CompletionItem(incomplete, type="dir")] if "DIR" in words else []
-
-    return complete
+    if found := [CompletionItem(name) for name in setting.names if name.startswith(incomplete)]:
+        return found
+    if "FILE" in words:
+        return complete_files(context, parameter, incomplete)
+    return [CompletionItem(incomplete, type="dir")] if "DIR" in words else []
 
 
 def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from p2ptrain.cli.completion import complete_files, completer
+from p2ptrain.cli.completion import complete_files, complete_setting
 from p2ptrain.settings.table import SECTIONS, SETTINGS, merge
 
 EVERY_WAY = (
@@ -51,7 +51,7 @@ def settings_command(*names: str) -> Callable[[Callable[..., None]], SettingsCom
                 metavar=setting.metavar,
                 multiple=setting.kind is tuple,
                 help=setting.help_with_default,
-                shell_complete=completer(setting),
+                shell_complete=functools.partial(complete_setting, setting),
             )(decorated)
         decorated = click.option(
             "-c",

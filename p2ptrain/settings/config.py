@@ -31,8 +31,8 @@ RUN_ID = Rule(
     "1 to 128 printable characters without '/'",
     lambda text: bool(text) and len(text) <= 128 and text.isprintable() and "/" not in text,
 )
-NOT_NEGATIVE = number("0 or more", lambda x: x >= 0)
 MODEL = Rule("at most 128 printable characters", lambda text: text.isprintable() and len(text) <= 128)
+NOT_NEGATIVE = number("0 or more", lambda x: x >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ class PeerConfig:
     preset: str | None = setting(None, choice(*PRESETS), metavar="NAME",
         help=f"A paper's settings as defaults of a new run: {', '.join(PRESETS)}.",
         why="The defaults fit the demo model. Presets fit a paper's model.")
-    data: str = setting("stdlib", metavar="stdlib|FILE|DIR",
+    data: str = setting("stdlib", metavar="stdlib|FILE|DIR", names=("stdlib",),
         help="Training text: Python's library source, or yours.",
         why="Available wherever Python is, and English enough to show that a model learns.")
     init_from: str | None = setting(None, metavar="DIR|FILE",

@@ -31,7 +31,7 @@ PROBABILITY = number("at least 0 and below 1", lambda x: 0 <= x < 1)
 class Experiment:
     """One simulated run, of the settings `run`; `name` is that of the variant in plots and of its directory.
 
-    Times are in virtual seconds. The last interval between two rounds has no random faults.
+    Times are in virtual seconds. Some flags of `p2ptrain simulate` (`name=`) are shorter than their fields.
     """
 
     # fmt: off

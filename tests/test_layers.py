@@ -25,6 +25,11 @@ LAYERS: list[set[str]] = [
     {"demo", "simulation"},
     {"cli"},
 ]
+# The same of what is in protocol/: each may import those before it.
+PROTOCOL = (
+    "anchor", "faults", "incarnation", "wire", "links", "membership", "event_log", "exchange", "gossip", "rounds",
+    "state_sync", "node",
+)  # fmt: skip
 RANK = {name: rank for rank, names in enumerate([LEAVES, *LAYERS]) for name in names}
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
@@ -75,6 +80,18 @@ def test_imports_point_up_the_list_only() -> None:
             other = inner.split(".")[0]
             if package == "p2ptrain" and other != own:
                 assert RANK[other] < RANK[own], f"{path}: {own} imports {name}"
+
+
+def test_imports_within_the_protocol_point_up_the_list_only() -> None:
+    protocol = PACKAGE / "protocol"
+    for path in protocol.rglob("*.py"):
+        own = path.relative_to(protocol).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        for name in imports(path):
+            if name.startswith("p2ptrain.protocol."):
+                other = name.split(".")[2]
+                assert other == own or PROTOCOL.index(other) < PROTOCOL.index(own), f"{path} imports {name}"
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.peer_state import from_dict, to_dict
-from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import Head
 
 BLOCKS = 5

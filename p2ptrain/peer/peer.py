@@ -27,8 +27,8 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
+from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.membership.peer_status import PeerStatus
-from p2ptrain.protocol.node.incarnation import incarnation_of
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import KeptBuffers, NodeRunner
 from p2ptrain.protocol.state_sync.state_sync import Restored

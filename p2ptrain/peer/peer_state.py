@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.state_sync.anchor import AnchorState
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.messages import Head
 from p2ptrain.protocol.wire.serialization import pack_value, unpack_head

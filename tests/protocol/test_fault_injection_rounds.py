@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from p2ptrain import memory_network as network
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds import commit, consensus, fetching
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.averaging.parts import Parts
@@ -29,7 +30,6 @@ from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
-from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_round_faults import after

@@ -17,6 +17,7 @@ import trio
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -24,7 +25,6 @@ from p2ptrain.protocol.rounds.commit import Progress, step_chunks
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.state_sync import transfer as state_module
-from p2ptrain.protocol.state_sync.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (

@@ -25,6 +25,7 @@ from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
 from p2ptrain.error_log import ErrorLog
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.position import Position
 from p2ptrain.protocol.exchange.types import (
@@ -39,7 +40,6 @@ from p2ptrain.protocol.exchange.types import (
     SnapshotWanted,
     StepReport,
 )
-from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)

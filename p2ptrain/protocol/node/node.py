@@ -48,7 +48,7 @@ MAX_SERVED_TO_OBSERVER = 2
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
-TRAINER, OBSERVER = "trainer", "observer"
+TRAINER = "trainer"
 NO_FAULTS = NoFaults()
 
 

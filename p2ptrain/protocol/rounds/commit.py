@@ -15,6 +15,7 @@ import trio
 from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Landing, RoundReport
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
 from p2ptrain.protocol.rounds.context import RoundContext
@@ -23,7 +24,6 @@ from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.quorum import voters_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker, Spent
-from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import Head, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.error_log import ErrorLog
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -15,7 +16,6 @@ from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.timeouts import Timeouts
-from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig

@@ -11,12 +11,12 @@ import trio
 
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.links.link import LinkCounters, Traffic
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.wire.transport import Compute
 from p2ptrain.settings.config import RunConfig
 

@@ -19,6 +19,7 @@ import trio
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch, Landing
 from p2ptrain.protocol.links.link import Link
@@ -26,7 +27,6 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.lineage import new_lineage
-from p2ptrain.protocol.state_sync.anchor import AnchorState
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
 from p2ptrain.protocol.wire.messages import Beat, Head
 from p2ptrain.protocol.wire.serialization import unpack_record

@@ -36,6 +36,7 @@ from p2ptrain.protocol.rounds.events import (
     Send,
     Tick,
 )
+from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.round_state import Limits, State
 from p2ptrain.protocol.wire.messages import Abort, Commit, Head, Join, Record, Refuse, Withdraw
@@ -252,7 +253,7 @@ class Explorer:
             lead = Lead(tuple(self.scenario.voters), 0.0, 0.0, 0.0)
             yield self._step(dataclasses.replace(local, leads=local.leads - 1), lead, 0.0)
         if local.kept:
-            kept = dataclasses.replace(local, state=round_state.restarted(state), kept=local.kept - 1)
+            kept = dataclasses.replace(local, state=restarted(state), kept=local.kept - 1)
             yield self._intern(kept), 0, ""
         if local.forgotten:
             fresh = self._fresh(state.peer, str(int(state.incarnation) + 1))
@@ -336,6 +337,11 @@ class Explorer:
 
     def _last(self, packed: int) -> list[str]:
         return [move for state, move in self._successors(packed) if state < 0]
+
+
+def restarted(state: State) -> State:
+    """What an incarnation must keep to continue after a restart: all but its current attempts."""
+    return dataclasses.replace(state, member=None, proposer=None, learner=Learner(record=state.learner.record))
 
 
 def record_of(head: Head, counter: int, leader: str, incarnation: str) -> Record:

@@ -120,8 +120,8 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
     ("rule", "fault", "scenario"),
     [
         ("consensus.is_quorum", quorum_of_one, Scenario("abc", "ab", lean=True)),
-        ("round_state.restarted", forget_ready, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
-        ("round_state.restarted", begin_again, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
+        ("explore.restarted", forget_ready, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
+        ("explore.restarted", begin_again, Scenario("ab", "ab", kept=1, frail="ab", lean=True)),
         ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("consensus.heeded", count_whom_we_ignore, Scenario("ab", "ab", lean=True, unheld=True)),
@@ -143,7 +143,8 @@ def test_a_planted_fault_is_found(
     record_property: Callable[[str, object], None],
     request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr(f"p2ptrain.protocol.rounds.{rule}", fault)
+    package = "tests.protocol" if rule.startswith("explore.") else "p2ptrain.protocol.rounds"
+    monkeypatch.setattr(f"{package}.{rule}", fault)
     found = Explorer(scenario).search(LIMIT)
     assert found.conflict is not None
     what = request.node.callspec.id

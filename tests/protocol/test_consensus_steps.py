@@ -42,7 +42,6 @@ from p2ptrain.protocol.rounds.round_state import (
     State,
     begin,
     deadline_s,
-    restarted,
 )
 from p2ptrain.protocol.wire.messages import (
     Abort,
@@ -63,6 +62,7 @@ from p2ptrain.protocol.wire.messages import (
     Roster,
     Withdraw,
 )
+from tests.protocol.explore import restarted
 
 VOTERS = (("a", "1"), ("b", "1"), ("c", "1"))
 HEAD = Head("genesis", "0-x", 4, "state", "anchor", VOTERS, 100, 1000, None)
@@ -560,15 +560,6 @@ def test_the_next_attempt_has_a_higher_number_also_after_a_restart_with_memory()
     (called, *_) = run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
     assert called == Send("a", call(Attempt(2, "a", "1")))
     assert run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0)) == []  # one at a time
-
-
-def test_a_restart_with_memory_keeps_promise_ready_and_outcome() -> None:
-    run = accepted(FIRST)
-    kept = restarted(run.state)
-    assert kept.acceptor == run.state.acceptor
-    assert kept.member is None
-    run.hears("a", Commit(record()))
-    assert restarted(run.state).learner.record == record()
 
 
 # --- learner ---------------------------------------------------------------------------------------------------------

@@ -17,48 +17,27 @@ with its incarnation (new at every start of the process). How our messages map t
 Between a quorum of promises and Propose the peers average, outside of the consensus. Promises and accepted records are
 held in memory only. A restarted process, and each node that `NodeRunner` builds in one process, has another
 incarnation, so it is not a voter and its attempts are new ones. An incarnation must never continue without its state.
-`round_state.restarted` returns what it would have to keep; no node does that today, only the explorer and tests.
 
-**The driver's contract.** `round_state.begin(...)` makes the state of a round. The driver calls
-`step(state, event, now)` for each event, one at a time, keeps the new state, and carries out the effects in order. A
-`Send` to our own id is returned as `Received` from ourselves. Between steps the driver may set `State.limits`, which
-hold for the next Calls, and nothing else of a state. When a record is learned and has landed, `begin` makes the next
-round's state. `events` documents events and effects.
+**The driver's contract.** `round_state.begin` makes the state of a round. The driver calls `step` for each event, one
+at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id
+comes back as `Received` from ourselves. Between steps the driver may set `State.limits`, which hold for the next Calls,
+and nothing else of a state.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import events as ev
 from p2ptrain.protocol.rounds.learner import Learner
-from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, record_sha256
-from p2ptrain.protocol.rounds.round_state import (
-    MAX_COUNTERS_AHEAD,
-    MAX_UNHELD,
-    NO_ATTEMPT,
-    Acceptor,
-    Member,
-    Proposer,
-    State,
-)
+from p2ptrain.protocol.rounds.quorum import is_quorum, record_sha256, unfinished
+from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
 Result = tuple[State, tuple[ev.Effect, ...]]
 Joins = tuple[tuple[PeerId, m.Join], ...]
-
-
-def unfinished(joins: Iterable[tuple[PeerId, m.Join]], voters: Collection[Voter]) -> m.Record | None:
-    """The accepted record of the highest attempt: it may have been committed, and must be proposed unchanged."""
-    held = [
-        (join.ready_attempt, join.ready)
-        for peer, join in joins
-        if (peer, join.incarnation) in voters and join.ready_attempt is not None and join.ready is not None
-    ]
-    return max(held, key=lambda pair: pair[0])[1] if held else None
 
 
 def heeded(state: State, joins: Joins) -> Joins:
@@ -91,17 +70,17 @@ def step(state: State, event: ev.Event, now: float) -> Result:
         case ev.Held(attempt, sha256):
             return _accept(state, attempt, sha256)
         case ev.MemberFailed(attempt, reason):
-            return _withdraw(state, attempt, reason)
+            member = _member_of(state, attempt)
+            return _withdraw(state, member, reason) if member is not None else (state, ())
         case ev.Averaged(attempt, record):
-            proposer = state.proposer
-            if proposer is None or proposer.attempt != attempt or proposer.joining or proposer.record is not None:
+            proposer = _proposer_of(state, attempt)
+            if proposer is None or proposer.joining or proposer.record is not None:
                 return state, ()
             assert _is_next(state, record), "averaged from another state than the head's"
             return _propose(state, proposer, record)
         case ev.LeaderFailed(attempt, reason):
-            if state.proposer is None or state.proposer.attempt != attempt:
-                return state, ()
-            return _abort(state, state.proposer, reason)
+            proposer = _proposer_of(state, attempt)
+            return _abort(state, proposer, reason) if proposer is not None else (state, ())
         case ev.Lost(peer):
             return _lost(state, peer, now)
         case ev.Tick():
@@ -110,121 +89,133 @@ def step(state: State, event: ev.Event, now: float) -> Result:
 
 def _on_message(state: State, sender: PeerId, message: m.Message, now: float) -> Result:
     match message:
-        case m.Commit(record):
-            return _hear(state, sender, record, now)
-        case m.Propose(attempt, record):
-            here = (record.lineage, record.round) == (state.head.lineage, state.round)
-        case m.Call() | m.Join() | m.Refuse() | m.Roster() | m.Ready() | m.Abort() | m.Withdraw():
-            attempt, here = message.attempt, (message.lineage, message.round) == (state.head.lineage, state.round)
-        case m.Accepted():
-            attempt, here = NO_ATTEMPT, (message.lineage, message.round) == (state.head.lineage, state.round)
+        case m.Commit() | m.Propose():
+            place = message.record.lineage, message.record.round
+        case m.Call() | m.Join() | m.Refuse() | m.Roster() | m.Ready() | m.Abort() | m.Withdraw() | m.Accepted():
+            place = message.lineage, message.round
         case _:
             raise WireError(f"{type(message).__name__} is no message of the consensus")
-    if isinstance(message, m.Call | m.Roster | m.Propose | m.Abort) and attempt.leader != sender:
+    if isinstance(message, m.Call | m.Roster | m.Propose | m.Abort) and message.attempt.leader != sender:
         raise WireError(f"a {type(message).__name__} in another peer's name")
-    if not here:
+    if place != (state.head.lineage, state.round):
         return state, ()
-    proposer = state.proposer
     match message:
+        case m.Commit(record):
+            return _hear(state, sender, record, now)
+        case m.Accepted():
+            return _on_claim(state, sender, message)
         case m.Call():
             return _promise(state, message, now)
         case m.Propose():
             return _on_proposal(state, message, now)
-        case m.Accepted():
-            return _on_claim(state, sender, message)
-        case m.Roster() | m.Abort() if state.member is not None and state.member.attempt == attempt:
-            if isinstance(message, m.Abort):
-                return _end_member(state, message.reason)
-            if not state.member.planned:
-                member = dataclasses.replace(state.member, planned=True, deadline_s=now + state.limits.attempt_s)
-                return dataclasses.replace(state, member=member), ()
-        case m.Join() if proposer is not None and proposer.attempt == attempt:
+        case m.Roster() | m.Abort():
+            return _on_order(state, message, now)
+    proposer = _proposer_of(state, message.attempt)
+    if proposer is None:
+        return state, ()
+    match message:
+        case m.Join():
             return _on_join(state, proposer, sender, message, now)
-        case m.Ready() if proposer is not None and proposer.attempt == attempt:
+        case m.Ready():
             return _on_ready(state, proposer, sender, message)
-        case m.Refuse() if proposer is not None and proposer.attempt == attempt:
-            if sender not in proposer.called or sender in proposer.gone:
-                return state, ()
+        case m.Refuse() if sender in proposer.called and sender not in proposer.gone:
             # Bounded, and once per attempt: other peers refuse counters too far ahead, and a claim may be false.
             highest = max(state.highest, min(message.promised.counter, state.highest + MAX_COUNTERS_AHEAD // 2))
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
-            return _without(dataclasses.replace(state, highest=highest), proposer, sender, reason, now)
-        case m.Withdraw() if proposer is not None and proposer.attempt == attempt:
+            return _without(replace(state, highest=highest), proposer, sender, reason, now)
+        case m.Withdraw():
             return _without(state, proposer, sender, f"{sender}: {message.reason}", now)
     return state, ()
 
 
+def _member_of(state: State, attempt: m.Attempt) -> Member | None:
+    return state.member if state.member is not None and state.member.attempt == attempt else None
+
+
+def _proposer_of(state: State, attempt: m.Attempt) -> Proposer | None:
+    return state.proposer if state.proposer is not None and state.proposer.attempt == attempt else None
+
+
 def _is_next(state: State, record: m.Record) -> bool:
     """Whether a record follows our head."""
-    head = state.head
-    return (record.genesis, record.lineage, record.round, record.parent_sha256) == (
-        head.genesis, head.lineage, state.round, head.state_sha256
-    )  # fmt: skip
+    place = (state.head.genesis, state.head.lineage, state.round, state.head.state_sha256)
+    return (record.genesis, record.lineage, record.round, record.parent_sha256) == place
 
 
 def _promise(state: State, call: m.Call, now: float) -> Result:
     attempt, acceptor, old = call.attempt, state.acceptor, state.member
     if attempt == acceptor.promised:
         return state, ()
-    refuse = ev.Send(attempt.leader, m.Refuse(call.lineage, call.round, attempt, acceptor.promised))
     if not 0 <= attempt.counter <= state.highest + state.ahead:
         # The limit grows with each refusal, so that a peer that was away for long can take part again.
-        return dataclasses.replace(state, ahead=state.ahead + MAX_COUNTERS_AHEAD), (refuse,)
+        return replace(state, ahead=state.ahead + MAX_COUNTERS_AHEAD), (_refuse(state, attempt),)
     if attempt < acceptor.promised:
-        return state, (refuse,)
-    effects: list[ev.Effect] = []
-    if old is not None:
-        # So that the leader of the replaced attempt does not wait for us.
-        effects.append(ev.Send(old.attempt.leader, m.Refuse(call.lineage, call.round, old.attempt, attempt)))
-        effects.append(ev.MemberEnded(old.attempt, f"{attempt.leader} called a higher attempt"))
+        return state, (_refuse(state, attempt),)
     window_s = min(max(0.0, call.window_s), state.limits.window_s)
-    state = dataclasses.replace(
+    state = replace(
         state,
-        acceptor=dataclasses.replace(acceptor, promised=attempt),
+        acceptor=replace(acceptor, promised=attempt),
         member=Member(attempt, now + window_s + state.limits.grace_s),
         highest=max(state.highest, attempt.counter),
     )
-    return state, (*effects, ev.Prepare(attempt, window_s))
+    prepare = ev.Prepare(attempt, window_s)
+    if old is None:
+        return state, (prepare,)
+    # So that the leader of the replaced attempt does not wait for us.
+    ended = ev.MemberEnded(old.attempt, f"{attempt.leader} called a higher attempt")
+    return state, (_refuse(state, old.attempt), ended, prepare)
+
+
+def _refuse(state: State, attempt: m.Attempt) -> ev.Send:
+    return ev.Send(attempt.leader, m.Refuse(state.head.lineage, state.round, attempt, state.acceptor.promised))
+
+
+def _on_order(state: State, message: m.Roster | m.Abort, now: float) -> Result:
+    member = _member_of(state, message.attempt)
+    if member is None:
+        return state, ()
+    if isinstance(message, m.Abort):
+        return _end_member(state, member, message.reason)
+    if not member.planned:
+        member = replace(member, planned=True, deadline_s=now + state.limits.attempt_s)
+    return replace(state, member=member), ()
 
 
 def _join(state: State, attempt: m.Attempt, join: m.Join) -> Result:
-    member = state.member
-    if member is None or member.attempt != attempt or member.joined:
+    member, acceptor = _member_of(state, attempt), state.acceptor
+    if member is None or member.joined:
         return state, ()
-    acceptor = state.acceptor
-    join = dataclasses.replace(
+    join = replace(
         join, attempt=attempt, incarnation=state.incarnation, ready_attempt=acceptor.attempt, ready=acceptor.record
     )
-    state = dataclasses.replace(state, member=dataclasses.replace(member, joined=True))
-    return state, (ev.Send(attempt.leader, join),)
+    return replace(state, member=replace(member, joined=True)), (ev.Send(attempt.leader, join),)
 
 
 def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
-    attempt, record, acceptor, member = message.attempt, message.record, state.acceptor, state.member
-    if attempt < acceptor.promised:
-        return state, (ev.Send(attempt.leader, m.Refuse(record.lineage, record.round, attempt, acceptor.promised)),)
-    if member is None or member.attempt != attempt or not member.joined:
+    attempt, record, member = message.attempt, message.record, _member_of(state, message.attempt)
+    if attempt < state.acceptor.promised:
+        return state, (_refuse(state, attempt),)
+    if member is None or not member.joined:
         return state, ()
-    if acceptor.attempt == attempt:
+    if state.acceptor.attempt == attempt:
         # Sent again, in case it was lost.
-        return state, (_ready(state, attempt, record),) if acceptor.record == record else ()
+        return state, (_ready(state, attempt, record),) if state.acceptor.record == record else ()
     if not _is_next(state, record):
-        return _withdraw(state, attempt, "the record starts from another state than ours")
+        return _withdraw(state, member, "the record starts from another state than ours")
     if member.proposal is not None:
         return state, ()
-    member = dataclasses.replace(member, proposal=record, deadline_s=now + state.limits.attempt_s)
-    return dataclasses.replace(state, member=member), (ev.Fetch(attempt, record),)
+    member = replace(member, proposal=record, deadline_s=now + state.limits.attempt_s)
+    return replace(state, member=member), (ev.Fetch(attempt, record),)
 
 
 def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
-    member = state.member
-    if member is None or member.attempt != attempt or member.proposal is None or state.acceptor.attempt == attempt:
+    member = _member_of(state, attempt)
+    if member is None or member.proposal is None or record_sha256(member.proposal) != sha256:
         return state, ()
-    if record_sha256(member.proposal) != sha256:
+    if state.acceptor.attempt == attempt:
         return state, ()
     # A higher promise would have ended this attempt for us.
-    acceptor = Acceptor(attempt, attempt, member.proposal)
-    state, effects = _settle(dataclasses.replace(state, acceptor=acceptor))
+    state, effects = _settle(replace(state, acceptor=Acceptor(attempt, attempt, member.proposal)))
     return state, (_ready(state, attempt, member.proposal), *effects)
 
 
@@ -233,26 +224,25 @@ def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
     return ev.Send(attempt.leader, ready)
 
 
-def _withdraw(state: State, attempt: m.Attempt, reason: str) -> Result:
-    if state.member is None or state.member.attempt != attempt:
-        return state, ()
-    if state.member.proposal is not None and state.acceptor.attempt != attempt:
-        state = _note_unheld(state, attempt, record_sha256(state.member.proposal))
-    state, effects = _end_member(state, reason)
+def _withdraw(state: State, member: Member, reason: str) -> Result:
+    attempt = member.attempt
+    if member.proposal is not None and state.acceptor.attempt != attempt:
+        state = _note_unheld(state, attempt, record_sha256(member.proposal))
+    state, effects = _end_member(state, member, reason)
     return state, (ev.Send(attempt.leader, m.Withdraw(state.head.lineage, state.round, attempt, reason)), *effects)
 
 
 def _note_unheld(state: State, attempt: m.Attempt, sha256: str) -> State:
     """Remember an unavailable record and, in our own attempt, the peers that reported it as READY."""
     unheld = state.unheld if len(state.unheld) < MAX_UNHELD else frozenset()
-    joins = state.proposer.joins if state.proposer is not None and state.proposer.attempt == attempt else ()
+    proposer = _proposer_of(state, attempt)
+    joins = proposer.joins if proposer is not None else ()
     doubted = {peer for peer, join in joins if join.ready is not None and record_sha256(join.ready) == sha256}
-    return dataclasses.replace(state, unheld=unheld | {sha256}, doubted=state.doubted | doubted)
+    return replace(state, unheld=unheld | {sha256}, doubted=state.doubted | doubted)
 
 
-def _end_member(state: State, reason: str) -> Result:
-    assert state.member is not None
-    return dataclasses.replace(state, member=None), (ev.MemberEnded(state.member.attempt, reason),)
+def _end_member(state: State, member: Member, reason: str) -> Result:
+    return replace(state, member=None), (ev.MemberEnded(member.attempt, reason),)
 
 
 def _lead(state: State, event: ev.Lead, now: float) -> Result:
@@ -262,7 +252,7 @@ def _lead(state: State, event: ev.Lead, now: float) -> Result:
     deadline = now + event.window_s + event.grace_s
     proposer = Proposer(attempt, tuple(sorted(event.called)), event.window_s, event.attempt_s, deadline)
     call = m.Call(state.head.lineage, state.round, attempt, event.window_s)
-    state = dataclasses.replace(state, proposer=proposer, highest=attempt.counter)
+    state = replace(state, proposer=proposer, highest=attempt.counter)
     return state, tuple(ev.Send(peer, call) for peer in proposer.called)
 
 
@@ -276,17 +266,17 @@ def _on_join(state: State, proposer: Proposer, sender: PeerId, join: m.Join, now
     if not proposer.joining or sender not in proposer.called:
         return state, ()
     joins = tuple(sorted({**dict(proposer.joins), sender: join}.items(), key=lambda pair: pair[0]))
-    return _go_on(state, dataclasses.replace(proposer, joins=joins), "", now)
+    return _go_on(state, replace(proposer, joins=joins), "", now)
 
 
 def _without(state: State, proposer: Proposer, peer: PeerId, reason: str, now: float) -> Result:
     """Continue without a peer that refuses, withdraws or is lost, while a quorum of the others is possible."""
-    return _go_on(state, dataclasses.replace(proposer, gone=proposer.gone | {peer}), reason, now)
+    return _go_on(state, replace(proposer, gone=proposer.gone | {peer}), reason, now)
 
 
 def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
     """Advance or abort the attempt after a peer joined or left."""
-    state, voters = dataclasses.replace(state, proposer=proposer), state.head.voters
+    state, voters = replace(state, proposer=proposer), state.head.voters
     if proposer.joining:
         awaited = set(proposer.called) - proposer.gone
         if not is_quorum({voter for voter in voters if voter[0] in awaited}, voters):
@@ -303,47 +293,43 @@ def _end_joining(state: State, proposer: Proposer, now: float) -> Result:
     promised, voters = {(peer, join.incarnation) for peer, join in joins}, state.head.voters
     if not is_quorum(promised, voters):
         count = sum(voter in promised for voter in voters)
-        return _abort(
-            state, proposer,
-            f"{count} of {len(voters)} voters joined within {proposer.window_s:.1f} s: no quorum",
-        )  # fmt: skip
-    proposer = dataclasses.replace(proposer, joining=False, joins=joins, deadline_s=now + proposer.attempt_s)
+        reason = f"{count} of {len(voters)} voters joined within {proposer.window_s:.1f} s: no quorum"
+        return _abort(state, proposer, reason)
+    proposer = replace(proposer, joining=False, joins=joins, deadline_s=now + proposer.attempt_s)
     record = unfinished(joins, voters)
     if record is not None:
         return _propose(state, proposer, record)
-    return dataclasses.replace(state, proposer=proposer), (ev.Average(proposer.attempt, joins),)
+    return replace(state, proposer=proposer), (ev.Average(proposer.attempt, joins),)
 
 
 def _propose(state: State, proposer: Proposer, record: m.Record) -> Result:
-    state = dataclasses.replace(state, proposer=dataclasses.replace(proposer, record=record))
+    state = replace(state, proposer=replace(proposer, record=record))
     proposal = m.Propose(proposer.attempt, record)
     return state, tuple(ev.Send(peer, proposal) for peer, _ in proposer.joins if peer not in proposer.gone)
 
 
 def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready) -> Result:
-    record, voters = proposer.record, state.head.voters
-    if record is None or message.record_sha256 != record_sha256(record):
+    record, voter, voters = proposer.record, (sender, message.incarnation), state.head.voters
+    if record is None or message.record_sha256 != record_sha256(record) or voter not in voters:
         return state, ()
-    if (sender, message.incarnation) not in voters:
-        return state, ()
-    ready = proposer.ready | {(sender, message.incarnation)}
+    ready = proposer.ready | {voter}
     if is_quorum(ready, voters):
-        state, effects = _learn(dataclasses.replace(state, proposer=None), record)
+        state, effects = _learn(replace(state, proposer=None), record)
         return state, (ev.Broadcast(m.Commit(record)), *effects)
-    return dataclasses.replace(state, proposer=dataclasses.replace(proposer, ready=ready)), ()
+    return replace(state, proposer=replace(proposer, ready=ready)), ()
 
 
 def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = False) -> Result:
     abort = m.Abort(state.head.lineage, state.round, proposer.attempt, reason)
     tell = tuple(ev.Send(peer, abort) for peer in proposer.called)
-    return dataclasses.replace(state, proposer=None), (*tell, ev.LeaderEnded(proposer.attempt, reason, timed_out))
+    return replace(state, proposer=None), (*tell, ev.LeaderEnded(proposer.attempt, reason, timed_out))
 
 
 def _hear(state: State, sender: PeerId, record: m.Record, now: float) -> Result:
     """On a Commit: learn the record if it is our READY record, else ask the voters."""
-    if (record.lineage, record.round) != (state.head.lineage, state.round) or (sender, record) in state.learner.heard:
+    if (sender, record) in state.learner.heard:
         return state, ()
-    state, effects = _settle(dataclasses.replace(state, learner=state.learner.hear(sender, record, now)))
+    state, effects = _settle(replace(state, learner=state.learner.hear(sender, record, now)))
     return state, effects or _ask_voters(state)
 
 
@@ -354,15 +340,12 @@ def _ask_voters(state: State) -> tuple[ev.Effect, ...]:
 
 def _answer(state: State, sender: PeerId, inquiry: m.Inquire) -> tuple[ev.Effect, ...]:
     """Report what we accepted in this round, or committed in it or in the one before."""
-    head, attempt, record = state.head, state.acceptor.attempt, state.acceptor.record
-    if (inquiry.lineage, inquiry.round) == (head.lineage, state.round):
-        committed = state.learner.record
-    elif head.record is not None and (inquiry.lineage, inquiry.round) == (head.record.lineage, head.record.round):
-        committed = head.record
-    else:
-        return ()
-    if committed is not None:
-        attempt, record = None, committed
+    attempt, record, place = None, state.learner.record, (inquiry.lineage, inquiry.round)
+    if place != (state.head.lineage, state.round):
+        before = state.head.record
+        record = before if before is not None and place == (before.lineage, before.round) else None
+    elif record is None:
+        attempt, record = state.acceptor.attempt, state.acceptor.record
     if record is None:
         return ()
     accepted = m.Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, record_sha256(record))
@@ -373,7 +356,7 @@ def _on_claim(state: State, sender: PeerId, claim: m.Accepted) -> Result:
     voter = (sender, claim.incarnation)
     if voter not in state.head.voters:
         return state, ()
-    return _settle(dataclasses.replace(state, learner=state.learner.claim(voter, claim)))
+    return _settle(replace(state, learner=state.learner.claim(voter, claim)))
 
 
 def _settle(state: State) -> Result:
@@ -386,13 +369,13 @@ def _learn(state: State, record: m.Record) -> Result:
     effects: tuple[ev.Effect, ...] = ()
     if state.proposer is not None:
         state, effects = _abort(state, state.proposer, "another attempt was decided")
-    return dataclasses.replace(state, member=None, learner=Learner(record=record)), (*effects, ev.Learned(record))
+    return replace(state, member=None, learner=Learner(record=record)), (*effects, ev.Learned(record))
 
 
 def _lost(state: State, peer: PeerId, now: float) -> Result:
     effects: tuple[ev.Effect, ...] = ()
     if state.member is not None and state.member.attempt.leader == peer:
-        state, effects = _end_member(state, "the leader was lost")
+        state, effects = _end_member(state, state.member, "the leader was lost")
     if state.proposer is not None:
         state, more = _without(state, state.proposer, peer, "", now)
         effects += more
@@ -403,16 +386,15 @@ def _tick(state: State, now: float) -> Result:
     effects: tuple[ev.Effect, ...] = ()
     member, proposer, learner = state.member, state.proposer, state.learner
     if member is not None and now >= member.deadline_s:
-        state, more = _withdraw(state, member.attempt, "the leader did not answer in time")
+        state, more = _withdraw(state, member, "the leader did not answer in time")
         effects += more
     if proposer is not None and now >= proposer.deadline_s:
         if proposer.joining:
             state, more = _end_joining(state, proposer, now)
         else:
-            reason = f"not decided within {proposer.attempt_s:.0f} s"
-            state, more = _abort(state, proposer, reason, timed_out=True)
+            state, more = _abort(state, proposer, f"not decided within {proposer.attempt_s:.0f} s", timed_out=True)
         effects += more
     if learner.heard and now >= learner.ask_again_s:
         effects += (ev.Unproven(learner.heard[-1][1]),) if learner.gives_up else _ask_voters(state)
-        state = dataclasses.replace(state, learner=learner.asked(now))
+        state = replace(state, learner=learner.asked(now))
     return state, effects

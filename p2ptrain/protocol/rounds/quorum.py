@@ -1,11 +1,14 @@
-"""Voters and quorums: the contributors of a round are the voters of the next."""
+"""Voters, quorums, and the record that a quorum of promises binds a leader to.
+
+The contributors of a round are the voters of the next.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from p2ptrain.protocol.wire.messages import Record
+from p2ptrain.protocol.wire.messages import Join, Record
 from p2ptrain.protocol.wire.serialization import pack_value
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -31,3 +34,13 @@ def is_quorum(present: Collection[Voter], voters: Sequence[Voter]) -> bool:
     """Whether `present` has more than half of the voters, or half with the first. Any two quorums share a voter."""
     count = sum(voter in present for voter in voters)
     return 2 * count > len(voters) or (2 * count == len(voters) > 0 and voters[0] in present)
+
+
+def unfinished(joins: Iterable[tuple[PeerId, Join]], voters: Collection[Voter]) -> Record | None:
+    """The accepted record of the highest attempt: it may have been committed, and must be proposed unchanged."""
+    held = [
+        (join.ready_attempt, join.ready)
+        for peer, join in joins
+        if (peer, join.incarnation) in voters and join.ready_attempt is not None and join.ready is not None
+    ]
+    return max(held, key=lambda pair: pair[0])[1] if held else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from p2ptrain.protocol.rounds.learner import NOTHING_HEARD, Learner
@@ -98,15 +97,6 @@ class State:
 def begin(peer: PeerId, incarnation: str, head: Head, limits: Limits) -> State:
     """The state in which the round after `head` begins."""
     return State(peer, incarnation, head, limits)
-
-
-def restarted(state: State) -> State:
-    """The state that an incarnation must keep to continue after a restart: without current attempts.
-
-    For tests of that rule. A rebuilt node gets a new incarnation instead, and keeps nothing.
-    """
-    learner = Learner(record=state.learner.record)
-    return dataclasses.replace(state, member=None, proposer=None, learner=learner)
 
 
 def deadline_s(state: State) -> float:

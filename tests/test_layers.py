@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
 ]
 # The same of what is in protocol/: each may import those before it.
 PROTOCOL = (
-    "anchor", "faults", "incarnation", "wire", "links", "membership", "event_log", "exchange", "gossip", "rounds",
+    "anchor", "faults", "restarts", "wire", "links", "membership", "event_log", "exchange", "gossip", "rounds",
     "state_sync", "node",
 )  # fmt: skip
 RANK = {name: rank for rank, names in enumerate([LEAVES, *LAYERS]) for name in names}
@@ -138,8 +138,8 @@ def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
     """So that it is tested without a network, and is a function of what it is given."""
     rounds = PACKAGE / "protocol" / "rounds"
     names = (
-        "consensus", "events", "round_state", "learner", "quorum", "policy", "record", "leader_election", "timeouts",
-        "lineage",
+        "consensus", "events", "round_state", "learner", "quorum", "policy", "record", "schedule", "timeouts",
+        "lineage", "outer_step",
     )  # fmt: skip
     pure = [rounds / f"{name}.py" for name in names] + sorted((rounds / "averaging").glob("*.py"))
     assert len(pure) > len(names)

@@ -23,7 +23,7 @@ from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.p2p import LibP2P
-from p2ptrain.protocol.node.restarts import Restarts
+from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)

@@ -27,10 +27,10 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
-from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import KeptBuffers, NodeRunner
+from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 
@@ -101,7 +101,7 @@ class Peer:
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             own = incarnation_of(incarnation, number)
-            trains = number > 0 and self._runner.settled.ready.is_set()
+            trains = number > 0 and self._runner.last_ready.ready.is_set()
             model = KeptBuffers(self._parts) if trains else self._parts
             return Node(
                 network.transport, network.directory, self._exchange, model, self.run,
@@ -231,7 +231,7 @@ class Peer:
     @property
     def anchor_sha256(self) -> str:
         """Hash of the anchor; equal on all peers at the same round."""
-        return self._runner.settled.engine.head.anchor_sha256
+        return self._runner.last_ready.engine.head.anchor_sha256
 
     @property
     def status(self) -> str:
@@ -250,7 +250,7 @@ class Peer:
         return Watch(self._thread, observer, lambda: self._runner.with_links(observer.watch))
 
     def _sight(self) -> Sighting:
-        head = self._runner.settled.engine.head
+        head = self._runner.last_ready.engine.head
         speed = 1 / self._exchange.step_s if self._exchange.step_s else 0.0
         return Sighting(
             self.peer_id, True, self.status, False, self._exchange.run_step, head.round, head.lineage, speed
@@ -292,7 +292,7 @@ class Peer:
             TimeoutError: the network side did not answer within 120 s.
         """
         restored = from_dict(state, self._exchange.new_state())
-        state_sync = self._runner.settled.state_sync
+        state_sync = self._runner.last_ready.state_sync
         if not self._thread.run(state_sync.can_restore, restored, timeout_s=STATE_TIMEOUT_S):
             return False
         self._thread.start_soon(state_sync.restore, restored)
@@ -331,7 +331,7 @@ class Peer:
         began_s = time.monotonic()
         while not self._ended.wait(0.01):
             waited_s = time.monotonic() - began_s
-            if waited_s > (LANDING_S if self._runner.node.engine.resolving else at_least_s):
+            if waited_s > (LANDING_S if self._runner.node.engine.committer.resolving else at_least_s):
                 break
             self._exchange.idle()
 
@@ -361,7 +361,7 @@ class Peer:
         return status
 
     def _await_ready(self, on_status: Callable[[str], None]) -> None:
-        while not self._runner.settled.ready.is_set():
+        while not self._runner.last_ready.ready.is_set():
             if self.failure is not None:
                 raise self.failure
             node = self._runner.node
@@ -374,17 +374,17 @@ class Peer:
                     self._errors.note("calling on_status", error)
             self._exchange.idle()
             self._ended.wait(POLL_S)
-        self._founded = self._runner.settled.state_sync.founded
+        self._founded = self._runner.last_ready.state_sync.founded
 
     def _state_copy(self) -> dict[str, Any]:
         """A consistent copy of the agreed state; waits for a round that is being applied. Also works after leaving."""
-        node = self._runner.settled
+        node = self._runner.last_ready
         if self._left:
             return to_dict(node.engine.head, self.run_step, [vector.copy() for vector in node.state.vectors])
         return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
-        async with node.engine.state_lock:
+        async with node.engine.committer.lock:
             vectors = [await self._compute(vector.copy) for vector in node.state.vectors]
             return to_dict(node.engine.head, self.run_step, vectors)
 

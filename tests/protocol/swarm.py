@@ -22,9 +22,9 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.node.node import NO_FAULTS, Node
 from p2ptrain.protocol.node.runner import NodeRunner
+from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 

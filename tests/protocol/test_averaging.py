@@ -16,8 +16,8 @@ from p2ptrain.memory_network import Fault
 from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.commit import check_decodes
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Record, Reduced, Roster, RosterPart
 from p2ptrain.settings.config import AVERAGINGS, RunConfig

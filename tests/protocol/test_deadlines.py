@@ -25,7 +25,7 @@ from p2ptrain.protocol.rounds.timeouts import (
     MIN_ATTEMPT_S,
     REPORT_S,
     STALL_S,
-    Silences,
+    PeerBackoff,
     Timeouts,
 )
 from p2ptrain.protocol.wire.messages import (
@@ -295,7 +295,7 @@ class Host:
                     self.tell(to, message)
                 case Average(attempt, joins):
                     self.leader = AveragingLeader(
-                        self._context, Silences(), attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
+                        self._context, PeerBackoff(), attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
                     )
                     self._nursery.start_soon(self.leader.run, dict(joins))
                 case LeaderEnded():
@@ -352,7 +352,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
                 state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
             )  # fmt: skip
-            silences, plans = Silences(), []
+            backoff, plans = PeerBackoff(), []
 
             def tell(peer_id: str, message: Message) -> None:
                 if isinstance(message, Roster) and peer_id == "a":
@@ -364,7 +364,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                 attempt = Attempt(counter, "a", "a.1")
                 head = Host(nursery).head
                 leader = AveragingLeader(
-                    context, silences, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
+                    context, backoff, attempt, head, attempt_s=1000.0, rtt_s=0.0, tell=tell
                 )  # fmt: skip
 
                 async def report(leader: AveragingLeader = leader) -> None:

@@ -182,7 +182,7 @@ def test_a_node_that_fails_is_built_anew_where_it_stood(victim: str, caplog: pyt
             await stepping(s, peer, seconds=5)
             assert peer.current is not node
             await s.until(lambda: peer.current.ready.is_set(), within_s=30)
-            assert peer.runner.settled is peer.current
+            assert peer.runner.last_ready is peer.current
             assert peer.current.peer_id == victim
             assert peer.current.incarnation != incarnation
             assert peer.exchange.run_step >= position
@@ -215,7 +215,7 @@ def test_a_lone_founder_that_fails_goes_on_from_its_anchor() -> None:
     run_virtual(main)
 
 
-def test_a_node_that_fails_while_a_round_lands_brings_it_home_first() -> None:
+def test_a_node_that_fails_while_a_round_lands_lands_it_first() -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=SMALL) as s:
             await start_trio(s, restarts=True)

@@ -17,10 +17,9 @@ import trio
 
 from p2ptrain import memory_network as network
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds import commit, consensus, fetching
+from p2ptrain.protocol.rounds import commit, consensus, fetching, outer_step
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.averaging.parts import Parts
-from p2ptrain.protocol.rounds.calling import Caller
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.driver import RoundDriver
@@ -28,6 +27,7 @@ from p2ptrain.protocol.rounds.events import Averaged, Event, Held, MemberFailed,
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import PartStore
+from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import KIND_OF, Join
@@ -110,7 +110,7 @@ def in_the_worker(name: str, module: Any) -> Inject:
 
     def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
         node = fault.swarm.peers["b"].node
-        parts = node.engine.parts
+        parts = node.engine.context.parts
         fault.before(
             monkeypatch,
             module,
@@ -124,7 +124,7 @@ def in_the_worker(name: str, module: Any) -> Inject:
 def half_a_step(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """The outer step is interrupted after its first chunk."""
     state, calls = fault.swarm.peers["b"].node.state, []
-    step = commit.outer_step
+    step = outer_step.outer_step
 
     def struck(name: str, anchor: Any, *args: Any, **kwargs: Any) -> None:
         if anchor.base is state.anchor:
@@ -133,7 +133,7 @@ def half_a_step(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
                 fault.strike()
         step(name, anchor, *args, **kwargs)
 
-    monkeypatch.setattr(commit, "outer_step", struck)
+    monkeypatch.setattr(outer_step, "outer_step", struck)
 
 
 def on_landed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def out_of_time(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
 PHASES: dict[str, Inject] = {
     "snapshot asked for": method(SnapshotTaker, "take", of_engine("_taker")),
     "snapshot taken": method(SnapshotTaker, "arrive", of_engine("_taker")),
-    "participation begun": method(Attempts, "take_part", of_engine("_attempts")),
+    "participation begun": method(Attempts, "_take_part", of_engine("_attempts")),
     "join": method(Participation, "_join", of_context),
     "promise": event(Prepared),
     "plan of a member": method(Transfer, "__init__", lambda fault: lambda self, context, *_: context.peer_id == "b"),
@@ -187,7 +187,7 @@ PHASES: dict[str, Inject] = {
     "leader waits for contributions": method(AveragingLeader, "_await_contributions", of_context),
     "leader waits for reports": method(AveragingLeader, "_await_reports", of_context),
     "propose": event(Averaged),
-    "fetch": method(PartStore, "fetch", lambda fault: lambda self, *_: self is _engine(fault).parts),
+    "fetch": method(PartStore, "fetch", lambda fault: lambda self, *_: self is _engine(fault).context.parts),
     "check": in_the_worker("check_decodes", fetching),
     "accept": event(Held),
     "withdraw": withdrawing,
@@ -198,9 +198,9 @@ PHASES: dict[str, Inject] = {
     "new head": in_the_worker("head_of", commit),
     "landing": on_landed,
     "round told": round_ended,
-    "our turn": method(Caller, "is_ours_to_lead", of_context),
-    "due": method(Caller, "due", of_context),
-    "lead": method(Caller, "lead", of_context),
+    "our turn": method(Schedule, "is_ours_to_lead", of_context),
+    "due": method(Schedule, "due", of_context),
+    "lead": method(Schedule, "lead", of_context),
 }
 
 

@@ -47,7 +47,7 @@ def places_of(node: Node) -> list[tuple[str, int]]:
         places.append((head.lineage, head.round))
 
     node.engine.set_head = spy  # type: ignore[method-assign]
-    node.engine._outcomes._stand_at = spy
+    node.engine.committer._set_head = spy
     return places
 
 
@@ -100,10 +100,10 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
             engine = s.peers["b"].node.engine
             head = engine.head
             earlier = dataclasses.replace(head, round=head.round - 1)
-            assert not engine.may_stand_at(earlier)
-            assert engine.may_stand_at(dataclasses.replace(head, lineage="5-new"))
+            assert not engine.history.may_adopt(earlier)
+            assert engine.history.may_adopt(dataclasses.replace(head, lineage="5-new"))
             for place in (head, earlier):
-                with pytest.raises(AssertionError, match="stood at"):
+                with pytest.raises(AssertionError, match="our head before"):
                     engine.set_head(dataclasses.replace(place, tokens_total=10**15))
             assert engine.head is head
 
@@ -127,7 +127,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(a
                     )
                 honest(to, message)
 
-            honest, engine.tell = engine.tell, tell  # type: ignore[method-assign]
+            honest, engine._attempts.tell = engine._attempts.tell, tell  # type: ignore[method-assign]
             began = trio.current_time()
             await s.until(
                 lambda: all(

@@ -8,7 +8,7 @@ from typing import Any
 
 import trio
 
-from p2ptrain.protocol.rounds.lineage import MAX_JUMPS, QUORUM_LOST_S, LineageWatch, Places
+from p2ptrain.protocol.rounds.lineage import MAX_JUMPS, QUORUM_LOST_S, HeadHistory, LineageWatch
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual
@@ -43,8 +43,8 @@ def _link(name: str, incarnation: str = "1") -> Any:
 
 
 def watch(host: Host) -> LineageWatch:
-    watch = LineageWatch(Liveness((host.peer_id, host.incarnation), host.links, host))
-    watch.excuse(trio.current_time())
+    watch = LineageWatch(Liveness(host))
+    watch.reset(trio.current_time())
     return watch
 
 
@@ -81,7 +81,7 @@ def test_who_was_paused_gives_its_links_time_to_come_back() -> None:
         host = Host()
         lineage = watch(host)
         await trio.sleep(5 * QUORUM_LOST_S)  # in which it was not awake
-        lineage.excuse(trio.current_time())
+        lineage.reset(trio.current_time())
         assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
         host.linked["b"] = _link("b")
         await trio.sleep(5 * QUORUM_LOST_S)
@@ -108,29 +108,29 @@ def at(lineage: str, round_: int) -> Head:
     return dataclasses.replace(HEAD, lineage=lineage, round=round_)
 
 
-def test_nobody_stands_twice_at_one_place() -> None:
-    places, stood = Places(), []
+def test_no_head_is_had_twice() -> None:
+    history, stood = HeadHistory(), []
     # The second is in a far future that somebody made up: it closes no way back to where we have not been.
     for lineage, rounds in (("x", range(5, 9)), ("x", [10**9]), ("y", [8]), ("x", range(9, 12)), ("z", [-1, 0])):
         for round_ in rounds:
-            assert places.may_stand_at(at(lineage, round_))
-            places.note(at(lineage, round_))
+            assert history.may_adopt(at(lineage, round_))
+            history.note(at(lineage, round_))
             stood.append(at(lineage, round_))
-        assert not any(map(places.may_stand_at, stood))
-    assert len(places._stood) == 5
-    places.note(at("x", 20))
-    assert not places.may_stand_at(at("x", 13)), "behind us"
-    assert places.may_stand_at(at("x", 21))
+        assert not any(map(history.may_adopt, stood))
+    assert len(history._heads) == 5
+    history.note(at("x", 20))
+    assert not history.may_adopt(at("x", 13)), "behind us"
+    assert history.may_adopt(at("x", 21))
 
 
 def test_where_we_stood_takes_a_bounded_room() -> None:
-    places = Places()
+    history = HeadHistory()
     for number in range(MAX_JUMPS):
-        assert places.may_stand_at(at(str(number), 3))
-        places.note(at(str(number), 3))
-    assert not places.may_stand_at(at("another", 3))
-    assert not places.may_stand_at(at(str(number), 5))
+        assert history.may_adopt(at(str(number), 3))
+        history.note(at(str(number), 3))
+    assert not history.may_adopt(at("another", 3))
+    assert not history.may_adopt(at(str(number), 5))
     for round_ in range(4, 20):  # rounds go on
-        assert places.may_stand_at(at(str(number), round_))
-        places.note(at(str(number), round_))
-    assert len(places._stood) == MAX_JUMPS
+        assert history.may_adopt(at(str(number), round_))
+        history.note(at(str(number), round_))
+    assert len(history._heads) == MAX_JUMPS

@@ -12,7 +12,7 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.commit import check_record
+from p2ptrain.protocol.rounds.outer_step import check_record
 from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore
 from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig

@@ -12,7 +12,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership, encode_record
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
-from p2ptrain.protocol.rounds.leader_election import ANY_LEADER_EVERY, LeaderElection
+from p2ptrain.protocol.rounds.schedule import ANY_LEADER_EVERY, leader_of
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of
@@ -144,25 +144,27 @@ HEAD = Head("0-g", "0-g", 4, "", "", (("a", "1"), ("b", "1"), ("c", "1")), 0, 0,
 ALL = [("a", "1"), ("b", "1"), ("c", "1"), ("d", "1")]
 
 
-def leaders(reach: dict[str, int], attempts: int) -> list[set[str]]:
-    """Who takes the lead of each attempt to be its own; all voters are due."""
-    election = LeaderElection()
-    found = []
-    for counter in range(attempts):
-        election.counter = counter
-        election._due = {HEAD.round + 1: {"a", "b", "c"}}
-        found.append({peer for peer, _ in ALL if election.is_ours(peer, HEAD, ALL, reach)})
-    return found
+def leaders(reach: dict[str, int], present: list[tuple[str, str]] = ALL) -> list[str | None]:
+    """Who leads each of 60 attempts; all voters are due."""
+    return [leader_of(HEAD, counter, "abc", present, reach) for counter in range(60)]
 
 
 def test_who_reaches_most_voters_leads_and_should_that_fail_anybody() -> None:
-    assert all(len(who) == 1 for who in leaders(dict.fromkeys("abcd", 3), 60))
-    assert set().union(*leaders(dict.fromkeys("abcd", 3), 60)) == {"a", "b", "c"}
-    found = leaders({"a": 2, "b": 3, "c": 2, "d": 2}, 60)
+    assert set(leaders(dict.fromkeys("abcd", 3))) == {"a", "b", "c"}
+    found = leaders({"a": 2, "b": 3, "c": 2, "d": 2})
     for counter, who in enumerate(found):
-        assert len(who) == 1
-        assert who == {"b"} or counter % ANY_LEADER_EVERY == ANY_LEADER_EVERY - 1
-    assert set().union(*found) == {"a", "b", "c"}
+        assert who == "b" or counter % ANY_LEADER_EVERY == ANY_LEADER_EVERY - 1
+    assert set(found) == {"a", "b", "c"}
+
+
+def test_nobody_leads_before_half_of_the_voters_are_due() -> None:
+    assert leader_of(HEAD, 0, "ad", ALL, dict.fromkeys("abcd", 3)) is None
+    assert leader_of(HEAD, 0, "ab", ALL, dict.fromkeys("abcd", 3)) is not None
+
+
+def test_the_others_lead_where_the_peer_that_reaches_most_voters_is_ignored() -> None:
+    found = leaders({"a": 2, "b": 3, "c": 2, "d": 2}, [voter for voter in ALL if voter[0] != "b"])
+    assert set(found) == {"a", "c"}
 
 
 def test_two_who_cannot_reach_each_other_commit_every_round_with_a_third() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2ptrain.protocol.node.restarts import Restarts
+from p2ptrain.protocol.restarts import Restarts
 
 
 def test_each_restart_in_a_row_waits_for_its_time_and_then_it_is_given_up() -> None:

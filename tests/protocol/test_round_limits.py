@@ -258,7 +258,8 @@ def test_an_old_attempt_that_waits_for_a_worker_ends_only_itself() -> None:
             await trio.sleep(0.01)
             assert engine.round_state.member is not None
             assert engine.round_state.member.attempt == higher
-            assert engine._attempts.followed == higher
+            assert engine._attempts._member is not None
+            assert engine._attempts._member.attempt == higher
 
     run_virtual(main)
 
@@ -524,14 +525,14 @@ def test_a_commit_counts_only_when_the_voters_say_so() -> None:
 def test_a_stranger_replaces_no_call_that_waits_for_an_outcome_to_land() -> None:
     async def test(s: Swarm, x: Member) -> None:
         engine = s.peers["a"].node.engine
-        while engine.resolving:
+        while engine.committer.resolving:
             await trio.sleep(0.1)
         call = x.call(5)
-        engine._outcomes.resolving = True
+        engine.committer.resolving = True
         engine.deliver("b", call)
         for i in range(200):
             engine.deliver(f"stranger {i}", call)
-        held, engine._outcomes.resolving = dict(engine._deferred), False
+        held, engine.committer.resolving = dict(engine._deferred), False
         assert ("b", Call) in held
         assert len(held) == MAX_DEFERRED
         engine._deferred.clear()

@@ -317,13 +317,13 @@ def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
             await s.until(lambda: common(s, 1, 2), within_s=400)
             record = s.peers["a"].node.engine.head.record
             assert record is not None
-            kept = {name: peer.node.engine.parts._parts for name, peer in s.peers.items()}
+            kept = {name: peer.node.engine.context.parts._parts for name, peer in s.peers.items()}
             assert all(len(parts) == len(record.parts) == 2 for parts in kept.values())
             await trio.sleep(40)
             for name, peer in s.peers.items():
                 own = {part.sha256 for part in record.parts if part.reducer == name}
-                assert set(peer.node.engine.parts._parts) == own
+                assert set(peer.node.engine.context.parts._parts) == own
             # A late member still finds every part.
-            await s.peers["b"].node.engine.parts.fetch(record, ["a"])
+            await s.peers["b"].node.engine.context.parts.fetch(record, ["a"])
 
     run_virtual(main)

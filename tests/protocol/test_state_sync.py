@@ -21,8 +21,8 @@ from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.commit import Progress, step_chunks
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.outer_step import Progress, step_chunks
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head

@@ -18,9 +18,9 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.incarnation import incarnation_of
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
+from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import NoBuffers, Shapes
@@ -82,7 +82,7 @@ class ThreadedPeer:
     def _train(self) -> None:
         try:
             while not self.done.is_set():
-                if self.runner.settled.ready.is_set():
+                if self.runner.last_ready.ready.is_set():
                     for tensor in self.tensors:
                         tensor.mul_(0.999)
                     self.exchange.step(16)

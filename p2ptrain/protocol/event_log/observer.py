@@ -17,10 +17,10 @@ from p2ptrain.error_log import Containment, ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import Event, Page, parse_page
-from p2ptrain.protocol.incarnation import process_of
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
+from p2ptrain.protocol.restarts import process_of
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 
 logger = logging.getLogger(__name__)

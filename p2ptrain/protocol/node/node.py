@@ -26,11 +26,10 @@ from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership, encode_record
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
-from p2ptrain.protocol.rounds.context import context_of
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
-from p2ptrain.protocol.wire.messages import Answer, Beat, Fragment, Hello, Leave, Message, Request
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Message, Request
 from p2ptrain.protocol.wire.serialization import pack_value
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
@@ -113,12 +112,11 @@ class Node:
             self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng,
             lambda: transport.maddrs,
         )  # fmt: skip
-        context = context_of(self.peer_id, incarnation, run, self.links, exchange, self.state, compute, errors)
-        self.engine = RoundDriver(context, self, self, faults, rng)
+        self.engine = RoundDriver(self, exchange, faults, rng, errors)
         self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
         self._gossip = Gossip(self, exchange, rng, errors) if run.fragment_fraction > 0 else None
         self._server = StateServer(
-            self.state, lambda: self.engine.head, lambda: self.engine.busy, model.buffers, compute
+            self.state, lambda: self.engine.head, lambda: self.engine.committer.stepping, model.buffers, compute
         )
         self._departed: dict[PeerId, None] = {}  # oldest first
         self._serving: Counter[PeerId] = Counter()
@@ -230,8 +228,8 @@ class Node:
         head = self.engine.head
         return Beat(
             sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
-            self.status,
-            1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2), self.engine.reach,
+            self.status, 1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2),
+            self.engine.context.liveness.reach(head),
         )  # fmt: skip
 
     def on_link(self, link: Link) -> None:
@@ -267,17 +265,21 @@ class Node:
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs)
                 if self.ready.is_set():
-                    self.state_sync.compare(link, message)
+                    self.state_sync.on_beat(link, message)
             case Fragment():
                 if self._gossip is None:
                     raise WireError("a fragment in a run without gossip")
                 if self.ready.is_set():
                     await self._gossip.on_fragment(link, message, payload)
-            case _ if payload and type(message).__name__ != "Contribution":
-                raise WireError(f"{type(message).__name__} with a payload")
-            case _:
-                if type(message).__name__ != "Ack" and self.ready.is_set():
+            case Contribution():
+                if self.ready.is_set():
                     self.engine.deliver(link.peer_id, message, payload)
+            case _ if payload:
+                raise WireError(f"{type(message).__name__} with a payload")
+            case Ack():
+                pass
+            case _ if self.ready.is_set():
+                self.engine.deliver(link.peer_id, message)
 
     def _note_departed(self, peer_id: PeerId) -> None:
         self._departed[peer_id] = None
@@ -314,9 +316,9 @@ class Node:
         elif link.hello.role != TRAINER:
             link.send(Answer(request.request, False, "for members of the run"))
         elif request.what == "part":
-            await self.engine.parts.serve(link, request)
+            await self.engine.context.parts.serve(link, request)
         elif request.what == "record":
-            record = self.engine.parts.record(request.subject, request.index)
+            record = self.engine.context.parts.record(request.subject, request.index)
             payload = pack_value(record) if record else b""
             await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
         else:

@@ -16,7 +16,7 @@ from p2ptrain.errors import ConfigError, NetworkFailedError
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.node.restarts import Restarts
+from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored
 from p2ptrain.protocol.wire.transport import Compute
 
@@ -53,14 +53,14 @@ class NodeRunner:
 
     Attributes:
         node: the current or last node.
-        settled: the last node that held the run's state; checkpoints take its anchor.
+        last_ready: the last node that held the run's state, or the first one; checkpoints take its anchor.
         failure: why no more node is started; None while one runs or is being restarted.
     """
 
     def __init__(
         self, build: BuildNode, exchange: Exchange, compute: Compute, *, may_found: bool, restored: Restored | None
     ) -> None:
-        self.node = self.settled = build(may_found, restored, 0)
+        self.node = self.last_ready = build(may_found, restored, 0)
         self.failure: Exception | None = None
         self._build = build
         self._exchange = exchange
@@ -95,7 +95,7 @@ class NodeRunner:
             error = await self._live()
             self._exchange.detach()
             cause = innermost(error)
-            if isinstance(cause, ConfigError) and not self.settled.ready.is_set():
+            if isinstance(cause, ConfigError) and not self.last_ready.ready.is_set():
                 self.failure = cause
                 return
             delay_s = restarts.next_delay_s(trio.current_time() - began_s)
@@ -122,7 +122,7 @@ class NodeRunner:
             if self._restarting:
                 await self._rebuild()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._note_settled, self.node)
+                nursery.start_soon(self._note_ready, self.node)
                 await self.node.run_forever()
         except* Exception as errors:
             ended = errors
@@ -142,13 +142,13 @@ class NodeRunner:
         replaced, self._replaced = self._replaced, trio.Event()
         replaced.set()
 
-    async def _note_settled(self, node: Node) -> None:
+    async def _note_ready(self, node: Node) -> None:
         await node.ready.wait()
-        self.settled = node
+        self.last_ready = node
 
     async def _remembered(self) -> Restored | None:
         """The state of the last node; None if it ended in the middle of changing it."""
-        node = self.settled
+        node = self.last_ready
         if not node.ready.is_set():
             return self._restored
         await self._compute(node.state.rehash)

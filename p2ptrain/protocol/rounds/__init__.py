@@ -4,15 +4,15 @@ It has three parts:
 
 - **Decisions** are pure. `consensus` is single-decree Paxos for each (lineage, round): `step(state, event, now)`
   returns the new state and a list of effects (`events`); `quorum` defines voters and quorums. `policy` decides who is
-  in the mean, with which weight, and who averages; `record` builds the record; `leader_election` decides who leads;
-  `timeouts` how long to wait; `lineage` when the voters are gone for good.
+  in the mean, with which weight, and who averages; `record` builds the record; `schedule` decides when we are due and
+  who leads; `timeouts` how long to wait; `lineage` when the voters are gone for good.
 - **Averaging** is a strategy: `averaging` has the interface and one file per strategy. The consensus does not depend
   on it.
-- **The driver** connects both to links, clock and training thread. `driver` passes messages and time to the consensus
-  (through `runner`) and carries out its effects, in tasks (`attempts`): `member` takes part in one attempt (`snapshot`
+- **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
+  `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
   and `contribution` hold its outer gradient, `transfer` and `collection` send and receive chunks), `leader` leads the
-  averaging of one, `outcome` applies a decided round (`fetching` its bytes, `commit` its outer step and landing).
-  `calling` decides when we are due and when we lead; `liveness` lists the live peers.
+  averaging of one. `commit` applies a decided round: `fetching` gets its bytes, `outer_step` changes the anchor.
+  `liveness` lists the live peers.
 
 The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers → Reduce → Reduced →
 `record` → Propose → fetch, Ready → Commit → outer step → landing in `peer.step()`.

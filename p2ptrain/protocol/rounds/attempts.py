@@ -1,131 +1,321 @@
-"""The current attempts: at most one that we take part in, and one that we lead.
+"""The consensus of the round after the head, and the tasks of its attempts.
 
-Each runs in its own task. An error in one is reported to the consensus, and affects no other.
+Events go to `consensus.step` one at a time. Its effects become messages, and tasks: at most one attempt that we take
+part in, and one that we lead. An error in a task or an effect is reported to the consensus, and costs that attempt.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+import dataclasses
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 
 import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.events import Average, Averaged, Event, Fetch, LeaderFailed, MemberFailed, Prepare
+from p2ptrain.protocol.exchange.types import Epoch, RoundReport, Snapshot
+from p2ptrain.protocol.rounds import consensus, policy
+from p2ptrain.protocol.rounds import events as ev
+from p2ptrain.protocol.rounds.commit import Committer
+from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.round_state import State, begin
+from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, Silences
+from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
+logger = logging.getLogger(__name__)
+
+# Attempts at one round before it is skipped (guess).
+MAX_ATTEMPTS = 3
+
 
 class Attempts:
-    """Starts and ends attempts, and delivers messages to them.
+    """Decides one round at a time. `begin` starts the next.
 
     Args:
-        fetch: fetches all parts of a record; raises RoundFailedError, PeerLostError or WireError.
-        apply: passes an event to the consensus.
+        deliver: takes messages to ourselves.
+        changed: called when there may be something new to do or to wait for.
+
+    Attributes:
+        state: of the consensus.
+        failed: attempts at this round that ended for us without an outcome.
     """
 
     def __init__(
-        self, context: RoundContext, taker: SnapshotTaker, silences: Silences, *,
-        fetch: Callable[[m.Record], Awaitable[None]], tell: Tell, apply: Callable[[Event], None],
+        self, context: RoundContext, head: m.Head, taker: SnapshotTaker, schedule: Schedule, committer: Committer, *,
+        deliver: Callable[[PeerId, m.Message], None], changed: Callable[[], None], start_soon: StartSoon,
     ) -> None:  # fmt: skip
+        self.failed = 0
         self._context = context
         self._taker = taker
-        self._silences = silences
-        self._fetch = fetch
-        self._tell = tell
-        self._apply = apply
+        self._schedule = schedule
+        self._committer = committer
+        self._deliver = deliver
+        self._changed = changed
+        self._start_soon = start_soon
+        self._reducers = PeerBackoff()
+        self._failed_of: Counter[PeerId] = Counter()
         self._member: Participation | None = None
         self._leader: AveragingLeader | None = None
-        self._nursery: trio.Nursery | None = None
+        self._queue: deque[ev.Event] = deque()
+        self._running = False
+        self.state = self._first_state(head)
+        context.parts.accepted = lambda: self.state.acceptor.record
+        context.exchange.on_snapshot = self._on_snapshot
 
-    def start(self, nursery: trio.Nursery) -> None:
-        """Start tasks in this nursery from now on."""
-        self._nursery = nursery
+    def _first_state(self, head: m.Head) -> State:
+        return begin(*self._context.liveness.own, head, self._context.timeouts.limits(0.0, 0.0))
 
-    @property
-    def followed(self) -> m.Attempt | None:
-        """The attempt that we take part in."""
-        return self._member.attempt if self._member is not None else None
+    def begin(self, head: m.Head) -> None:
+        """Begin the round after a new head. Forgets what was promised and accepted."""
+        self.give_up("its state has changed")
+        self.state = self._first_state(head)
+        self._forget_snapshot()
 
     @property
     def stage(self) -> str:
         """The stage of the attempt that we take part in, as text; empty if there is none."""
         return self._member.stage if self._member is not None else ""
 
-    def take_part(self, effect: Prepare, head: m.Head) -> None:
-        """Take part in this attempt only."""
-        assert self._nursery is not None
-        self.end_member()
-        self._member = Participation(
-            self._context, effect.attempt, head, self._taker, fetch=self._fetch, tell=self._tell, apply=self._apply
-        )
-        self._nursery.start_soon(self._member.run, effect.window_s)
+    def give_up(self, reason: str) -> None:
+        """Leave our attempts; the other peers in them are told."""
+        self._end_member()
+        self._end_leader()
+        if self.state.proposer is not None:
+            self.apply(ev.LeaderFailed(self.state.proposer.attempt, reason))
+        if self.state.member is not None:
+            self.apply(ev.MemberFailed(self.state.member.attempt, reason))
 
-    def fetch(self, effect: Fetch) -> None:
-        """Fetch the proposed record."""
-        if self._member is not None and self._member.attempt == effect.attempt:
-            self._member.deliver(effect)
-
-    def lead(self, effect: Average, head: m.Head, attempt_s: float, rtt_s: float) -> None:
-        """Lead the averaging of our attempt."""
-        assert self._nursery is not None
-        self.end_leader()
-        self._leader = AveragingLeader(
-            self._context, self._silences, effect.attempt, head, attempt_s=attempt_s, rtt_s=rtt_s, tell=self._tell
-        )
-        self._nursery.start_soon(self._average, self._leader, dict(effect.joins))
-
-    async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:
-        with leader.scope:
-            try:
-                self._apply(Averaged(leader.attempt, await leader.run(joins)))
-            except RoundFailedError as error:
-                self._apply(LeaderFailed(leader.attempt, str(error)))
-            except Exception as error:
-                self._context.errors.note(f"attempt {leader.attempt.counter} of ours ended", error)
-                self._apply(LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
-
-    def end_member(self) -> None:
-        """Stop taking part."""
+    def _end_member(self) -> None:
         if self._member is not None:
             self._member.scope.cancel()
             self._member = None
 
-    def end_leader(self) -> None:
-        """Stop leading."""
+    def _end_leader(self) -> None:
         if self._leader is not None:
             self._leader.scope.cancel()
             self._leader = None
 
-    def deliver(self, sender: PeerId, message: m.Message, payload: bytes) -> None:
-        """Deliver a message to its attempt. Raises WireError if it breaks the protocol."""
-        member, leader = self._member, self._leader
+    def _forget_snapshot(self) -> None:
+        self.failed = 0
+        self._taker.forget()
+
+    # Events of the consensus.
+
+    def apply(self, event: ev.Event) -> None:
+        """Pass an event of our own to the consensus; nothing is raised."""
+        self._queue.append(event)
+        if not self._running:
+            self._running = True
+            self._run_queue(self.state)
+
+    def _receive(self, sender: PeerId, message: m.Message) -> None:
+        """Pass a message to the consensus. Raises WireError if it breaks a rule; the state is unchanged then."""
+        event = ev.Received(sender, message)
+        if self._running:
+            self._queue.append(event)
+            return
+        self._running, before = True, self.state
+        try:
+            self._step(event)
+        finally:
+            self._run_queue(before)
+
+    def _run_queue(self, before: State) -> None:
+        while self._queue:
+            event = self._queue.popleft()
+            try:
+                self._step(event)
+            except Exception as error:
+                # Our bug, or a message of our own that breaks a rule. It costs the attempt that it belongs to.
+                self._context.errors.note(f"{type(event).__name__} could not be applied", error)
+                match event:
+                    case ev.Prepared(attempt, _) | ev.Held(attempt, _):
+                        self._queue.append(ev.MemberFailed(attempt, "unexpected error"))
+                    case ev.Averaged(attempt, _):
+                        self._queue.append(ev.LeaderFailed(attempt, "unexpected error"))
+        self._running = False
+        now = self.state
+        if (before.member, before.proposer, before.learner) != (now.member, now.proposer, now.learner):
+            self._changed()
+
+    def _step(self, event: ev.Event) -> None:
+        # What an effect causes at once, such as a message to ourselves, is queued until all effects are done.
+        self.state, effects = consensus.step(self.state, event, trio.current_time())
+        for effect in effects:
+            try:
+                self._carry_out(effect, event)
+            except Exception as error:
+                self._context.errors.note(f"{type(effect).__name__} could not be carried out", error)
+                match effect:
+                    case ev.Prepare(attempt, _) | ev.Fetch(attempt, _) | ev.Send(_, m.Join(attempt=attempt)):
+                        self.apply(ev.MemberFailed(attempt, "unexpected error"))
+                    case ev.Average(attempt, _):
+                        self.apply(ev.LeaderFailed(attempt, "unexpected error"))
+
+    # Effects of the consensus.
+
+    def _carry_out(self, effect: ev.Effect, cause: ev.Event) -> None:
+        match effect:
+            case ev.Send(to, message):
+                self.tell(to, message)
+            case ev.Broadcast(message):
+                for peer_id in self._context.host.trainers():
+                    self.tell(peer_id, message)
+            case ev.Prepare(attempt, window_s):
+                self._take_part(attempt, window_s)
+            case ev.Fetch(attempt):
+                if self._member is not None and self._member.attempt == attempt:
+                    self._member.deliver(effect)
+            case ev.Average(attempt, joins):
+                self._lead(attempt, dict(joins))
+            case ev.MemberEnded():
+                self._on_member_ended(effect, timed_out=isinstance(cause, ev.Tick))
+            case ev.LeaderEnded():
+                logger.info("round %d, attempt %d: %s", self.state.round, effect.attempt.counter, effect.reason)
+                self._schedule.note_led(trio.current_time(), timed_out=effect.timed_out)
+                self._end_leader()
+                self._changed()
+            case ev.Learned(record):
+                if self._member is not None:
+                    # Only the leader of the attempt that was decided gets another chance.
+                    leader = self._member.attempt.leader
+                    self._schedule.leaders.forget(leader)
+                    self._failed_of.pop(leader, None)
+                self._end_member()
+                self._end_leader()
+                self._committer.apply(record)
+            case ev.Unproven(record):
+                self._context.host.fall_behind(f"round {record.round}: no quorum says that it was committed")
+
+    def tell(self, peer_id: PeerId, message: m.Message) -> None:
+        """Send a control message, also to ourselves; dropped if the peer is not linked."""
+        if peer_id == self._context.peer_id:
+            self._deliver(peer_id, message)
+        elif (link := self._context.links.get(peer_id)) is not None:
+            link.send(message)
+
+    def _take_part(self, attempt: m.Attempt, window_s: float) -> None:
+        if self.failed == 0:
+            self._taker.begin()
+        self._end_member()
+        self._member = Participation(
+            self._context, attempt, self.state.head, self._taker,
+            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply,
+        )  # fmt: skip
+        self._start_soon(self._member.run, window_s)
+
+    def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
+        assert self.state.proposer is not None
+        self._end_leader()
+        self._leader = AveragingLeader(
+            self._context, self._reducers, attempt, self.state.head, attempt_s=self.state.proposer.attempt_s,
+            rtt_s=self._context.liveness.round_trip_s(), tell=self.tell,
+        )  # fmt: skip
+        self._start_soon(self._average, self._leader, joins)
+
+    async def _average(self, leader: AveragingLeader, joins: dict[PeerId, m.Join]) -> None:
+        with leader.scope:
+            try:
+                self.apply(ev.Averaged(leader.attempt, await leader.run(joins)))
+            except RoundFailedError as error:
+                self.apply(ev.LeaderFailed(leader.attempt, str(error)))
+            except Exception as error:
+                self._context.errors.note(f"attempt {leader.attempt.counter} of ours ended", error)
+                self.apply(ev.LeaderFailed(leader.attempt, f"unexpected error: {error!r}"))
+
+    def _on_member_ended(self, effect: ev.MemberEnded, *, timed_out: bool) -> None:
+        if self._member is None or self._member.attempt != effect.attempt:
+            return
+        leader, superseded = effect.attempt.leader, self.state.member is not None
+        self._end_member()
+        self._context.parts.end_attempt()
+        if not superseded:
+            self.failed += 1
+            self._failed_of[leader] += 1
+        if timed_out or self._failed_of[leader] >= MAX_ATTEMPTS:
+            self._schedule.ignore(leader, trio.current_time())
+        if not superseded and self.failed >= MAX_ATTEMPTS and self.state.acceptor.record is None:
+            self._skip(effect.reason)
+        self._changed()
+
+    def _skip(self, reason: str) -> None:
+        """Skip the round: weights and progress stay, and the next one is due an interval later."""
+        self._forget_snapshot()
+        self._context.exchange.postpone()
+        self._schedule.skip(self.state.round)
+        head = self.state.head
+        self._context.host.round_ended(
+            RoundReport(self.state.round, "skipped", head.lineage, parent_sha256=head.state_sha256, reason=reason)
+        )
+
+    # Messages, links and snapshots.
+
+    def receive(self, sender: PeerId, message: m.Message, payload: bytes = b"") -> None:
+        """Deliver a message to the consensus, or to its attempt. Raises WireError if it breaks a rule."""
         match message:
-            case m.Roster(attempt=attempt) | m.Reduce(attempt=attempt):
-                if member is not None and attempt == member.attempt and sender == attempt.leader:
-                    if isinstance(message, m.Roster):
-                        policy.check_roster(message, self._context.peer_id)
-                        self._context.averaging.check_plan(message, self._context.state.num_blocks)
-                    member.deliver(message)
-            case m.Contribution(attempt=attempt):
-                if member is not None and attempt == member.attempt:
-                    with self._containing(member):
-                        member.contribute(sender, message, payload)
-            case m.Arrived(attempt=attempt) | m.Reduced(attempt=attempt):
-                if leader is not None and attempt == leader.attempt:
-                    leader.deliver(sender, message)
-            case m.Withdraw(attempt=attempt):
-                if leader is not None and attempt == leader.attempt:
-                    leader.note_gone(sender, message.reason)
-            case m.Refuse(attempt=attempt):
-                if leader is not None and attempt == leader.attempt:
-                    leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
+            case m.Reduce() | m.Contribution() | m.Arrived() | m.Reduced():
+                pass
+            case m.Call():
+                self._on_call(sender, message)
+            case _:
+                self._receive(sender, message)
+        match message:
+            case m.Commit(record) if self.state.learner.heard:
+                self._committer.fetcher.prefetch(record)
+            case m.Join(attempt=attempt):
+                if attempt.leader == self._context.peer_id and attempt.counter == self.state.highest:
+                    self._schedule.note_join(trio.current_time())
+            case m.Roster() | m.Reduce() | m.Contribution():
+                if self._member is not None and message.attempt == self._member.attempt:
+                    self._to_member(self._member, sender, message, payload)
+            case m.Arrived() | m.Reduced() | m.Withdraw() | m.Refuse():
+                if self._leader is not None and message.attempt == self._leader.attempt:
+                    self._to_leader(self._leader, sender, message)
+
+    def _on_call(self, sender: PeerId, call: m.Call) -> None:
+        schedule, liveness, member = self._schedule, self._context.liveness, self.state.member
+        now = trio.current_time()
+        if member is not None and member.attempt.leader == sender and member.attempt < call.attempt:
+            # It has not ended the attempt before: no other peer should wait for it.
+            schedule.ignore(sender, now)
+            if sender != self._context.peer_id:
+                self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
+        if sender in schedule.leaders.backed_off(now):
+            return
+        limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())
+        self.state = dataclasses.replace(self.state, limits=limits)
+        self._receive(sender, call)
+        schedule.counter = max(schedule.counter, min(call.attempt.counter, self.state.highest))
+
+    def _to_member(
+        self, member: Participation, sender: PeerId, message: m.Roster | m.Reduce | m.Contribution, payload: bytes
+    ) -> None:
+        if isinstance(message, m.Contribution):
+            with self._containing(member):
+                member.contribute(sender, message, payload)
+        elif sender == member.attempt.leader:
+            if isinstance(message, m.Roster):
+                policy.check_roster(message, self._context.peer_id)
+                self._context.averaging.check_plan(message, self._context.state.num_blocks)
+            member.deliver(message)
+
+    def _to_leader(
+        self, leader: AveragingLeader, sender: PeerId, message: m.Arrived | m.Reduced | m.Withdraw | m.Refuse
+    ) -> None:
+        match message:
+            case m.Withdraw(reason=reason):
+                leader.note_gone(sender, reason)
+            case m.Refuse():
+                leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
+            case _:
+                leader.deliver(sender, message)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
@@ -134,9 +324,15 @@ class Attempts:
                 self._member.note_lost(peer_id)
         if self._leader is not None:
             self._leader.note_gone(peer_id, "it was lost")
+        self.apply(ev.Lost(peer_id))
+        self._changed()
 
-    def give_up_stalled(self) -> None:
-        """Exclude senders that make no progress; called a few times a second."""
+    def exclude_stalled(self) -> None:
+        """Exclude members that send nothing, or leave the attempt of a lost leader; called a few times a second."""
+        if self._member is None:
+            return
+        if not self._context.liveness.is_linked(self._member.attempt.leader):
+            self.note_lost(self._member.attempt.leader)
         if self._member is not None:
             with self._containing(self._member):
                 self._member.give_up_stalled()
@@ -150,4 +346,13 @@ class Attempts:
             raise
         except Exception as error:
             self._context.errors.note(f"attempt {member.attempt.counter} ended for us", error)
-            self._apply(MemberFailed(member.attempt, f"unexpected error: {error!r}"))
+            self.apply(ev.MemberFailed(member.attempt, f"unexpected error: {error!r}"))
+
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
+        # One that was requested before the head changed belongs to no round any more.
+        if snapshot.epoch == Epoch(self.state.head.lineage, self.state.head.round):
+            try:
+                self._taker.arrive(snapshot)
+            except Exception as error:
+                # Our bug. We join without one.
+                self._context.errors.note(f"the snapshot of round {self.state.round} is lost", error)

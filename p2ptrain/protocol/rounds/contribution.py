@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.protocol.exchange.types import Snapshot
 
 # Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
 ERROR_DECAY = np.float32(0.95)
@@ -20,8 +20,8 @@ CHUNKS_PER_VISIT = 16
 class OwnContribution:
     """A snapshot and its encoded chunks.
 
-    `buffer` holds the snapshot's weights until a chunk is encoded, then the decoded chunk, and at the end (after
-    `commit.step_chunks`) the change to add to the live weights. With an error buffer it holds anchor − weights in
+    `snapshot.weights` holds the weights until a chunk is encoded, then the decoded chunk, and at the end (after
+    `outer_step.step_chunks`) the change to add to the live weights. With an error buffer it holds anchor − weights in
     between, so that the live weights become the new anchor: unsent values are then in `next_error`, not in the weights.
 
     Attributes:
@@ -29,12 +29,7 @@ class OwnContribution:
         next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
-    buffer: torch.Tensor
-    tokens: int
-    steps: int
-    run_step: int
-    at_length: bool
-    held_s: float
+    snapshot: Snapshot
     chunks: dict[int, bytes] = field(default_factory=dict)
     error: np.ndarray | None = None
     next_error: np.ndarray | None = None
@@ -42,10 +37,9 @@ class OwnContribution:
     def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
         """Encode these chunks of anchor − weights, unless already encoded. Call it in a worker thread.
 
-        Heavy: call it in a worker thread. Raises ValueError with the reason if the weights are not finite or too far
-        from the anchor.
+        Raises ValueError with the reason if the weights are not finite or too far from the anchor.
         """
-        weights = self.buffer.numpy()
+        weights = self.snapshot.weights.numpy()
         for start, stop in bounds:
             if start in self.chunks:
                 continue

@@ -2,76 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable
 
 import trio
 
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging
-from p2ptrain.protocol.rounds.commit import check_decodes
-from p2ptrain.protocol.rounds.part_store import PartStore
-from p2ptrain.protocol.rounds.quorum import record_sha256
-from p2ptrain.protocol.wire.messages import Record
-from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.outer_step import check_decodes, check_record
+from p2ptrain.protocol.wire.messages import Head, Record
+
+logger = logging.getLogger(__name__)
 
 
 class _Fetch:
     """The fetch of one record's parts. `error` is its result; before the end, that it was cancelled."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, record: Record) -> None:
+        self.record = record
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
         self.error: Exception | None = RoundFailedError("another round came first")
 
 
 class RecordFetcher:
-    """Runs at most one fetch, which continues when its waiters are cancelled."""
+    """Runs at most one fetch, which continues when its waiters are cancelled.
 
-    def __init__(self, parts: PartStore, averaging: Averaging, compute: Compute, errors: ErrorLog) -> None:
-        self._parts = parts
-        self._averaging = averaging
-        self._compute = compute
-        self._errors = errors
+    Args:
+        head: the head that records must follow.
+        changed: called when `unavailable` has changed.
+
+    Attributes:
+        unavailable: a record that a peer sent as committed, and whose parts no peer has.
+    """
+
+    def __init__(
+        self, context: RoundContext, head: Callable[[], Head], changed: Callable[[], None], start_soon: StartSoon
+    ) -> None:
+        self.unavailable: Record | None = None
+        self._context = context
+        self._head = head
+        self._changed = changed
+        self._start_soon = start_soon
         self._current: _Fetch | None = None
-
-    async def fetch(self, record: Record, others: Sequence[PeerId], nursery: trio.Nursery) -> None:
-        """Fetch all parts of a record, verified by hash and decodable; in a task of `nursery`.
-
-        Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
-        """
-        name = record_sha256(record)
-        if self._current is None or self._current.name != name:
-            self.cancel()
-            self._current = _Fetch(name)
-            nursery.start_soon(self._run, self._current, record, others)
-        fetch = self._current
-        await fetch.ended.wait()
-        if fetch.error is not None:
-            raise fetch.error
 
     @property
     def needed(self) -> bool:
         """Whether parts must be kept: of a record that is being fetched, or was fetched and may still be committed."""
         return self._current is not None
 
-    def cancel(self) -> None:
-        """Stop fetching: the parts are no longer needed."""
+    def forget(self) -> None:
+        """After a new head: stop fetching, as the parts are no longer needed."""
+        self.unavailable = None
+        self._cancel()
+
+    def _cancel(self) -> None:
         if self._current is not None:
             self._current.scope.cancel()
             self._current = None
 
-    async def _run(self, fetch: _Fetch, record: Record, others: Sequence[PeerId]) -> None:
+    async def fetch(self, record: Record) -> None:
+        """Fetch all parts of a record that follows the head, verified by hash and decodable.
+
+        Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
+        """
+        check_record(record, self._context.state, self._context.averaging)
+        if record.parent_sha256 != self._head().state_sha256:
+            raise RoundFailedError("the record starts from another state than ours")
+        if self._current is None or self._current.record != record:
+            self._cancel()
+            self._current = _Fetch(record)
+            self._start_soon(self._run, self._current)
+        fetch = self._current
+        await fetch.ended.wait()
+        if fetch.error is not None:
+            raise fetch.error
+
+    def prefetch(self, record: Record) -> None:
+        """Fetch the parts of a record that may have been committed, unless others are needed."""
+        if not self.needed:
+            self._start_soon(self._prefetch, record)
+
+    async def _prefetch(self, record: Record) -> None:
+        try:
+            await self.fetch(record)
+        except (RoundFailedError, PeerLostError, WireError) as error:
+            logger.debug("round %d: %s", record.round, error)
+            if isinstance(error, PeerLostError):
+                self.unavailable = record
+                self._changed()
+        except Exception as error:
+            self._context.errors.note(f"fetching the parts of round {record.round}", error)
+
+    async def _run(self, fetch: _Fetch) -> None:
+        context, record = self._context, fetch.record
         with fetch.scope:
             try:
-                await self._parts.fetch(record, others)
-                for span in self._averaging.spans(record):
-                    await self._compute(check_decodes, self._averaging, record, self._parts.get, span)
+                await context.parts.fetch(record, context.host.trainers())
+                for span in context.averaging.spans(record):
+                    await context.compute(check_decodes, context.averaging, record, context.parts.get, span)
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error
             except Exception as error:
-                self._errors.note(f"fetching the parts of round {record.round}", error)
+                context.errors.note(f"fetching the parts of round {record.round}", error)
                 fetch.error = RoundFailedError(f"unexpected error: {error!r}")
             else:
                 fetch.error = None

@@ -17,7 +17,7 @@ from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.record import record_of
-from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, Silences
+from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -35,13 +35,13 @@ class AveragingLeader:
     """One attempt, led by this peer. `deliver` and `note_gone` are called while `run` runs."""
 
     def __init__(
-        self, context: RoundContext, silences: Silences, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
+        self, context: RoundContext, backoff: PeerBackoff, attempt: m.Attempt, head: m.Head, *, attempt_s: float,
         rtt_s: float, tell: Tell,
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.scope = trio.CancelScope()
         self._context = context
-        self._silences = silences
+        self._backoff = backoff
         self._silent_s = context.timeouts.reducer_s(rtt_s)
         self._head = head
         self._sending_s = SENDING_SHARE * attempt_s
@@ -63,7 +63,7 @@ class AveragingLeader:
     def note_gone(self, peer_id: PeerId, reason: str, avoided_s: float = SILENT_REDUCER_S) -> None:
         """A peer was lost, withdrew, or follows a higher attempt: a reducer is avoided for `avoided_s` or longer."""
         if peer_id in self._heard_s and peer_id not in self._gone:
-            self._silences.note(peer_id, trio.current_time(), avoided_s)
+            self._backoff.note(peer_id, trio.current_time(), avoided_s)
         self._gone.setdefault(peer_id, reason)
         self._changed.set()
 
@@ -84,7 +84,7 @@ class AveragingLeader:
         if agreed != own_state:
             raise RoundFailedError("this leader's state differs from that of most members")
         strikes = self._context.links.strikes
-        avoided = self._silences.passed_over(trio.current_time()) | {peer for peer in members if strikes.get(peer)}
+        avoided = self._backoff.backed_off(trio.current_time()) | {peer for peer in members if strikes.get(peer)}
         reducers = policy.reducers_of(members, joins, avoided)
         if not reducers:
             raise RoundFailedError("no member is linked to all others, so none can average")
@@ -174,6 +174,6 @@ class AveragingLeader:
             self._heard_s = dict.fromkeys(self._heard_s, now)
         for peer_id, at_s in self._heard_s.items():
             if peer_id not in self._gone and now >= at_s + self._silent_s:
-                self._silences.note(peer_id, now, SILENT_REDUCER_S)
+                self._backoff.note(peer_id, now, SILENT_REDUCER_S)
                 self._gone[peer_id] = f"it sent nothing for {now - at_s:.0f} s"
         return news

@@ -1,4 +1,4 @@
-"""When a lineage has ended because its voters are gone, the id of the next one, and the places where we stood."""
+"""When a lineage has ended because its voters are gone, the id of the next one, and the heads that we had."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # A lineage ends after no quorum of its voters was reachable for this long, or for three intervals.
 QUORUM_LOST_S = 60.0
-# Times remembered that we came to another place than the next round. A run has a few; with more, only a restart helps.
+# Changes of the head remembered, but to the next round. A run has a few; with more, only a restart helps.
 MAX_JUMPS = 1000
 
 
-class Places:
-    """Where this incarnation has stood: the rounds of each lineage, in the order in which we came there."""
+class HeadHistory:
+    """The lineages and rounds of the heads that this incarnation had, in order.
+
+    What it promised and accepted is forgotten with each head: at the same round it would vote a second time.
+    """
 
     def __init__(self) -> None:
-        self._stood: list[tuple[str, range]] = []  # rounds in a row
+        self._heads: list[tuple[str, range]] = []  # rounds in a row
 
-    def may_stand_at(self, head: Head) -> bool:
-        """Whether we have never stood at a head's place, and it is not behind us in the lineage that we stand on."""
-        lineage, rounds = self._stood[-1] if self._stood else ("", range(0))
+    def may_adopt(self, head: Head) -> bool:
+        """Whether a head is none that we had, nor of an earlier round of our lineage."""
+        lineage, rounds = self._heads[-1] if self._heads else ("", range(0))
         if head.lineage == lineage and head.round < rounds.stop:
             return False
-        if len(self._stood) >= MAX_JUMPS and (head.lineage, head.round) != (lineage, rounds.stop):
+        if len(self._heads) >= MAX_JUMPS and (head.lineage, head.round) != (lineage, rounds.stop):
             return False
-        return not any(head.lineage == lineage and head.round in rounds for lineage, rounds in self._stood)
+        return not any(head.lineage == lineage and head.round in rounds for lineage, rounds in self._heads)
 
     def note(self, head: Head) -> None:
-        """We stand at this head now."""
+        """This is our head now."""
         first = head.round
-        if self._stood and (self._stood[-1][0], self._stood[-1][1].stop) == (head.lineage, head.round):
-            first = self._stood.pop()[1].start
-        self._stood.append((head.lineage, range(first, head.round + 1)))
+        if self._heads and (self._heads[-1][0], self._heads[-1][1].stop) == (head.lineage, head.round):
+            first = self._heads.pop()[1].start
+        self._heads.append((head.lineage, range(first, head.round + 1)))
 
 
 class LineageWatch:
@@ -45,7 +48,7 @@ class LineageWatch:
         self._liveness = liveness
         self._seen_s = 0.0
 
-    def excuse(self, now: float) -> None:
+    def reset(self, now: float) -> None:
         """Count from now: after a new head, or after this process was held up."""
         self._seen_s = now
 
@@ -53,14 +56,14 @@ class LineageWatch:
         """Whether the voters are gone for good, and we have the lowest id and so begin a new lineage."""
         voters, present = head.voters, self._liveness.present()
         if is_quorum(present, voters):
-            self.excuse(now)
+            self.reset(now)
             return False
         missing = [voter for voter in voters if voter not in present]
         lost_s = now - self._seen_s
         if lost_s <= max(QUORUM_LOST_S, three_intervals_s) and not all(map(self._liveness.is_gone_for_good, missing)):
             return False
         me, _ = self._liveness.own
-        return min(peer for peer, _ in present if self._liveness.stands_at(peer, head)) == me
+        return min(peer for peer, _ in present if self._liveness.is_at(peer, head)) == me
 
 
 def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:

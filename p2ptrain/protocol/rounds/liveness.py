@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.exchange.types import RoundReport
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import Beat, Head
-from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 
-class Peers(Protocol):
-    """The live peers, according to the node."""
+class RoundHost(Protocol):
+    """The parts of a node that its rounds use."""
+
+    peer_id: PeerId
+    incarnation: str
+    run: RunConfig
+    links: Links
+    state: AnchorState
+    compute: Compute
 
     def trainers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
@@ -26,31 +37,35 @@ class Peers(Protocol):
         """Whether a peer has sent Leave."""
         ...
 
+    def round_ended(self, report: RoundReport) -> None: ...
+
+    def fall_behind(self, reason: str) -> None:
+        """This peer cannot follow by records any more: replace the whole state."""
+        ...
+
 
 class Liveness:
     """Stateless queries. `own` is our peer id and incarnation."""
 
-    def __init__(self, own: Voter, links: Links, peers: Peers) -> None:
-        self.own = own
-        self._links = links
-        self.peers = peers
+    def __init__(self, host: RoundHost) -> None:
+        self.own: Voter = (host.peer_id, host.incarnation)
+        self._host = host
+        self._links = host.links
 
     def present(self) -> set[Voter]:
         """Ourselves and the live trainers."""
-        links = ((peer_id, self._links.get(peer_id)) for peer_id in self.peers.trainers())
-        return {self.own, *((peer_id, link.hello.incarnation) for peer_id, link in links if link is not None)}
+        return {self.own, *((peer_id, link.hello.incarnation) for peer_id, link in self._trainers().items())}
 
     def beats(self) -> dict[PeerId, Beat]:
         """The last heartbeat of each live trainer."""
-        links = ((peer_id, self._links.get(peer_id)) for peer_id in self.peers.trainers())
-        return {peer_id: link.beat for peer_id, link in links if link is not None and link.beat is not None}
+        return {peer_id: link.beat for peer_id, link in self._trainers().items() if link.beat is not None}
+
+    def _trainers(self) -> dict[PeerId, Link]:
+        links = ((peer_id, self._links.get(peer_id)) for peer_id in self._host.trainers())
+        return {peer_id: link for peer_id, link in links if link is not None}
 
     def is_linked(self, peer_id: PeerId) -> bool:
         return peer_id == self.own[0] or self._links.get(peer_id) is not None
-
-    def alone(self) -> bool:
-        """Whether no other trainer is live."""
-        return not self.peers.trainers()
 
     def round_trip_s(self) -> float:
         """The longest round trip to a linked peer."""
@@ -75,10 +90,9 @@ class Liveness:
         if peer_id == self.own[0]:
             return voter != self.own
         link = self._links.get(peer_id)
-        return self.peers.departed(peer_id) or (link is not None and link.hello.incarnation != incarnation)
+        return self._host.departed(peer_id) or (link is not None and link.hello.incarnation != incarnation)
 
-    def stands_at(self, peer_id: PeerId, head: Head) -> bool:
-        """Whether a peer (or we) is at this head."""
+    def is_at(self, peer_id: PeerId, head: Head) -> bool:
+        """Whether this is a peer's head, or the peer is ourselves."""
         beat = self.beats().get(peer_id)
-        here = (head.lineage, head.round)
-        return peer_id == self.own[0] or (beat is not None and (beat.lineage, beat.round) == here)
+        return peer_id == self.own[0] or (beat is not None and (beat.lineage, beat.round) == (head.lineage, head.round))

@@ -9,16 +9,12 @@ import numpy as np
 import torch
 import trio
 
-from p2ptrain.algorithms.codec import Codec
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.links.link import LinkCounters, Traffic
+from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.wire.transport import Compute
-from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +36,13 @@ class SnapshotTaker:
         sits_out: why we do not contribute to this round; empty if we do.
     """
 
-    def __init__(
-        self, run: RunConfig, exchange: Exchange, state: AnchorState, counters: LinkCounters, compute: Compute,
-        faults: Faults,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: RoundContext, faults: Faults) -> None:
         self.own: OwnContribution | None = None
         self.sits_out = ""
-        self._exchange = exchange
-        self._num_blocks = state.num_blocks
-        self._counters = counters
-        self._compute = compute
+        self._context = context
         self._faults = faults
         # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
-        self._error = np.zeros_like(state.anchor) if run.round_codec == "topk" else None
+        self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
         self._asked_faults = False
@@ -73,9 +63,9 @@ class SnapshotTaker:
             return None
         if self.own is None:
             called_s = trio.current_time()
-            buffer = await self._compute(touched_buffer, self._num_blocks)
+            buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
             # The training thread takes it at its next step, on a busy machine later: leave half of the window.
-            self._exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
+            self._context.exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
             with trio.move_on_at(called_s + window_s):
                 await self._arrived.wait()
         return self.own
@@ -83,30 +73,24 @@ class SnapshotTaker:
     def arrive(self, snapshot: Snapshot) -> None:
         """The training thread has taken the requested snapshot."""
         if self.own is None:
-            self.own = OwnContribution(
-                snapshot.weights, snapshot.tokens, snapshot.steps, snapshot.run_step, snapshot.at_length,
-                snapshot.held_s, {}, self._error, None if self._error is None else np.zeros_like(self._error),
-            )  # fmt: skip
+            next_error = None if self._error is None else np.zeros_like(self._error)
+            self.own = OwnContribution(snapshot, error=self._error, next_error=next_error)
             self._arrived.set()
 
-    async def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
+    async def encode(self, bounds: list[tuple[int, int]]) -> None:
         """Encode these chunks of our contribution. Raises RoundFailedError, and sits out, if weights are unusable."""
+        context = self._context
         # The worker thread may still encode for an attempt that has ended.
         async with self._encoding:
             own = self.own
             if own is None:
                 raise RoundFailedError(self.sits_out or "the round is over")
             try:
-                await self._compute(own.encode, anchor, codec, bounds)
+                await context.compute(own.encode, context.state.anchor, context.codec, bounds)
             except ValueError as error:
-                reason = str(error)
-                self.sit_out(reason)
+                self.own, self.sits_out = None, str(error)
                 logger.warning("sitting this round out: the weights hold NaN, infinity or far too large values")
-                raise RoundFailedError(reason) from None
-
-    def sit_out(self, reason: str) -> None:
-        """Do not contribute to this round."""
-        self.own, self.sits_out = None, reason
+                raise RoundFailedError(self.sits_out) from None
 
     def note_included(self) -> None:
         """Our contribution is in the mean: keep the error of top-k for the next round."""
@@ -118,7 +102,7 @@ class SnapshotTaker:
         self.own, self.sits_out = None, ""
         self._arrived = trio.Event()
         self._asked_faults = False
-        self._exchange.want_snapshot(None)
+        self._context.exchange.want_snapshot(None)
 
     def spent(self) -> Spent:
         """The cost of the round so far."""
@@ -126,7 +110,8 @@ class SnapshotTaker:
         return Spent(sent, received, trio.current_time() - self._began_s)
 
     def _traffic(self) -> tuple[int, int]:
-        return self._counters.sent[Traffic.ROUND], self._counters.received[Traffic.ROUND]
+        counters = self._context.links.counters
+        return counters.sent[Traffic.ROUND], counters.received[Traffic.ROUND]
 
 
 def touched_buffer(num_blocks: int) -> torch.Tensor:

@@ -69,23 +69,23 @@ class Timeouts:
         return Limits(max(LEADER_GRACE_S, 4 * window_s), LEADER_GRACE_S + 4 * rtt_s, attempt_s)
 
 
-class Silences:
-    """Peers that were silent as leader or reducer, and until when they are passed over."""
+class PeerBackoff:
+    """Peers that failed as leader or reducer, and until when they are passed over, twice as long each time."""
 
     def __init__(self) -> None:
         self._until: dict[PeerId, tuple[float, float]] = {}
 
     def note(self, peer_id: PeerId, now: float, least_s: float) -> None:
-        """Pass a silent peer over for `least_s`, or twice as long as the last time."""
+        """Pass a peer over for `least_s`, or twice as long as the last time."""
         until_s, lasts_s = self._until.get(peer_id, (0.0, 0.0))
         if now >= until_s:
             lasts_s = min(max(least_s, 2 * lasts_s), MAX_SILENT_S)
             self._until[peer_id] = now + lasts_s, lasts_s
 
     def forget(self, peer_id: PeerId) -> None:
-        """The peer responded: do not pass it over any more."""
+        """The peer succeeded: do not pass it over any more."""
         self._until.pop(peer_id, None)
 
-    def passed_over(self, now: float) -> set[PeerId]:
+    def backed_off(self, now: float) -> set[PeerId]:
         """Peers whose Calls are ignored and that are not chosen as reducers now."""
         return {peer_id for peer_id, (until_s, _) in self._until.items() if now < until_s}

@@ -97,7 +97,7 @@ class Transfer:
                 nursery.start_soon(self._send_part, part, own.chunks)
             for visit in self._visits():
                 if any(start not in own.chunks for start, _ in visit):
-                    await self._taker.encode(self._context.state.anchor, self._context.codec, visit)
+                    await self._taker.encode(visit)
                 self._encoded.set()
                 self._encoded = trio.Event()
 

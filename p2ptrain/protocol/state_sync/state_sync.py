@@ -142,7 +142,7 @@ class StateSync:
         if restored is not None:
             host.state.copy_from(restored.state)
             host.engine.found_lineage(restored.head)
-            await host.engine.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
+            await host.engine.committer.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
         self._exchange.averaged.read(host.state.anchor_tensor())
         await host.compute(check_founding, host.state.anchor, self._exchange.averaged.space)
@@ -152,7 +152,7 @@ class StateSync:
         voters = ((host.peer_id, host.incarnation),)
         host.engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
         self.founded = True
-        await host.engine.land(self._arrival("keep", "founded the run"))
+        await host.engine.committer.land(self._arrival("keep", "founded the run"))
 
     def _should_found(self, started: float) -> bool:
         """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
@@ -221,7 +221,7 @@ class StateSync:
             landing = self._arrival("keep", "the swarm has the checkpoint's state", restored.run_step)
         else:
             landing = self._arrival("write", "adopted the swarm's state")
-        await host.engine.land(landing)
+        await host.engine.committer.land(landing)
 
     def _skip(self, donors: list[Link]) -> bool:
         """Skip these donors if other peers have a state; else returns False."""
@@ -235,7 +235,7 @@ class StateSync:
 
     def _new_download(self, state: AnchorState) -> Download:
         host = self._host
-        return Download(host.links, state, host.compute, host.engine.parts, host.engine.context.averaging)
+        return Download(host.links, state, host.compute, host.engine.context.parts, host.engine.context.averaging)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """The landing of the training thread on our new head; kind "write" replaces its weights by the anchor."""
@@ -281,11 +281,11 @@ class StateSync:
             # The next heartbeat of a partner that is ahead retries. The delay is for partners with false claims.
             await trio.sleep(RETRY_S)
 
-    def compare(self, link: Link, beat: Beat) -> None:
+    def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us."""
         head = self._host.engine.head
         if beat.lineage == head.lineage:
-            if beat.round > head.round and not self._host.engine.resolving:
+            if beat.round > head.round and not self._host.engine.committer.resolving:
                 self._begin(link, "")
         elif beat.lineage and rank_of(beat) > rank_of(head):
             self._begin(None, f"lineage {beat.lineage} has more tokens than ours")
@@ -303,7 +303,7 @@ class StateSync:
         """Apply the records of rounds that a partner has and we lack. False if the next one cannot be applied."""
         engine = self._host.engine
         await trio.sleep(COMMIT_GRACE_S)
-        while not engine.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
+        while not engine.committer.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
             lineage, round_ = engine.head.lineage, engine.head.round + 1
             if link.beat.round < round_:
                 break
@@ -330,7 +330,7 @@ class StateSync:
             return
         logger.info("replacing our state: %s", reason)
         head = await ask_head(host.links, donors[0])
-        if not engine.may_stand_at(head):
+        if not engine.history.may_adopt(head):
             # More tokens at a place where we may have voted: no honest donor reports that.
             return
         # A new lineage may begin with the state that we have; otherwise download.
@@ -339,7 +339,7 @@ class StateSync:
             self._download = self._download or self._new_download(host.state.blank())
             await self._download.run(head, donors)
         async with engine.paused():
-            if rank_of(head) <= rank_of(engine.head) or not engine.may_stand_at(head):
+            if rank_of(head) <= rank_of(engine.head) or not engine.history.may_adopt(head):
                 return
             if head.state_sha256 != engine.head.state_sha256:
                 if self._download is None:
@@ -348,7 +348,7 @@ class StateSync:
             self._download = None
             kind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.set_head(head)
-            await engine.land(self._arrival(kind, reason))
+            await engine.committer.land(self._arrival(kind, reason))
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours."""
@@ -359,7 +359,7 @@ class StateSync:
         async with self._host.engine.paused():
             self._host.state.copy_from(restored.state)
             self._host.engine.found_lineage(restored.head)
-            await self._host.engine.land(self._arrival("keep", "restored by the user", restored.run_step))
+            await self._host.engine.committer.land(self._arrival("keep", "restored by the user", restored.run_step))
 
 
 def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:

@@ -21,7 +21,7 @@ from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
-from p2ptrain.protocol.rounds.commit import Progress, check_decodes, check_record, step_chunks
+from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, check_record, step_chunks
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request
 from p2ptrain.protocol.wire.serialization import pack_value, unpack_head

@@ -1,4 +1,8 @@
-"""When to restart something that ended by itself, and when to give it up. Pure."""
+"""When to restart something that ended by itself, and how other peers see that it was restarted. Pure.
+
+An incarnation distinguishes restarts of a peer: a random text per process, and the number of its node in the process.
+Votes belong to one node; the event log belongs to the process.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +30,13 @@ class Restarts:
             return None
         self.count += 1
         return self._after_s[self.count - 1]
+
+
+def incarnation_of(process: str, number: int) -> str:
+    """The incarnation of a process's node number `number`, from 0."""
+    return f"{process}/{number}" if number else process
+
+
+def process_of(incarnation: str) -> str:
+    """The process part of an incarnation."""
+    return incarnation.partition("/")[0]

@@ -1,0 +1,91 @@
+"""The outer step of a decided round on anchor and moments, and the checks before it. Pure, for worker threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.exchange.types import Landing
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.quorum import voters_of
+from p2ptrain.protocol.wire.messages import Head, Record
+
+
+def check_record(record: Record, state: AnchorState, averaging: Averaging) -> None:
+    """Raises WireError unless the outer step of this record can be taken on this state."""
+    if not record.contributors:
+        raise WireError("a record without contributors")
+    contributors = {contributor.peer_id for contributor in record.contributors}
+    if len(contributors) < len(record.contributors) or max(len(contributors), len(record.parts)) > MAX_CONTRIBUTORS:
+        raise WireError(f"a record whose contributors are not distinct, or more than {MAX_CONTRIBUTORS}, as its parts")
+    averaging.check_record(record, state.num_blocks)
+    optimizer = OUTER_OPTIMIZERS.get(record.outer_optimizer)
+    if optimizer is None or optimizer.num_moments > len(state.moments):
+        raise WireError(f"a record with outer optimizer {record.outer_optimizer!r}")
+
+
+def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:
+    """Raises WireError unless every chunk of a span decodes to values that leave anchor and moments finite.
+
+    Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same.
+    """
+    for start, stop in chunk_bounds(*span):
+        if not is_within(averaging.decode(record, blobs, start, stop), MAX_MEAN):
+            raise WireError(f"the mean outer gradient has values beyond {MAX_MEAN:g}")
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a record's outer step, to resume it after an error.
+
+    `stepped` blocks are done; `landing` is set once the training thread has it.
+    """
+
+    record: Record
+    stepped: int = 0
+    landing: Landing | None = None
+
+
+def step_chunks(
+    state: AnchorState, averaging: Averaging, progress: Progress, blobs: Blobs, span: tuple[int, int],
+    buffer: np.ndarray | None,
+) -> None:  # fmt: skip
+    """Take the outer step on the rest of a span of blocks, in place: A, m ← step(A, m, mean).
+
+    Args:
+        progress: holds the record; updated.
+        blobs: the bytes that the record names, already verified by hash.
+        buffer: a contributor's (num_blocks, 64), to which A′ − A is added; blocks that are only averaged become A′.
+    """
+    record = progress.record
+    for low, high in chunk_bounds(*span):
+        if low < progress.stepped:
+            continue
+        gradient = averaging.decode(record, blobs, low, high)
+        stepped = max(low, min(high, state.num_stepped))
+        anchor, averaged = state.anchor[low:stepped], state.anchor[stepped:high]
+        before = anchor.copy()
+        outer_step(
+            record.outer_optimizer, anchor, [moment[low:stepped] for moment in state.moments],
+            gradient[: stepped - low], lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
+        )  # fmt: skip
+        np.subtract(averaged, gradient[stepped - low :], out=averaged)
+        if buffer is not None:
+            buffer[low:stepped] += np.subtract(anchor, before, out=before)
+            buffer[stepped:high] = averaged
+        progress.stepped = high
+
+
+def head_of(record: Record, state: AnchorState) -> Head:
+    """The head after a record's outer step."""
+    return Head(
+        record.genesis, record.lineage, record.round, state.hashes.state, state.hashes.anchor, voters_of(record),
+        record.run_step, record.tokens_total, record,
+    )  # fmt: skip

@@ -217,7 +217,7 @@ class Explorer:
 
     def _fresh(self, peer: str, incarnation: str) -> Local:
         scenario, frail = self.scenario, peer in self.scenario.frail
-        state = round_state.begin(peer, incarnation, scenario.head, LIMITS)
+        state = round_state.State(peer, incarnation, scenario.head, LIMITS)
         leads = scenario.leads if peer in scenario.leaders else 0
         return Local(state, leads, scenario.kept * frail, scenario.forgotten * frail)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.protocol.rounds import consensus, round_state
+from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.consensus import Joins, Result
 from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import record_sha256
@@ -94,7 +94,7 @@ def same_incarnation(peer: str, incarnation: str, head: Any, limits: Any) -> Sta
 
 def begin_again(state: State) -> State:
     """The head is set to where it is."""
-    return round_state.begin(state.peer, state.incarnation, state.head, state.limits)
+    return State(state.peer, state.incarnation, state.head, state.limits)
 
 
 def count_whom_we_ignore(state: State, joins: Joins) -> Joins:
@@ -125,7 +125,7 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
         ("consensus._on_proposal", accept_lower, Scenario("ab", "ab", lean=True)),
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("consensus.heeded", count_whom_we_ignore, Scenario("ab", "ab", lean=True, unheld=True)),
-        ("round_state.begin", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
+        ("round_state.State", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
         ("consensus.Learner.shown", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
         ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],

@@ -40,7 +40,6 @@ from p2ptrain.protocol.rounds.round_state import (
     NO_ATTEMPT,
     Limits,
     State,
-    begin,
     deadline_s,
 )
 from p2ptrain.protocol.wire.messages import (
@@ -92,7 +91,7 @@ def ready(attempt: Attempt, of: Record, incarnation: str = "1") -> Ready:
 
 
 def peer(name: str = "c", incarnation: str = "1") -> State:
-    return begin(name, incarnation, HEAD, LIMITS)
+    return State(name, incarnation, HEAD, LIMITS)
 
 
 class Run:
@@ -638,7 +637,7 @@ def test_a_voter_says_what_it_accepted_and_what_it_committed() -> None:
     committed = [Send("x", Accepted("0-x", 5, "1", None, sha256))]
     assert run.hears("x", Inquire("0-x", 5)) == committed
     # Also when it stands at the next round.
-    after = Run(begin("c", "1", dataclasses.replace(HEAD, round=5, record=of), LIMITS))
+    after = Run(State("c", "1", dataclasses.replace(HEAD, round=5, record=of), LIMITS))
     assert after.hears("x", Inquire("0-x", 5)) == committed
     assert after.hears("x", Inquire("0-x", 6)) == []
 

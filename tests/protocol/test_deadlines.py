@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
 from p2ptrain.protocol.rounds.leader import SENDING_SHARE, AveragingLeader
-from p2ptrain.protocol.rounds.round_state import Limits, begin, deadline_s
+from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
 from p2ptrain.protocol.rounds.timeouts import (
     FIRST_CHUNK_S,
     MARGIN,
@@ -278,7 +278,7 @@ class Host:
         self.leader: AveragingLeader | None = None
         self.attempt = Attempt(1, "a", "a.1")
         self._nursery = nursery
-        self._state = begin("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
+        self._state = State("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
             state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",

@@ -22,7 +22,7 @@ from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.round_state import State, begin
+from p2ptrain.protocol.rounds.round_state import State
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, PeerBackoff
@@ -70,7 +70,7 @@ class Attempts:
         context.exchange.on_snapshot = self._on_snapshot
 
     def _first_state(self, head: m.Head) -> State:
-        return begin(*self._context.liveness.own, head, self._context.timeouts.limits(0.0, 0.0))
+        return State(*self._context.liveness.own, head, self._context.timeouts.limits(0.0, 0.0))
 
     def begin(self, head: m.Head) -> None:
         """Begin the round after a new head. Forgets what was promised and accepted."""

@@ -18,7 +18,7 @@ Between a quorum of promises and Propose the peers average, outside of the conse
 held in memory only. A restarted process, and each node that `NodeRunner` builds in one process, has another
 incarnation, so it is not a voter and its attempts are new ones. An incarnation must never continue without its state.
 
-**The driver's contract.** `round_state.begin` makes the state of a round. The driver calls `step` for each event, one
+**The driver's contract.** A round begins with a new `State`. The driver calls `step` for each event, one
 at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id
 comes back as `Received` from ourselves. Between steps the driver may set `State.limits`, which hold for the next Calls,
 and nothing else of a state.

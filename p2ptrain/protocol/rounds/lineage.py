@@ -54,7 +54,7 @@ class LineageWatch:
 
     def has_ended(self, head: Head, three_intervals_s: float, now: float) -> bool:
         """Whether the voters are gone for good, and we have the lowest id and so begin a new lineage."""
-        voters, present = head.voters, self._liveness.present()
+        voters, present, here = head.voters, self._liveness.present(), (head.lineage, head.round)
         if is_quorum(present, voters):
             self.reset(now)
             return False
@@ -63,7 +63,8 @@ class LineageWatch:
         if lost_s <= max(QUORUM_LOST_S, three_intervals_s) and not all(map(self._liveness.is_gone_for_good, missing)):
             return False
         me, _ = self._liveness.own
-        return min(peer for peer, _ in present if self._liveness.is_at(peer, head)) == me
+        others = (peer for peer, beat in self._liveness.beats().items() if (beat.lineage, beat.round) == here)
+        return all(me < peer for peer in others)
 
 
 def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:

@@ -91,8 +91,3 @@ class Liveness:
             return voter != self.own
         link = self._links.get(peer_id)
         return self._host.departed(peer_id) or (link is not None and link.hello.incarnation != incarnation)
-
-    def is_at(self, peer_id: PeerId, head: Head) -> bool:
-        """Whether this is a peer's head, or the peer is ourselves."""
-        beat = self.beats().get(peer_id)
-        return peer_id == self.own[0] or (beat is not None and (beat.lineage, beat.round) == (head.lineage, head.round))

@@ -70,8 +70,9 @@ class Proposer:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state of the round after `head`. Calls may exceed `highest`, the highest known counter, by `ahead`.
+    """The state of the round after `head`; it begins with the first four fields alone.
 
+    Calls may exceed `highest`, the highest known counter, by `ahead`.
     `unheld` has the hashes of proposed records whose parts were unavailable here, `doubted` the peers that reported
     such a record as their READY one to an attempt of ours.
     """
@@ -92,11 +93,6 @@ class State:
     @property
     def round(self) -> int:
         return self.head.round + 1
-
-
-def begin(peer: PeerId, incarnation: str, head: Head, limits: Limits) -> State:
-    """The state in which the round after `head` begins."""
-    return State(peer, incarnation, head, limits)
 
 
 def deadline_s(state: State) -> float:

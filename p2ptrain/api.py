@@ -170,7 +170,7 @@ def join(
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
             session = failing.enter_context(
-                NetworkSession.open(
+                NetworkSession(
                     NetworkConfig(
                         initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs),
                         announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),

@@ -106,14 +106,16 @@ class FakeNetworkSession:
     unreachable: tuple[str, ...] = ()
     alone = False
 
-    @classmethod
-    def open(cls, config: NetworkConfig, *, alone: bool = False) -> FakeNetworkSession:
+    def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
         ways_in = {*config.initial_peers, *config.remembered_peers}
-        if ways_in and ways_in <= set(cls.unreachable) and not alone:
+        if ways_in and ways_in <= set(self.unreachable) and not alone:
             raise UnreachableError("no initial peer can be reached")
-        cls.alone = alone
-        cls.opened = config
-        return cls()
+        type(self).alone = alone
+        type(self).opened = config
+
+    @property
+    def network(self) -> FakeNetworkSession:
+        return self
 
     @property
     def knows_others(self) -> bool:

@@ -41,17 +41,17 @@ def bootstrap(settings: Settings) -> None:
     if network.identity is None:
         make_directory(identity.parent)
     with ExitStack() as stack:
-        session = stack.enter_context(NetworkSession.open(dataclasses.replace(network, identity=str(identity))))
+        session = stack.enter_context(NetworkSession(dataclasses.replace(network, identity=str(identity))))
         stop = stack.enter_context(stop_on_signals())
         if network.write_addresses:
-            write_addresses(Path(network.write_addresses), session.maddrs)
-        click.echo(f"bootstrap node {session.peer_id}")
-        for maddr in session.maddrs:
+            write_addresses(Path(network.write_addresses), session.network.maddrs)
+        click.echo(f"bootstrap node {session.network.peer_id}")
+        for maddr in session.network.maddrs:
             click.echo(f"listening on {maddr}")
         click.echo("peers join with:")
-        click.echo(join_line(session.maddrs, str(settings.values["run_id"])))
+        click.echo(join_line(session.network.maddrs, str(settings.values["run_id"])))
         while not stop():
-            if session.failure is not None:
-                raise session.failure
+            if session.network.failure is not None:
+                raise session.network.failure
             time.sleep(POLL_S)
     click.echo("stopped")

@@ -32,7 +32,7 @@ def peers(settings: Settings, as_json: bool) -> None:
     from p2ptrain.peer.session import NetworkSession
 
     run_id = str(settings.values["run_id"])
-    with NetworkSession.open(network) as session:
+    with NetworkSession(network) as session:
         members = [dataclasses.asdict(member) for member in session.members(run_id)]
     if as_json:
         click.echo(json.dumps(members, indent=2))

@@ -21,7 +21,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.protocol.wire.transport import Stream
+from p2ptrain.network.messages import framed, read_varint
 
 # Received bytes that nobody has read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
@@ -29,8 +29,6 @@ RECEIVE_BUFFER_BYTES = 512 * 1024
 SEND_BUFFER_BYTES = 256 * 1024
 # A response from p2pd: a list of 128 peers with all their addresses takes about 40 kB.
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-# Messages of libp2p's own protocols, from other peers.
-MAX_FRAME_BYTES = 4096
 # How long bytes accepted by send_all may take to reach p2pd after aclose.
 LINGER_S = 2.0
 # p2pd resets the stream when we close our end, and libp2p then drops what the other p2pd has received but not yet
@@ -66,10 +64,9 @@ class DaemonSocket:
         self._senders = trio.lowlevel.ParkingLot()
         self._transport: asyncio.Transport | None = None
 
-    # Stream interface.
+    # The interface `Stream`.
 
     async def send_all(self, data: bytes) -> None:
-        """Send all bytes, waiting while the buffer is full. Raises PeerLostError when the stream is broken."""
         await trio.lowlevel.checkpoint_if_cancelled()
         await self._wait_writable()
         assert self._transport is not None
@@ -78,7 +75,6 @@ class DaemonSocket:
         await self._wait_writable()
 
     async def receive_some(self) -> bytes:
-        """Receive at least one byte, or b"" once the other end has closed. Raises PeerLostError when broken."""
         await trio.lowlevel.checkpoint_if_cancelled()
         while not self._chunks:
             if self._broken is not None:
@@ -247,30 +243,6 @@ async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) 
     return stream
 
 
-def framed(message: Any) -> bytes:
-    """A protobuf message with its length prefix."""
-    body: bytes = message.SerializeToString()
-    return varint(len(body)) + body
-
-
-async def receive_frame(stream: Stream) -> tuple[bytes, bytes]:
-    """Receive one length-prefixed message from a peer. Returns it without its prefix, and the bytes that followed.
-
-    Raises:
-        PeerLostError: the stream ended or broke, or the message is too large.
-    """
-    data = b""
-    while True:
-        size, start = read_varint(data)
-        if size > MAX_FRAME_BYTES or (start == 0 and len(data) >= 10):
-            raise PeerLostError("malformed message")
-        if start and len(data) >= start + size:
-            return data[start : start + size], data[start + size :]
-        if not (some := await stream.receive_some()):
-            raise PeerLostError("the stream ended before the message")
-        data += some
-
-
 async def _connect(path: str) -> DaemonSocket:
     loop = asyncio.get_running_loop()
     try:
@@ -278,22 +250,3 @@ async def _connect(path: str) -> DaemonSocket:
     except OSError as error:
         raise PeerLostError(f"the libp2p daemon does not answer: {error}") from None
     return socket
-
-
-def varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def read_varint(data: bytes) -> tuple[int, int]:
-    """Decode a protobuf varint: its value and size in bytes; (0, 0) while it is incomplete."""
-    value = 0
-    for index, byte in enumerate(data[:10]):
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value, index + 1
-    return 0, 0

@@ -9,13 +9,12 @@ from __future__ import annotations
 import enum
 import logging
 
-from google.protobuf.message import DecodeError
-
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.network._hivemind import Multiaddr
 from p2ptrain.network.addresses import hints, peer_id_bytes
-from p2ptrain.network.control import framed, open_stream, receive_frame
+from p2ptrain.network.control import open_stream
 from p2ptrain.network.libp2p_pb2 import AutoNat, Dial, Peer
+from p2ptrain.network.messages import receive_message, send_message
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +41,9 @@ async def dial_back(control_path: str, asked: str, peer_id: str, maddrs: list[st
     try:
         stream = await open_stream(control_path, asked, PROTOCOL_NAME, TIMEOUT_S)
         try:
-            await stream.send_all(question(peer_id_bytes(peer_id), hints(maddrs, peer_id)))
-            return read_answer((await receive_frame(stream))[0])
+            await send_message(stream, question(peer_id_bytes(peer_id), hints(maddrs, peer_id)))
+            answer, _ = await receive_message(stream, AutoNat)
+            return read_answer(answer)
         finally:
             stream.fail("done")
     except (PeerLostError, WireError) as error:
@@ -51,17 +51,13 @@ async def dial_back(control_path: str, asked: str, peer_id: str, maddrs: list[st
         return DialBack.UNKNOWN, str(error)
 
 
-def question(peer_id: bytes, addresses: list[bytes]) -> bytes:
-    """The request to be dialled, with its length prefix."""
-    return framed(AutoNat(type=AutoNat.DIAL, dial=Dial(peer=Peer(id=peer_id, addrs=addresses))))
+def question(peer_id: bytes, addresses: list[bytes]) -> AutoNat:
+    """The request to be dialled."""
+    return AutoNat(type=AutoNat.DIAL, dial=Dial(peer=Peer(id=peer_id, addrs=addresses)))
 
 
-def read_answer(message: bytes) -> tuple[DialBack, str]:
-    """Parse an answer, without its length prefix. Raises WireError."""
-    try:
-        answer = AutoNat.FromString(message)
-    except DecodeError:
-        raise WireError("malformed answer to a dial-back request") from None
+def read_answer(answer: AutoNat) -> tuple[DialBack, str]:
+    """The result that an answer tells. Raises WireError."""
     if not answer.HasField("response"):
         raise WireError("no answer to a dial-back request")
     response = answer.response

@@ -1,50 +1,155 @@
-"""Opens a peer's networking: identity, libp2p daemon, DHT and streams; closes them in the reverse order."""
+"""A peer's network: identity, streams and directory, and the libp2p daemon that they use.
+
+The daemon (p2pd) is a separate process that can crash or be killed. It is then restarted with the same identity, and
+transport and directory are connected to the new one. The protocol sees an outage of a few seconds: its links break and
+are dialled again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Protocol
 
-from p2ptrain.errors import ConfigError
+import trio
+
+from p2ptrain.error_log import ErrorLog, innermost
+from p2ptrain.errors import ConfigError, PeerLostError
 from p2ptrain.network import addresses
 from p2ptrain.network.background import open_background
-from p2ptrain.network.bootstrap import refuse_taken_identity, ways_in
-from p2ptrain.network.dht import HivemindDirectory
-from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.p2p import LibP2P, open_libp2p
-from p2ptrain.network.relay import Relay
-from p2ptrain.network.relays import Relays
+from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity, ways_in
+from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
+from p2ptrain.network.dht import HivemindDirectory, join_dht
+from p2ptrain.network.identity import Identity, hold_identity
+from p2ptrain.network.p2p import LibP2P
 from p2ptrain.network.scratch import scratch_directory
-from p2ptrain.network.supervisor import Events, Supervisor
+from p2ptrain.protocol.restarts import Restarts
 from p2ptrain.settings.peer_config import NetworkConfig
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+# Delay before each restart. Few, because repeated failures usually have a lasting cause.
+RESTART_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+# After a daemon that ran this long, restarts are counted from zero again (guess).
+STABLE_S = 60.0
+
+
+class RecordEvent(Protocol):
+    """Takes records for the metrics stream."""
+
+    def __call__(self, event: str, /, **fields: object) -> None: ...
+
+
 class Network:
-    """An open network: our identity, streams and directory. All survive a restart of the libp2p daemon."""
+    """An open network, made by `open_network`. Owns the daemon, and connects transport and directory to it.
 
-    transport: LibP2P
-    directory: HivemindDirectory
-    supervisor: Supervisor
+    Attributes:
+        transport, directory: the same objects through all restarts of the daemon.
+        peer_id: our identity, base58.
+        on_event: called on the network thread with each death and restart of the daemon, if set.
+        failure: why no daemon will be started again; None until then.
+    """
 
-    @property
-    def peer_id(self) -> str:
-        return self.transport.peer_id
+    def __init__(self, config: NetworkConfig, identity: Identity, scratch: Path, *, alone: bool) -> None:
+        self.peer_id = identity.peer_id
+        is_public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
+        self.transport = LibP2P(self.peer_id, scratch, is_public=is_public, relay_peers=config.relay_peers)
+        self.directory = HivemindDirectory(identity)
+        self.on_event: RecordEvent | None = None
+        self.failure: ConfigError | None = None
+        self._errors = ErrorLog(logger)
+        self._config = config
+        self._identity = identity
+        self._alone = alone
 
     @property
     def maddrs(self) -> list[str]:
+        """Addresses that other peers can dial, loopback last."""
         return self.transport.maddrs
 
-    @property
-    def failure(self) -> ConfigError | None:
-        """Why no daemon will be started again; None while one is running or being restarted."""
-        return self.supervisor.failure
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Keep a daemon running until cancelled, or until too many restarts have failed.
 
-    def tell(self, events: Events) -> None:
-        """Call `events`, on the network thread, with each death and restart of the daemon."""
-        self.supervisor.on_event = events
+        Raises:
+            ConfigError: the first daemon did not start.
+            UnreachableError: no initial peer can be reached.
+        """
+        opened = False
+
+        def tell_opened() -> None:
+            nonlocal opened
+            opened = True
+            task_status.started()
+
+        try:
+            lived_s, reason = await self._live(self._config, tell_opened, reach=not self._alone)
+        except Exception as error:
+            if not opened:
+                raise
+            lived_s, reason = self._note_failed(error)
+        # On the ports that other peers know, if they are still free.
+        same_ports = addresses.with_ports_of(self._config.host_maddrs, self.transport.maddrs)
+        restarts = Restarts(RESTART_AFTER_S, STABLE_S)
+        while (delay_s := restarts.next_delay_s(lived_s)) is not None:
+            self._tell(status="died", reason=reason)
+            logger.warning("the libp2p daemon (p2pd) died (%s); restarting it", reason)
+            await trio.sleep(delay_s)
+            host_maddrs = same_ports if restarts.count == 1 else self._config.host_maddrs
+            try:
+                addresses.check_host_maddrs(host_maddrs)
+                config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
+                lived_s, reason = await self._live(config, self._tell_restarted, reach=False)
+            except ConfigError as error:
+                lived_s, reason = 0.0, str(error)
+            except Exception as error:
+                lived_s, reason = self._note_failed(error)
+        self.failure = ConfigError(
+            f"the libp2p daemon (p2pd) died, and {restarts.count} restarts did not help ({reason}); "
+            "fix the cause, then run the same command again"
+        )
+        self._tell(status="failed", reason=reason)
+        logger.error("%s", self.failure)
+
+    async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, reach: bool) -> tuple[float, str]:
+        """Run one daemon. Returns its lifetime in seconds and why it ended. Raises ConfigError if not started."""
+        async with self._online(config, reach=reach) as daemon:
+            opened()
+            began_s = trio.current_time()
+            await daemon.exited.wait()
+            return trio.current_time() - began_s, f"exit status {daemon.process.returncode}"
+
+    def _note_failed(self, error: Exception) -> tuple[float, str]:
+        """Contain an error of our code or of a library: only this daemon is replaced, after a lifetime of 0 s."""
+        self._errors.note("using the libp2p daemon; it is replaced", error)
+        return 0.0, repr(innermost(error))
+
+    def _tell(self, *, status: str, reason: str) -> None:
+        if self.on_event is not None:
+            with self._errors.containing("recording an event of the libp2p daemon"):
+                self.on_event("daemon", status=status, reason=reason)
+
+    def _tell_restarted(self) -> None:
+        self._tell(status="restarted", reason="")
+        logger.warning("the libp2p daemon (p2pd) is running again, with the same identity")
+
+    @contextlib.asynccontextmanager
+    async def _online(self, config: NetworkConfig, *, reach: bool) -> AsyncIterator[Daemon]:
+        """A daemon with transport and directory connected; with `reach`, it must reach an initial peer first."""
+        flags = peer_flags(config, self._identity.path)
+        async with run_daemon(flags, Path(self.transport.control_path), config.startup_timeout_s) as daemon:
+            try:
+                connected = await dial_initial_peers(daemon.control_path, ways_in(config)) if reach else []
+                # p2pd ends with the DHT's connection to it, so that connection is closed last.
+                chosen = addresses.by_peer_id(config.initial_peers)
+                joining = join_dht(daemon, self._identity, ways_in(config), connected, chosen)
+                async with joining as node, self.transport.through(daemon):
+                    with self.directory.through(node):
+                        yield daemon
+            except PeerLostError as error:
+                raise ConfigError(f"the libp2p daemon ended right after its start ({error}); try again") from None
 
 
 @contextlib.asynccontextmanager
@@ -64,9 +169,7 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
     addresses.check_initial_peers((*config.initial_peers, *config.remembered_peers))
     addresses.check_host_maddrs(config.host_maddrs)
     addresses.check_announce_maddrs(config.announce_maddrs)
-    async with contextlib.AsyncExitStack() as stack:
-        scratch = stack.enter_context(scratch_directory())
-        identity = stack.enter_context(hold_identity(config.identity, scratch))
+    with scratch_directory() as scratch, hold_identity(config.identity, scratch) as identity:
         # All peers may be given the same list of initial peers, so it may contain our own addresses.
         own = tuple(maddr for maddr in config.initial_peers if maddr.endswith(f"/p2p/{identity.peer_id}"))
         config = dataclasses.replace(
@@ -76,14 +179,7 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         )
         if (own or (ways_in(config) and not alone)) and not identity.is_new:
             await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
-        control_path = scratch / "p2pd.sock"
-        directory = HivemindDirectory(identity)
-        public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
-        relays = None if public else Relays(str(control_path))
-        relay = Relay(str(control_path), config.relay_peers) if public and config.relay_peers else None
-        libp2p = open_libp2p(identity.peer_id, str(control_path), scratch, relays, relay)
-        transport = await stack.enter_async_context(libp2p)
-        supervisor = Supervisor(config, identity, control_path, transport, directory, alone=alone)
-        background = await stack.enter_async_context(open_background())
-        await background.start(supervisor.run)
-        yield Network(transport, directory, supervisor)
+        network = Network(config, identity, scratch, alone=alone)
+        async with network.transport.listening(), open_background() as background:
+            await background.start(network.run)
+            yield network

@@ -12,7 +12,6 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.addresses import dialable, peer_id_bytes
 from p2ptrain.network.background import open_background
@@ -20,7 +19,7 @@ from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
-from p2ptrain.network.relay import Relay
+from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.relays import RENEW_EVERY_S, Relays
 
 logger = logging.getLogger(__name__)
@@ -39,39 +38,50 @@ REFRESH_MADDRS_S = 15.0
 # After so many unanswered requests in a row, each of CONTROL_TIMEOUT_S, a daemon is killed. Time in suspend does not
 # count: a daemon answers at once after it.
 MAX_UNANSWERED = 3
-# Seconds before we relay again after an error of our own.
-RELAY_AGAIN_S = 1.0
 # Limit for the first reservations at relays, which delay the start; peers just dialled answer within a round trip.
 FIRST_PLACES_S = 2.0
 
 
 class LibP2P:
-    """Opens and accepts streams of this peer. Made by `open_libp2p`.
+    """Opens and accepts streams of this peer: implements `protocol.wire.transport.Transport`.
 
     It outlives its daemon: when the daemon dies all streams break, and streams work again with the next daemon.
 
     Attributes:
         peer_id: our identity, base58.
+        maddrs: addresses under which other peers can dial us, ending in /p2p/<peer id>, loopback last.
+        control_path: socket at which daemons take requests.
     """
 
-    def __init__(
-        self, peer_id: str, control_path: str, streams_path: str, relays: Relays | None, relay: Relay | None
-    ) -> None:
+    def __init__(self, peer_id: str, directory: Path, *, is_public: bool, relay_peers: int) -> None:
+        """
+        Args:
+            peer_id: our identity, base58.
+            directory: for the sockets.
+            is_public: whether we have a public address; otherwise we reserve places at relays.
+            relay_peers: how many other peers we relay for if we have one.
+        """
         self.peer_id = peer_id
+        self.maddrs: list[str] = []
+        self.control_path = str(directory / "p2pd.sock")
+        self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
-        self._relays = relays
-        self._relay = relay
-        self._control_path = control_path
-        self._streams_path = streams_path
+        self._relays = None if is_public else Relays(self.control_path)
+        self._relay = Relay(self.control_path, relay_peers) if is_public and relay_peers else None
         self._online = trio.Event()
-        self._maddrs: list[str] = []
         self._streams: set[DaemonSocket] = set()
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)
 
-    @property
-    def maddrs(self) -> list[str]:
-        """Addresses under which other peers can dial us, ending in /p2p/<peer id>, loopback last."""
-        return list(self._maddrs)
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Take incoming streams from any daemon of our identity, through a socket of ours, until the block ends."""
+        loop = asyncio.get_running_loop()
+        serving = loop.create_unix_server(lambda: DaemonSocket(self._take), self._streams_path)  # type: ignore
+        server = await from_asyncio(serving)
+        try:
+            yield
+        finally:
+            server.close()
 
     async def open_stream(self, peer_id: str, maddrs: list[str]) -> DaemonSocket:
         """Open a stream. Raises PeerLostError if that takes over 10 s, or the peer does not speak our protocol.
@@ -85,8 +95,8 @@ class LibP2P:
         with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
             if maddrs:
-                await dial(self._control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
-            stream = await open_stream(self._control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S)
+                await dial(self.control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
+            stream = await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S)
             self._own(stream)
             return stream
         raise PeerLostError(f"timeout: {peer_id} was not reached within {OPEN_TIMEOUT_S:g} s")
@@ -102,20 +112,22 @@ class LibP2P:
         Raises:
             PeerLostError: the daemon does not answer.
         """
-        protocols = [PROTOCOL_NAME] if self._relay is None else [PROTOCOL_NAME, circuit.HOP]
+        protocols = [PROTOCOL_NAME] if self._relay is None else [PROTOCOL_NAME, HOP]
         handler = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=protocols, balanced=False
         )
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         try:
-            await ask(self._control_path, request, CONTROL_TIMEOUT_S)
-            with trio.move_on_after(FIRST_PLACES_S):
-                await self._renew_places()
+            await ask(self.control_path, request, CONTROL_TIMEOUT_S)
+            if self._relays is not None:
+                with trio.move_on_after(FIRST_PLACES_S):
+                    await self._relays.renew()
             await self._refresh_maddrs()
             async with open_background() as background:
-                background.start_soon(self._keep_places)
+                if self._relays is not None:
+                    background.start_soon(self._keep_places, self._relays)
                 if self._relay is not None:
-                    background.start_soon(self._serve_relay, self._relay)
+                    background.start_soon(self._relay.serve)
                 background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()
@@ -133,7 +145,7 @@ class LibP2P:
         info = p2pd_pb2.StreamInfo.FromString(message)
         stream.remote = PeerID(info.peer).to_base58()
         self._own(stream)
-        if info.proto == circuit.HOP and self._relay is not None:
+        if info.proto == HOP and self._relay is not None:
             self._relay.take(stream)
             return
         try:
@@ -162,7 +174,7 @@ class LibP2P:
 
     async def _refresh_maddrs(self) -> None:
         relayed = self._relays.maddrs if self._relays else []
-        self._maddrs = await own_maddrs(self._control_path, self.peer_id, relayed)
+        self.maddrs = await own_maddrs(self.control_path, self.peer_id, relayed)
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Refresh our addresses. A daemon that does not answer is killed, so that it is restarted."""
@@ -178,24 +190,13 @@ class LibP2P:
         logger.warning("the libp2p daemon (p2pd) does not answer; killing it")
         daemon.process.kill()
 
-    async def _renew_places(self) -> None:
-        if self._relays is not None:
-            await self._relays.renew()
-
-    async def _keep_places(self) -> None:
+    async def _keep_places(self, relays: Relays) -> None:
         barrier = self._errors.containing("renewing reservations at relays")
         while True:
             await trio.sleep(RENEW_EVERY_S)
             with barrier, contextlib.suppress(PeerLostError):
-                await self._renew_places()
+                await relays.renew()
                 await self._refresh_maddrs()
-
-    async def _serve_relay(self, relay: Relay) -> None:
-        relaying = self._errors.containing("relaying for other peers")
-        while True:
-            with relaying:
-                await relay.serve()
-            await trio.sleep(RELAY_AGAIN_S)
 
     async def _watch(self, daemon: Daemon) -> None:
         await daemon.exited.wait()
@@ -211,22 +212,3 @@ async def own_maddrs(control_path: str, peer_id: str, relayed: Sequence[Multiadd
         with contextlib.suppress(Exception):  # an address type that hivemind's parser does not know
             found.append(Multiaddr(address))
     return dialable([*found, *relayed], peer_id)
-
-
-@contextlib.asynccontextmanager
-async def open_libp2p(
-    peer_id: str, control_path: str, directory: Path, relays: Relays | None = None, relay: Relay | None = None
-) -> AsyncIterator[LibP2P]:
-    """Serve a peer's streams, with any daemon of its identity, until the block ends.
-
-    Our own socket, through which daemons pass incoming streams, is made in `directory`. `relays` is for a peer that
-    cannot be dialled, `relay` for one that relays for such peers.
-    """
-    libp2p = LibP2P(peer_id, control_path, str(directory / "streams.sock"), relays, relay)
-    loop = asyncio.get_running_loop()
-    serving = loop.create_unix_server(lambda: DaemonSocket(libp2p._take), libp2p._streams_path)  # type: ignore
-    server = await from_asyncio(serving)
-    try:
-        yield libp2p
-    finally:
-        server.close()

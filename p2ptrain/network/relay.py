@@ -1,4 +1,7 @@
-"""A libp2p circuit relay: forwards bytes between peers that cannot dial each other.
+"""A libp2p circuit relay (v2): forwards bytes between peers that cannot dial each other.
+
+A peer that wants to be dialled through a relay reserves a place there ("hop" protocol). A dialling peer asks the relay
+for a connection ("hop"), the relay asks the target ("stop" protocol), and then forwards bytes both ways.
 
 p2pd's own relay ends each circuit after two minutes or 128 KiB; its flags for higher limits sometimes have no effect,
 because two of its parts race for the protocol. So the protocol is answered here. The ends of a circuit encrypt and
@@ -16,15 +19,17 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import DaemonSocket, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
+from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.protocol.wire.transport import Stream
 
 logger = logging.getLogger(__name__)
 
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+STOP = "/libp2p/circuit/relay/0.2.0/stop"
 # Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
 PLACE_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
@@ -68,14 +73,14 @@ class Relay:
     async def _answer(self, stream: DaemonSocket) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
-                request, _ = await circuit.receive(stream, HopMessage)
+                request, _ = await receive_message(stream, HopMessage)
             match request.type if request.HasField("type") else None:
                 case HopMessage.RESERVE:
-                    await circuit.send(stream, self._reserve(stream.remote))
+                    await send_message(stream, self._reserve(stream.remote))
                 case HopMessage.CONNECT:
                     await self._connect(stream, _target_of(request))
                 case _:
-                    await circuit.send(stream, _status(Status.MALFORMED_MESSAGE))
+                    await send_message(stream, _status(Status.MALFORMED_MESSAGE))
         except (PeerLostError, trio.TooSlowError) as error:
             logger.debug("a relay request of %s failed: %s", stream.remote, error)
         finally:
@@ -94,21 +99,21 @@ class Relay:
     async def _connect(self, source: DaemonSocket, target: str) -> None:
         """Open a circuit and carry it until it ends."""
         if self._until_s.get(target, 0.0) < trio.current_time():
-            await circuit.send(source, _status(Status.NO_RESERVATION))
+            await send_message(source, _status(Status.NO_RESERVATION))
             return
         ends = (source.remote, target)
         if any(self._circuits[end] >= self._places for end in ends):
-            await circuit.send(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
+            await send_message(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
             return
         self._circuits.update(ends)
         try:
             try:
                 stop, read_ahead = await self._ask_target(source.remote, target)
             except PeerLostError:
-                await circuit.send(source, _status(Status.CONNECTION_FAILED))
+                await send_message(source, _status(Status.CONNECTION_FAILED))
                 raise
             try:
-                await circuit.send(source, _status(Status.OK))
+                await send_message(source, _status(Status.OK))
                 if read_ahead:
                     await source.send_all(read_ahead)
                 await _carry(source, stop)
@@ -122,12 +127,12 @@ class Relay:
 
         Returns the stream to it, and the bytes that it has already sent. Raises PeerLostError.
         """
-        stream = await open_stream(self._control_path, target, circuit.STOP, REQUEST_TIMEOUT_S)
+        stream = await open_stream(self._control_path, target, STOP, REQUEST_TIMEOUT_S)
         request = StopMessage(type=StopMessage.CONNECT, peer=Peer(id=peer_id_bytes(source)))
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
-                await circuit.send(stream, request)
-                answer, read_ahead = await circuit.receive(stream, StopMessage)
+                await send_message(stream, request)
+                answer, read_ahead = await receive_message(stream, StopMessage)
             if answer.status != Status.OK:
                 raise PeerLostError(f"{target} accepts no circuit")
         except BaseException as error:

@@ -15,10 +15,11 @@ import logging
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import circuit
 from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.control import ask, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Status
+from p2ptrain.network.messages import receive_message, send_message
+from p2ptrain.network.relay import HOP
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
 
 logger = logging.getLogger(__name__)
@@ -93,11 +94,11 @@ class Relays:
 
     async def _reserve(self, relay: str) -> None:
         """Ask for a reservation or its renewal. Raises PeerLostError if the relay is gone or refuses."""
-        stream = await open_stream(self._control_path, relay, circuit.HOP, ASK_TIMEOUT_S)
+        stream = await open_stream(self._control_path, relay, HOP, ASK_TIMEOUT_S)
         try:
             with trio.move_on_after(ASK_TIMEOUT_S):
-                await circuit.send(stream, HopMessage(type=HopMessage.RESERVE))
-                answer, _ = await circuit.receive(stream, HopMessage)
+                await send_message(stream, HopMessage(type=HopMessage.RESERVE))
+                answer, _ = await receive_message(stream, HopMessage)
                 check_answer(answer)
                 return
         finally:

@@ -112,7 +112,7 @@ class Peer:
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
         self._runner = NodeRunner(build, self._exchange, self._compute, may_found=may_found, restored=restored)
-        network.tell(self._on_event)
+        network.on_event = self._on_event
         thread.start_soon(self._run_node)
         try:
             self._await_ready(on_status)

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,72 +36,42 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class NetworkSession:
-    """Owns the network thread and everything on it. A context manager; `close` may be called twice."""
+    """Owns the network thread and everything on it. A context manager; `close` may be called twice.
+
+    Attributes:
+        network: the open network.
+        knows_others: whether it was joined through other peers.
+    """
 
     def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
-        """Open the network; blocks for up to OPEN_TIMEOUT_S.
-
-        `alone`: as for `open_network`.
+        """Open the network; blocks for up to OPEN_TIMEOUT_S. `alone`: as for `open_network`.
 
         Raises:
             ConfigError: the network cannot be opened, or no initial peer answers.
         """
-        self._config = config
-        self._alone = alone
+        self._chosen = frozenset(by_peer_id(config.initial_peers))
+        self._peer_timeout_s = config.peer_timeout_s
+        self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
-        self._opened = threading.Event()
-        self._error: BaseException | None = None
-        self._network: Network | None = None
-        self._close_now: Callable[[], object] = lambda: None
+        self._closing = trio.Event()
         self._closed = threading.Event()
+        self._opened: Future[Network] = Future()
         try:
-            self._thread.start_soon(self._hold_network)
-            _wait(self._opened, OPEN_TIMEOUT_S, "the network did not open")
-            if self._error is not None:
-                raise self._error
-        except BaseException:
+            self._thread.start_soon(self._hold_network, config, alone)
+            self.network = self._opened.result(OPEN_TIMEOUT_S)
+        except BaseException as error:
             self.close()
+            if isinstance(error, TimeoutError):
+                raise ConfigError(
+                    f"the network did not open within {OPEN_TIMEOUT_S:.0f} s; the machine may be overloaded: try again"
+                ) from None
             raise
-
-    @classmethod
-    def open(cls, config: NetworkConfig, *, alone: bool = False) -> NetworkSession:
-        """The same as the constructor, but reads better: `with NetworkSession.open(config) as session:`."""
-        return cls(config, alone=alone)
 
     def __enter__(self) -> NetworkSession:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @property
-    def network(self) -> Network:
-        assert self._network is not None
-        return self._network
-
-    @property
-    def knows_others(self) -> bool:
-        """Whether the network was joined through other peers."""
-        return bool(ways_in(self._config)) and not self._alone
-
-    @property
-    def _chosen(self) -> frozenset[str]:
-        """Ids of the peers that the user chose to join through: only these can end the attempt to join."""
-        return frozenset(by_peer_id(self._config.initial_peers))
-
-    @property
-    def failure(self) -> ConfigError | None:
-        """Why the network has ended for good; None while it works."""
-        return self.network.failure
-
-    @property
-    def peer_id(self) -> str:
-        return self.network.peer_id
-
-    @property
-    def maddrs(self) -> list[str]:
-        """Addresses that other peers can dial, loopback last."""
-        return self.network.maddrs
 
     def find_run(
         self, run_id: str, timeout_s: float, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
@@ -168,7 +139,7 @@ class NetworkSession:
             return Peer(
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._config.peer_timeout_s, chosen=self._chosen, resume_state=resume_state,
+                peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, resume_state=resume_state,
                 on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:
@@ -177,29 +148,21 @@ class NetworkSession:
 
     def close(self) -> None:
         """Close the network: ends its thread, processes and sockets. Blocks for up to twice CLOSE_TIMEOUT_S."""
-        self._close_now()
-        if self._opened.is_set() and self._error is None:
+        self._thread.post(self._closing.set)
+        if self._opened.done():
             self._closed.wait(CLOSE_TIMEOUT_S)
         if not self._thread.stop(CLOSE_TIMEOUT_S):
             logger.warning("the network thread did not end within %.0f s", CLOSE_TIMEOUT_S)
 
-    async def _hold_network(self) -> None:
-        closing = trio.Event()
-        self._close_now = lambda: self._thread.post(closing.set)
+    async def _hold_network(self, config: NetworkConfig, alone: bool) -> None:
         try:
-            async with open_network(self._config, alone=self._alone) as network:
-                self._network = network
-                self._opened.set()
-                await closing.wait()
+            async with open_network(config, alone=alone) as network:
+                self._opened.set_result(network)
+                await self._closing.wait()
         except BaseException as error:
-            self._error = error
-            if not isinstance(error, Exception):
+            if self._opened.done() or not isinstance(error, Exception):
                 raise
+            self._opened.set_exception(error)
         finally:
             self._closed.set()
-            self._opened.set()
-
-
-def _wait(event: threading.Event, timeout_s: float, what: str) -> None:
-    if not event.wait(timeout_s):
-        raise ConfigError(f"{what} within {timeout_s:.0f} s; the machine may be overloaded: try again")
+            self._opened.cancel()  # unless it is done

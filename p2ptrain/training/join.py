@@ -116,9 +116,9 @@ def join_run(
             _start_from(config.init_from, model, found, saved, out, session.knows_others, say)
         model.to(device)
         # Before joining: this takes a second or more, and a member would delay rounds in that time.
-        shards, shard = _shards(run, corpus, model, config.shard, session.peer_id, say)
+        shards, shard = _shards(run, corpus, model, config.shard, session.network.peer_id, say)
         spans = None if shards is None else shards.spans(shard)
-        seed = run.data_seed(session.peer_id) if config.seed is None else config.seed
+        seed = run.data_seed(session.network.peer_id) if config.seed is None else config.seed
         trainer = Trainer(model, corpus, run, batch_size=config.batch_size, seed=seed, spans=spans)
         if saved:
             trainer.load_state_dict(saved.state["trainer"])
@@ -221,15 +221,15 @@ def _open_session(
 
     known = dataclasses.replace(network, remembered_peers=remembered)
     try:
-        return NetworkSession.open(known)
+        return NetworkSession(known)
     except UnreachableError as error:
         if saved:
             say(f"{error}. Continuing from the checkpoint of step {saved.step}, alone until a peer is found")
-            return NetworkSession.open(known, alone=True)
+            return NetworkSession(known, alone=True)
         if not remembered:
             raise
         say(f"none of the peers saved in {REMEMBERED_FILE} can be reached")
-        return NetworkSession.open(network)
+        return NetworkSession(network)
 
 
 def settle_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -52,6 +53,20 @@ async def open_streams() -> AsyncIterator[tuple[Stream, Stream, Network, Network
         theirs = await second.transport.accept()
         assert await read(theirs, 5) == b"hello"
         yield ours, theirs, first, second
+
+
+class Given:
+    """A stream that delivers bytes one by one, and then ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self.sent = b""
+        self._data = deque(data)
+
+    async def receive_some(self) -> bytes:
+        return bytes([self._data.popleft()]) if self._data else b""
+
+    async def send_all(self, data: bytes) -> None:
+        self.sent += data
 
 
 async def read(stream: Stream, size: int) -> bytes:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import trio
 
-from p2ptrain.errors import WireError
+from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.network._hivemind import Multiaddr
 from p2ptrain.network.dialback import DialBack, dial_back, question, read_answer
-from tests.network.local import open_pair
+from p2ptrain.network.libp2p_pb2 import AutoNat
+from p2ptrain.network.messages import framed, receive_message
+from tests.network.local import Given, open_pair
 
 ADDRESS = Multiaddr("/ip4/8.8.4.4/tcp/4001").to_bytes()
 
@@ -24,16 +27,23 @@ def _answer(status: int, text: bytes = b"", address: bytes = b"") -> bytes:
 
 
 def test_the_question_is_a_message_of_the_protocol() -> None:
-    assert question(b"me", [b"there", b"here"]) == (
+    assert framed(question(b"me", [b"there", b"here"])) == (
         b"\x17" b"\x08\x00" b"\x12\x13" b"\x0a\x11" b"\x0a\x02me" b"\x12\x05there" b"\x12\x04here"
     )  # fmt: skip
 
 
+def read(message: bytes) -> tuple[DialBack, str]:
+    """What a peer's bytes are taken for."""
+    stream = Given(bytes([len(message)]) + message)
+    answer, _ = trio.run(receive_message, stream, AutoNat)
+    return read_answer(answer)
+
+
 def test_answers() -> None:
-    assert read_answer(_answer(0, address=ADDRESS)) == (DialBack.REACHED, "/ip4/8.8.4.4/tcp/4001")
-    assert read_answer(_answer(100, b"dial failed")) == (DialBack.FAILED, "dial failed")
-    assert read_answer(_answer(101, b"too many dials")) == (DialBack.UNKNOWN, "too many dials")
-    assert read_answer(_answer(300, b"\x1b[2Jx")) == (DialBack.UNKNOWN, "[2Jx")
+    assert read(_answer(0, address=ADDRESS)) == (DialBack.REACHED, "/ip4/8.8.4.4/tcp/4001")
+    assert read(_answer(100, b"dial failed")) == (DialBack.FAILED, "dial failed")
+    assert read(_answer(101, b"too many dials")) == (DialBack.UNKNOWN, "too many dials")
+    assert read(_answer(300, b"\x1b[2Jx")) == (DialBack.UNKNOWN, "[2Jx")
 
 
 @pytest.mark.parametrize(
@@ -51,16 +61,16 @@ def test_answers() -> None:
     ],
 )
 def test_what_is_no_answer_is_refused(message: bytes) -> None:
-    with pytest.raises(WireError):
-        read_answer(message)
+    with pytest.raises((WireError, PeerLostError)):
+        read(message)
 
 
 @pytest.mark.processes
 def test_a_real_peer_refuses_to_dial_an_address_that_is_not_public(run: Callable[..., Any]) -> None:
     async def main() -> None:
         async with open_pair() as (first, second):
-            control_path = second.supervisor._control_path
-            result, said = await dial_back(str(control_path), first.peer_id, second.peer_id, second.maddrs)
+            control_path = second.transport.control_path
+            result, said = await dial_back(control_path, first.peer_id, second.peer_id, second.maddrs)
             assert result is DialBack.UNKNOWN
             assert "refusing to dial peer with blocked observed address" in said
 

@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,17 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network import libp2p_pb2, relays
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.circuit import HOP, receive, send
-from p2ptrain.network.control import open_stream, varint
+from p2ptrain.network.control import open_stream
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
+from p2ptrain.network.messages import receive_message, send_message, varint
 from p2ptrain.network.p2p import PROTOCOL_NAME
+from p2ptrain.network.relay import HOP
 from p2ptrain.network.relays import check_answer
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.protocol.membership.reachability import Scope
-from tests.network.local import config, read
+from tests.network.local import Given, config, read
 
 Run = Callable[..., Any]
 OPEN = "/ip4/5.188.7.1/tcp/4001"
@@ -47,23 +47,9 @@ def answer(status: int, *, limit_s: int = 0, limit_bytes: int = 0) -> HopMessage
     return said
 
 
-class Given:
-    """A stream that delivers bytes one by one, and then ends."""
-
-    def __init__(self, data: bytes) -> None:
-        self.sent = b""
-        self._data = deque(data)
-
-    async def receive_some(self) -> bytes:
-        return bytes([self._data.popleft()]) if self._data else b""
-
-    async def send_all(self, data: bytes) -> None:
-        self.sent += data
-
-
 def read_message(data: bytes) -> HopMessage:
     async def main() -> HopMessage:
-        message, behind = await receive(Given(data), HopMessage)  # type: ignore[arg-type]
+        message, behind = await receive_message(Given(data), HopMessage)  # type: ignore[arg-type]
         assert behind == b""
         return message
 
@@ -106,12 +92,12 @@ def test_no_place_is_taken_elsewhere(answered: HopMessage, complaint: str) -> No
 def test_messages_are_those_of_libp2p(message: HopMessage | StopMessage, data: bytes) -> None:
     async def main() -> None:
         stream = Given(data + b"behind")
-        received, behind = await receive(stream, type(message))  # type: ignore[arg-type, type-var]
+        received, behind = await receive_message(stream, type(message))  # type: ignore[arg-type, type-var]
         assert received == message
         while some := await stream.receive_some():
             behind += some
         assert behind == b"behind"
-        await send(stream, message)  # type: ignore[arg-type]
+        await send_message(stream, message)  # type: ignore[arg-type]
         assert stream.sent == data
 
     trio.run(main)
@@ -286,8 +272,8 @@ def test_what_is_no_request_is_refused_and_costs_the_relay_nothing(run: Run, loo
                 (HopMessage(type=HopMessage.CONNECT), Status.NO_RESERVATION),
             ):
                 stream = await open_stream(probe, relay.peer_id, HOP, 10)
-                await send(stream, asked)
-                answered, _ = await receive(stream, HopMessage)
+                await send_message(stream, asked)
+                answered, _ = await receive_message(stream, HopMessage)
                 assert answered.status == status
                 await stream.aclose()
             for junk in (b"\xff" * 20, b"\x02\x21\x01", b"\x04\x08\x01\x10\x05"):

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError
-from p2ptrain.network import daemon, p2p, supervisor
+from p2ptrain.network import addresses, daemon, host, p2p
 from p2ptrain.network.addresses import with_ports_of
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.wire.transport import Stream
@@ -30,7 +30,7 @@ class Seen:
     def __init__(self, network: Network) -> None:
         self.events: list[str] = []
         self._more = trio.Event()
-        network.tell(self._on_event)
+        network.on_event = self._on_event
 
     def _on_event(self, event: str, /, **fields: object) -> None:
         assert event == "daemon"
@@ -121,7 +121,7 @@ def test_one_without_initial_peers_comes_back_through_those_who_dial_it(run: Run
 
 
 def test_a_stream_asked_for_during_the_restart_waits_for_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.3, 0.3))
+    monkeypatch.setattr(host, "RESTART_AFTER_S", (0.3, 0.3))
 
     async def main() -> None:
         async with open_network(config()) as other, network_and_pid(other) as (network, pid):
@@ -136,7 +136,7 @@ def test_a_stream_asked_for_during_the_restart_waits_for_it(run: Run, monkeypatc
 
 
 def test_its_port_taken_meanwhile_costs_one_restart(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(host, "RESTART_AFTER_S", (0.0, 0.0))
     asked: list[tuple[str, ...]] = []
 
     def taken(host_maddrs: tuple[str, ...]) -> None:
@@ -144,10 +144,9 @@ def test_its_port_taken_meanwhile_costs_one_restart(run: Run, monkeypatch: pytes
         if len(asked) == 1:
             raise ConfigError("another program uses that port")
 
-    monkeypatch.setattr(supervisor, "check_host_maddrs", taken)
-
     async def main() -> None:
         async with network_and_pid() as (network, pid):
+            monkeypatch.setattr(addresses, "check_host_maddrs", taken)
             seen = Seen(network)
             had = network.maddrs[0].rpartition("/p2p/")[0]
             os.kill(pid, signal.SIGKILL)
@@ -158,7 +157,7 @@ def test_its_port_taken_meanwhile_costs_one_restart(run: Run, monkeypatch: pytes
 
 
 def test_one_that_keeps_dying_is_given_up(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(host, "RESTART_AFTER_S", (0.0, 0.0))
     script = tmp_path / "p2pd"
     script.write_text("#!/bin/sh\necho out of luck; exit 1\n")
     script.chmod(0o755)
@@ -179,8 +178,8 @@ def test_one_that_keeps_dying_is_given_up(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 def test_one_that_lived_long_has_all_its_restarts_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0,))
-    monkeypatch.setattr(supervisor, "STABLE_S", 0.0)
+    monkeypatch.setattr(host, "RESTART_AFTER_S", (0.0,))
+    monkeypatch.setattr(host, "STABLE_S", 0.0)
 
     async def main() -> None:
         async with network_and_pid() as (network, pid):
@@ -198,7 +197,7 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the first daemon and the next one; the event callback may fail too."""
-    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(host, "RESTART_AFTER_S", (0.0, 0.0, 0.0))
     watch, lives, bugs = p2p.LibP2P._watch, 0, [trio.Event(), trio.Event()]
 
     async def fail(transport: p2p.LibP2P, running: daemon.Daemon) -> None:
@@ -214,13 +213,13 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
             monkeypatch.setattr(p2p.LibP2P, "_watch", fail)
             async with open_network(config(other)) as network:
                 seen = Seen(network)
-                tell = network.supervisor.on_event
+                tell = network.on_event
 
                 def tell_and_fail(event: str, /, **fields: object) -> None:
                     tell(event, **fields)
                     raise LookupError("whoever is told has a bug as well")
 
-                network.supervisor.on_event = tell_and_fail
+                network.on_event = tell_and_fail
                 for count, bug in enumerate(bugs, start=1):
                     bug.set()
                     await seen.until(*["died", "restarted"] * count)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import p2ptrain
-from p2ptrain.network import supervisor
+from p2ptrain.network import host
 from tests.swarm.processes import DEADLINE_S
 
 RUN: dict[str, Any] = {"run_id": "cnn", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
@@ -140,7 +140,7 @@ def test_an_exception_of_the_loop_leaves_the_run_and_comes_out_unchanged() -> No
 
 
 def test_one_that_is_cut_off_for_good_says_so_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_AFTER_S", ())
+    monkeypatch.setattr(host, "RESTART_AFTER_S", ())
     with p2ptrain.join(model := cnn(0), diloco=DILOCO, **RUN) as peer:
         loop = Loop(model, peer)
         train_until(lambda: loop.rounds, loop)

@@ -47,13 +47,13 @@ def _observe(settings: Settings, source: Source) -> None:
     from p2ptrain.peer.session import NetworkSession  # imports hivemind, which takes a second
 
     # Read the settings each time: an address file may have changed.
-    with NetworkSession.open(settings.network_config()) as session:
+    with NetworkSession(settings.network_config()) as session:
         watch = session.watch(source.run_id)
         source.watch, source.trouble = watch, ""
         try:
-            while session.failure is None:
+            while session.network.failure is None:
                 time.sleep(POLL_S)
-            raise session.failure
+            raise session.network.failure
         finally:
             source.watch = None
             watch.stop()

@@ -36,7 +36,7 @@ def _doctor(*arguments: str, directory: Path) -> tuple[int, str]:
 
 
 def test_a_machine_that_would_work(tmp_path: Path) -> None:
-    with NetworkSession.open(LOOPBACK) as other:
+    with NetworkSession(LOOPBACK) as other:
         status, text = _doctor(
             "--initial-peers", other.maddrs[0], "--host-maddrs", "/ip4/127.0.0.1/tcp/0", directory=tmp_path
         )
@@ -65,7 +65,7 @@ def test_a_machine_that_would_not(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_off_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    with NetworkSession.open(LOOPBACK) as other:
+    with NetworkSession(LOOPBACK) as other:
         network = NetworkConfig(host_maddrs=LOOPBACK.host_maddrs, initial_peers=tuple(other.maddrs))
         real = dht.hivemind.get_dht_time
         monkeypatch.setattr(dht.hivemind, "get_dht_time", lambda: real() + 40.0)

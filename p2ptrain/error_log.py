@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Bugs remembered; beyond it one may be logged again.
 MAX_REMEMBERED = 256
@@ -34,32 +35,17 @@ class ErrorLog:
         self._seen.add(bug)
         self._logger.error("%s: %r; please report this", where, error, exc_info=error)
 
-    def containing(self, what: str) -> Containment:
-        """A reusable context manager for work that is repeated anyway: logs and suppresses any `Exception`.
+    @contextmanager
+    def containing(self, what: str) -> Iterator[None]:
+        """A block of work that is repeated anyway: logs and suppresses any `Exception`.
 
         Args:
             what: the action in the block: "announcing this peer".
         """
-        return Containment(self, what)
-
-
-class Containment:
-    """See `ErrorLog.containing`."""
-
-    def __init__(self, errors: ErrorLog, what: str) -> None:
-        self._errors = errors
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self._errors.note(f"{self._what} failed; it is tried again", error)
-        return True
+        try:
+            yield
+        except Exception as error:
+            self.note(f"{what} failed; it is tried again", error)
 
 
 def innermost(error: BaseException) -> BaseException:

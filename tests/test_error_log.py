@@ -45,9 +45,9 @@ def test_the_innermost_of_nested_groups() -> None:
 
 def test_a_block_that_fails_is_noted_and_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "p2ptrain.test")
-    block = ErrorLog(logging.getLogger("p2ptrain.test")).containing("counting")
+    errors = ErrorLog(logging.getLogger("p2ptrain.test"))
     for error in (ValueError("one"), ValueError("two"), KeyError("three")):
-        with block:
+        with errors.containing("counting"):
             raise error
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == caplog.text.count("Traceback") == 2

@@ -3,6 +3,6 @@
 Used by the protocol tests and by the simulator. It runs on trio's clock and is deterministic if the fault rule is.
 """
 
-from p2ptrain.memory_network.network import Fault, MemoryNetwork
+from p2ptrain.memory_network.network import MemoryNetwork, PacketFault
 
-__all__ = ["Fault", "MemoryNetwork"]
+__all__ = ["MemoryNetwork", "PacketFault"]

@@ -22,7 +22,7 @@ SEGMENT_BYTES = 64 * 1024
 BUFFER_BYTES = 4 * 1024 * 1024
 
 
-class Fault(enum.Enum):
+class PacketFault(enum.Enum):
     """What happens to one packet."""
 
     NONE = "none"
@@ -31,7 +31,7 @@ class Fault(enum.Enum):
     BREAK = "break"
 
 
-FaultRule = Callable[[PeerId, PeerId, bytes], Fault]
+PacketFaultRule = Callable[[PeerId, PeerId, bytes], PacketFault]
 
 
 class MemoryNetwork:
@@ -47,7 +47,7 @@ class MemoryNetwork:
     def __init__(self, *, latency_s: float = 0.001, bandwidth_bytes_s: float = math.inf) -> None:
         self.latency_s = latency_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
-        self.fault: FaultRule = lambda source, target, packet: Fault.NONE
+        self.fault: PacketFaultRule = lambda source, target, packet: PacketFault.NONE
         self.transports: dict[PeerId, MemoryTransport] = {}
         self._narrow: dict[PeerId, float] = {}
         self._groups: dict[PeerId, int] = {}
@@ -75,13 +75,6 @@ class MemoryNetwork:
             self._narrow.pop(peer_id, None)
         else:
             self._narrow[peer_id] = bandwidth_bytes_s
-
-    def uplink_bytes_s(self, peer_id: PeerId) -> float:
-        return self._narrow.get(peer_id, self.bandwidth_bytes_s)
-
-    def downlink_bytes_s(self, peer_id: PeerId) -> float:
-        """The downlink is infinite unless `narrow` has set it."""
-        return self._narrow.get(peer_id, math.inf)
 
     def connected(self, a: PeerId, b: PeerId) -> bool:
         return self._groups.get(a, 0) == self._groups.get(b, 0)
@@ -151,16 +144,17 @@ class MemoryStream:
         if self._broken.is_set():
             raise PeerLostError(f"{self.remote}: the stream is broken")
         fault = network.fault(self._owner.peer_id, self.remote, data)
-        if fault is Fault.BREAK:
+        if fault is PacketFault.BREAK:
             self.break_both()
             raise PeerLostError(f"{self.remote}: the stream broke")
-        for _ in range(2 if fault is Fault.DUPLICATE else 1):
+        for _ in range(2 if fault is PacketFault.DUPLICATE else 1):
             for start in range(0, len(data), SEGMENT_BYTES):
-                await self._send_segment(data[start : start + SEGMENT_BYTES], lost=fault is Fault.DROP)
+                await self._send_segment(data[start : start + SEGMENT_BYTES], lost=fault is PacketFault.DROP)
 
     async def _send_segment(self, segment: bytes, *, lost: bool) -> None:
         owner, network = self._owner, self._owner.network
-        up, down = network.uplink_bytes_s(owner.peer_id), network.downlink_bytes_s(self.remote)
+        up = network._narrow.get(owner.peer_id, network.bandwidth_bytes_s)
+        down = network._narrow.get(self.remote, math.inf)
         free_s = owner.uplink_free_s = max(trio.current_time(), owner.uplink_free_s) + len(segment) / up
         if down < math.inf:
             target = self.other._owner

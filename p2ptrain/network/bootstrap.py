@@ -58,8 +58,7 @@ async def dial(control_path: str, peer_id: str, maddrs: list[str], timeout_s: fl
 async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) -> list[str]:
     """Connect to all initial peers at once; return the connected ids shortly after the first connection.
 
-    Raises:
-        UnreachableError: none can be reached. The message gives the reason for each. Takes at most 10 s.
+    Raises UnreachableError if none can be reached. The message gives the reason for each. Takes at most 10 s.
     """
     addresses = by_peer_id(initial_peers)
     connected: list[str] = []
@@ -87,7 +86,7 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
 
 
 def ways_in(config: NetworkConfig) -> tuple[str, ...]:
-    """All addresses to join through: initial and remembered peers."""
+    """All addresses to join through."""
     return (*config.initial_peers, *config.remembered_peers)
 
 

@@ -21,7 +21,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.messages import framed, read_varint
+from p2ptrain.network.messages import read_varint, send_message
 
 # Received bytes that nobody has read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
@@ -106,13 +106,6 @@ class DaemonSocket:
             self._break(reason)
         if self._transport is not None:
             self._transport.abort()
-
-    # Control requests.
-
-    def write_message(self, message: Any) -> None:
-        """Send one protobuf message, length-prefixed."""
-        assert self._transport is not None
-        self._transport.write(framed(message))
 
     async def first_message(self) -> bytes:
         """Wait for p2pd's first message. Raises PeerLostError when the connection ends first."""
@@ -206,8 +199,7 @@ class DaemonSocket:
 async def ask(path: str, request: Any, timeout_s: float) -> Any:
     """Send a `p2pd_pb2.Request` on a new connection, and return the `p2pd_pb2.Response`.
 
-    Raises:
-        PeerLostError: p2pd is gone, reports a failure, or does not answer in time.
+    Raises PeerLostError if p2pd is gone, reports a failure, or does not answer in time.
     """
     response, socket = await _ask(path, request, timeout_s)
     socket.fail("done")
@@ -216,10 +208,14 @@ async def ask(path: str, request: Any, timeout_s: float) -> Any:
 
 async def _ask(path: str, request: Any, timeout_s: float) -> tuple[Any, DaemonSocket]:
     """As `ask`; also returns the socket, which carries the stream after a STREAM_OPEN. The caller closes it."""
+    loop = asyncio.get_running_loop()
     with trio.move_on_after(timeout_s):
-        socket = await _connect(path)
         try:
-            socket.write_message(request)
+            _, socket = await from_asyncio(loop.create_unix_connection(DaemonSocket, path))  # type: ignore[type-var]
+        except OSError as error:
+            raise PeerLostError(f"the libp2p daemon does not answer: {error}") from None
+        try:
+            await send_message(socket, request)
             response = p2pd_pb2.Response.FromString(await socket.first_message())
             if response.type == p2pd_pb2.Response.ERROR:
                 raise PeerLostError(response.error.msg)
@@ -233,20 +229,10 @@ async def _ask(path: str, request: Any, timeout_s: float) -> tuple[Any, DaemonSo
 async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) -> DaemonSocket:
     """Open a stream to a peer that p2pd is connected to or has an address of. The caller closes it.
 
-    Raises:
-        PeerLostError: the peer cannot be reached in time, or does not speak the protocol.
+    Raises PeerLostError if the peer cannot be reached in time, or does not speak the protocol.
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
     _, stream = await _ask(path, request, timeout_s)
     stream.remote = peer_id
     return stream
-
-
-async def _connect(path: str) -> DaemonSocket:
-    loop = asyncio.get_running_loop()
-    try:
-        _, socket = await from_asyncio(loop.create_unix_connection(DaemonSocket, path))  # type: ignore[type-var]
-    except OSError as error:
-        raise PeerLostError(f"the libp2p daemon does not answer: {error}") from None
-    return socket

@@ -88,7 +88,12 @@ class HivemindDirectory:
         with trio.move_on_after(OPERATION_TIMEOUT_S), _unless_it_ends():
             found = await from_asyncio(self._node.get(key, latest=True))
             if found is not None and isinstance(found.value, dict):
-                return _read_records(found.value)
+                now = hivemind.get_dht_time()
+                return {
+                    owner: value
+                    for subkey, (value, expiration) in found.value.items()
+                    if (owner := owner_of(subkey)) is not None and _is_value(value) and expiration > now
+                }
         return {}
 
 
@@ -160,8 +165,7 @@ async def join_dht(
     """Take part in the DHT through a running daemon until the block ends. This also ends the daemon.
 
     Args:
-        daemon: a running daemon with our identity.
-        identity: signs our records.
+        identity: signs our records; the daemon's too.
         initial_peers: multiaddrs to dial again when their peers are lost.
         connected: ids of the initial peers that the daemon is connected to; empty for the first peer of a network, or
             to rejoin through incoming connections.
@@ -260,10 +264,10 @@ async def _keep_initial_peers(
     hivemind's node forgets peers that do not answer and never dials them again, so it would stay alone after an
     outage, and a split network would never rejoin.
     """
-    barrier = ErrorLog(logger).containing("reconnecting initial peers")
+    errors = ErrorLog(logger)
     while True:
         for peer_id, maddrs in initial_peers.items():
-            with barrier, contextlib.suppress(PeerLostError):
+            with errors.containing("reconnecting initial peers"), contextlib.suppress(PeerLostError):
                 peer = hivemind.PeerID.from_base58(peer_id)
                 if node.protocol.routing_table.get(peer_id=peer) is None:
                     await dial(control_path, peer_id, maddrs, DIAL_TIMEOUT_S)
@@ -273,26 +277,16 @@ async def _keep_initial_peers(
 
 async def _stay_joined(node: hivemind.DHTNode, control_path: str) -> None:
     """When the routing table is empty, rejoin through any connected peer."""
-    barrier = ErrorLog(logger).containing("rejoining the DHT")
+    errors = ErrorLog(logger)
     while True:
         alone = not node.protocol.routing_table.uid_to_peer_id
         if alone:
-            with barrier, contextlib.suppress(PeerLostError):
+            with errors.containing("rejoining the DHT"), contextlib.suppress(PeerLostError):
                 for peer_id in await connected_peers(control_path):
-                    with barrier:
+                    with errors.containing("rejoining the DHT"):
                         await from_asyncio(node.protocol.call_ping(hivemind.PeerID.from_base58(peer_id)))
         await trio.sleep(ALONE_INTERVAL_S if alone else REJOIN_INTERVAL_S)
 
 
 def _is_value(value: Any) -> bool:
     return isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
-
-
-def _read_records(found: Mapping[Any, Any]) -> dict[str, bytes]:
-    now = hivemind.get_dht_time()
-    records = {}
-    for subkey, (value, expiration) in found.items():
-        owner = owner_of(subkey)
-        if owner is not None and _is_value(value) and expiration > now:
-            records[owner] = value
-    return records

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
 
 import trio
 
@@ -37,19 +36,13 @@ RESTART_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 STABLE_S = 60.0
 
 
-class RecordEvent(Protocol):
-    """Takes records for the metrics stream."""
-
-    def __call__(self, event: str, /, **fields: object) -> None: ...
-
-
 class Network:
     """An open network, made by `open_network`. Owns the daemon, and connects transport and directory to it.
 
     Attributes:
         transport, directory: the same objects through all restarts of the daemon.
         peer_id: our identity, base58.
-        on_event: called on the network thread with each death and restart of the daemon, if set.
+        on_event: called as `Sink.write`, on the network thread, with each death and restart of the daemon, if set.
         failure: why no daemon will be started again; None until then.
     """
 
@@ -58,7 +51,7 @@ class Network:
         is_public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
         self.transport = LibP2P(self.peer_id, scratch, is_public=is_public, relay_peers=config.relay_peers)
         self.directory = HivemindDirectory(identity)
-        self.on_event: RecordEvent | None = None
+        self.on_event: Callable[..., object] | None = None
         self.failure: ConfigError | None = None
         self._errors = ErrorLog(logger)
         self._config = config
@@ -77,35 +70,38 @@ class Network:
             ConfigError: the first daemon did not start.
             UnreachableError: no initial peer can be reached.
         """
-        opened = False
-
-        def tell_opened() -> None:
-            nonlocal opened
-            opened = True
-            task_status.started()
-
-        try:
-            lived_s, reason = await self._live(self._config, tell_opened, reach=not self._alone)
-        except Exception as error:
-            if not opened:
-                raise
-            lived_s, reason = self._note_failed(error)
-        # On the ports that other peers know, if they are still free.
-        same_ports = addresses.with_ports_of(self._config.host_maddrs, self.transport.maddrs)
-        restarts = Restarts(RESTART_AFTER_S, STABLE_S)
-        while (delay_s := restarts.next_delay_s(lived_s)) is not None:
+        config, restarts, has_started = self._config, Restarts(RESTART_AFTER_S, STABLE_S), False
+        while True:
+            try:
+                if has_started:
+                    addresses.check_host_maddrs(config.host_maddrs)
+                async with self._online(config, reach=not has_started and not self._alone) as daemon:
+                    began_s = trio.current_time()
+                    if has_started:
+                        self._tell(status="restarted", reason="")
+                        logger.warning("the libp2p daemon (p2pd) is running again, with the same identity")
+                    else:
+                        has_started = True
+                        task_status.started()
+                    await daemon.exited.wait()
+                    lived_s = trio.current_time() - began_s
+                    reason = f"exit status {daemon.process.returncode}"
+            except Exception as error:
+                if not has_started:
+                    raise
+                lived_s, reason = 0.0, str(error)
+                if not isinstance(error, ConfigError):  # a bug of ours or of a library costs this daemon only
+                    reason = repr(innermost(error))
+                    self._errors.note("using the libp2p daemon; it is replaced", error)
+            if (delay_s := restarts.next_delay_s(lived_s)) is None:
+                break
             self._tell(status="died", reason=reason)
             logger.warning("the libp2p daemon (p2pd) died (%s); restarting it", reason)
             await trio.sleep(delay_s)
-            host_maddrs = same_ports if restarts.count == 1 else self._config.host_maddrs
-            try:
-                addresses.check_host_maddrs(host_maddrs)
-                config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
-                lived_s, reason = await self._live(config, self._tell_restarted, reach=False)
-            except ConfigError as error:
-                lived_s, reason = 0.0, str(error)
-            except Exception as error:
-                lived_s, reason = self._note_failed(error)
+            host_maddrs = self._config.host_maddrs
+            if restarts.count == 1:  # on the ports that other peers know, if they are still free
+                host_maddrs = addresses.with_ports_of(host_maddrs, self.transport.maddrs)
+            config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
         self.failure = ConfigError(
             f"the libp2p daemon (p2pd) died, and {restarts.count} restarts did not help ({reason}); "
             "fix the cause, then run the same command again"
@@ -113,27 +109,10 @@ class Network:
         self._tell(status="failed", reason=reason)
         logger.error("%s", self.failure)
 
-    async def _live(self, config: NetworkConfig, opened: Callable[[], None], *, reach: bool) -> tuple[float, str]:
-        """Run one daemon. Returns its lifetime in seconds and why it ended. Raises ConfigError if not started."""
-        async with self._online(config, reach=reach) as daemon:
-            opened()
-            began_s = trio.current_time()
-            await daemon.exited.wait()
-            return trio.current_time() - began_s, f"exit status {daemon.process.returncode}"
-
-    def _note_failed(self, error: Exception) -> tuple[float, str]:
-        """Contain an error of our code or of a library: only this daemon is replaced, after a lifetime of 0 s."""
-        self._errors.note("using the libp2p daemon; it is replaced", error)
-        return 0.0, repr(innermost(error))
-
     def _tell(self, *, status: str, reason: str) -> None:
         if self.on_event is not None:
             with self._errors.containing("recording an event of the libp2p daemon"):
                 self.on_event("daemon", status=status, reason=reason)
-
-    def _tell_restarted(self) -> None:
-        self._tell(status="restarted", reason="")
-        logger.warning("the libp2p daemon (p2pd) is running again, with the same identity")
 
     @contextlib.asynccontextmanager
     async def _online(self, config: NetworkConfig, *, reach: bool) -> AsyncIterator[Daemon]:

@@ -1,6 +1,6 @@
 """Protobuf messages with a length prefix, as p2pd and libp2p's own protocols frame them.
 
-Such protocols are circuit relay v2 (`relay`, `relays`) and AutoNAT (`dialback`).
+Such protocols are circuit relay v2 (`relay`, `reservations`) and AutoNAT (`dialback`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ async def send_message(stream: Stream, message: Message) -> None:
 async def receive_message(stream: Stream, kind: type[AnyMessage]) -> tuple[AnyMessage, bytes]:
     """Receive one message from a peer. Returns it and the bytes that followed.
 
-    As usual in protobuf, a field of the wrong type counts as missing.
-
-    Raises:
-        PeerLostError: the stream ended or broke, or the message is malformed or too large.
+    As usual in protobuf, a field of the wrong type counts as missing. Raises PeerLostError if the stream ended or
+    broke, or the message is malformed or too large.
     """
     data = b""
     while True:

@@ -20,7 +20,7 @@ from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.relay import HOP, Relay
-from p2ptrain.network.relays import RENEW_EVERY_S, Relays
+from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ REFRESH_MADDRS_S = 15.0
 # count: a daemon answers at once after it.
 MAX_UNANSWERED = 3
 # Limit for the first reservations at relays, which delay the start; peers just dialled answer within a round trip.
-FIRST_PLACES_S = 2.0
+FIRST_RESERVATIONS_S = 2.0
 
 
 class LibP2P:
@@ -58,7 +58,7 @@ class LibP2P:
         Args:
             peer_id: our identity, base58.
             directory: for the sockets.
-            is_public: whether we have a public address; otherwise we reserve places at relays.
+            is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
         """
         self.peer_id = peer_id
@@ -66,7 +66,7 @@ class LibP2P:
         self.control_path = str(directory / "p2pd.sock")
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
-        self._relays = None if is_public else Relays(self.control_path)
+        self._reservations = None if is_public else Reservations(self.control_path)
         self._relay = Relay(self.control_path, relay_peers) if is_public and relay_peers else None
         self._online = trio.Event()
         self._streams: set[DaemonSocket] = set()
@@ -109,8 +109,7 @@ class LibP2P:
     async def through(self, daemon: Daemon) -> AsyncIterator[None]:
         """Use a running daemon until the block ends; then all streams are closed.
 
-        Raises:
-            PeerLostError: the daemon does not answer.
+        Raises PeerLostError if the daemon does not answer.
         """
         protocols = [PROTOCOL_NAME] if self._relay is None else [PROTOCOL_NAME, HOP]
         handler = p2pd_pb2.StreamHandlerRequest(
@@ -119,13 +118,13 @@ class LibP2P:
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         try:
             await ask(self.control_path, request, CONTROL_TIMEOUT_S)
-            if self._relays is not None:
-                with trio.move_on_after(FIRST_PLACES_S):
-                    await self._relays.renew()
+            if self._reservations is not None:
+                with trio.move_on_after(FIRST_RESERVATIONS_S):
+                    await self._reservations.renew()
             await self._refresh_maddrs()
             async with open_background() as background:
-                if self._relays is not None:
-                    background.start_soon(self._keep_places, self._relays)
+                if self._reservations is not None:
+                    background.start_soon(self._keep_reservations, self._reservations)
                 if self._relay is not None:
                     background.start_soon(self._relay.serve)
                 background.start_soon(self._keep_maddrs, daemon)
@@ -173,15 +172,15 @@ class LibP2P:
         self._break_streams("the network was closed")
 
     async def _refresh_maddrs(self) -> None:
-        relayed = self._relays.maddrs if self._relays else []
+        relayed = self._reservations.maddrs if self._reservations else []
         self.maddrs = await own_maddrs(self.control_path, self.peer_id, relayed)
 
     async def _keep_maddrs(self, daemon: Daemon) -> None:
         """Refresh our addresses. A daemon that does not answer is killed, so that it is restarted."""
-        unanswered, barrier = 0, self._errors.containing("reading our addresses")
+        unanswered = 0
         while unanswered < MAX_UNANSWERED:
             await trio.sleep(REFRESH_MADDRS_S)
-            with barrier:
+            with self._errors.containing("reading our addresses"):
                 try:
                     await self._refresh_maddrs()
                     unanswered = 0
@@ -190,12 +189,11 @@ class LibP2P:
         logger.warning("the libp2p daemon (p2pd) does not answer; killing it")
         daemon.process.kill()
 
-    async def _keep_places(self, relays: Relays) -> None:
-        barrier = self._errors.containing("renewing reservations at relays")
+    async def _keep_reservations(self, reservations: Reservations) -> None:
         while True:
             await trio.sleep(RENEW_EVERY_S)
-            with barrier, contextlib.suppress(PeerLostError):
-                await relays.renew()
+            with self._errors.containing("renewing reservations at relays"), contextlib.suppress(PeerLostError):
+                await reservations.renew()
                 await self._refresh_maddrs()
 
     async def _watch(self, daemon: Daemon) -> None:

@@ -28,11 +28,10 @@ class InitialPeer:
     """Result of reaching one initial peer.
 
     Attributes:
-        maddrs: its addresses, as given.
         failure: why it was not reached; "" if it was.
         reached_s: seconds until the encrypted connection was open.
         answered_s: seconds of a DHT ping; None if it did not answer.
-        clock_ahead_s: seconds that our clock is ahead of its, at least (negative: behind); None without an answer.
+        clock_ahead_s: least seconds that our clock is ahead of its (negative: behind); None without an answer.
         dialled_back: result of its dial-back, with the address or its explanation.
     """
 
@@ -47,13 +46,7 @@ class InitialPeer:
 
 @dataclass
 class Probe:
-    """Result of a probe.
-
-    Attributes:
-        started_s: seconds that the daemon took to start.
-        maddrs: own addresses as libp2p finds them, including a router's port mapping.
-        peers: the initial peers.
-    """
+    """Result of a probe: seconds that the daemon took to start, our addresses as libp2p finds them, initial peers."""
 
     started_s: float
     maddrs: list[str] = field(default_factory=list)

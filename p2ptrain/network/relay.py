@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
 # Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
-PLACE_S = 120.0
+RESERVATION_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
 # Requests and circuits at once; more are refused.
 MAX_STREAMS = 512
 
 
 class Relay:
-    """Grants at most `places` reservations at a time, and carries circuits to peers that have one.
+    """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
     No peer has more circuits than that.
     """
 
-    def __init__(self, control_path: str, places: int) -> None:
+    def __init__(self, control_path: str, max_reservations: int) -> None:
         self._control_path = control_path
-        self._places = places
+        self._max_reservations = max_reservations
         self._until_s: dict[str, float] = {}
         self._circuits: Counter[str] = Counter()
         self._streams = 0
-        self._barrier = ErrorLog(logger).containing("relaying")
+        self._errors = ErrorLog(logger)
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_STREAMS)
 
     def take(self, stream: DaemonSocket) -> None:
@@ -67,7 +67,7 @@ class Relay:
                 nursery.start_soon(self._serve, stream)
 
     async def _serve(self, stream: DaemonSocket) -> None:
-        with self._barrier:
+        with self._errors.containing("relaying"):
             await self._answer(stream)
 
     async def _answer(self, stream: DaemonSocket) -> None:
@@ -90,10 +90,10 @@ class Relay:
     def _reserve(self, peer_id: str) -> HopMessage:
         now = trio.current_time()
         self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
-        if peer_id not in self._until_s and len(self._until_s) >= self._places:
+        if peer_id not in self._until_s and len(self._until_s) >= self._max_reservations:
             return _status(Status.RESERVATION_REFUSED)
-        self._until_s[peer_id] = now + PLACE_S
-        reservation = Reservation(expire=int(time.time() + PLACE_S))
+        self._until_s[peer_id] = now + RESERVATION_S
+        reservation = Reservation(expire=int(time.time() + RESERVATION_S))
         return HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation)
 
     async def _connect(self, source: DaemonSocket, target: str) -> None:
@@ -102,7 +102,7 @@ class Relay:
             await send_message(source, _status(Status.NO_RESERVATION))
             return
         ends = (source.remote, target)
-        if any(self._circuits[end] >= self._places for end in ends):
+        if any(self._circuits[end] >= self._max_reservations for end in ends):
             await send_message(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
             return
         self._circuits.update(ends)

@@ -54,11 +54,10 @@ class NetworkThread:
             thread; None if there was none. Each bug is also logged once.
     """
 
-    def __init__(self, clock: trio.abc.Clock | None = None) -> None:
-        """Start the thread and wait until it accepts work. `clock` None means `MonotonicClock()`."""
+    def __init__(self) -> None:
+        """Start the thread and wait until it accepts work."""
         self.failure: BaseException | None = None
         self._errors = ErrorLog(logger)
-        self._clock = clock if clock is not None else MonotonicClock()
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._host, name="p2ptrain-network", daemon=True)
@@ -130,7 +129,7 @@ class NetworkThread:
                 run_sync_soon_not_threadsafe=loop.call_soon,
                 done_callback=finished.set_result,
                 host_uses_signal_set_wakeup_fd=True,
-                clock=self._clock,
+                clock=MonotonicClock(),
             )
             loop.run_until_complete(finished).unwrap()
         except BaseException as error:

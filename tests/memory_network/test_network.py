@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.memory_network.network import BUFFER_BYTES, SEGMENT_BYTES, MemoryStream
 
 
@@ -207,11 +207,11 @@ def test_a_sender_that_waits_learns_of_the_break() -> None:
 def test_faults_strike_the_packets_that_the_rule_names() -> None:
     async def main() -> None:
         network, seen = MemoryNetwork(), []
-        fates = {b"drop": Fault.DROP, b"twice": Fault.DUPLICATE}
+        fates = {b"drop": PacketFault.DROP, b"twice": PacketFault.DUPLICATE}
 
-        def rule(source: str, target: str, packet: bytes) -> Fault:
+        def rule(source: str, target: str, packet: bytes) -> PacketFault:
             seen.append((source, target, packet))
-            return fates.get(packet, Fault.NONE)
+            return fates.get(packet, PacketFault.NONE)
 
         network.fault = rule
         ours, theirs = await pair(network)
@@ -220,7 +220,7 @@ def test_faults_strike_the_packets_that_the_rule_names() -> None:
             await ours.send_all(packet)
         assert await receive(theirs, 16) == b"onetwicetwicetwo"
         assert seen == [("a", "b", packet) for packet in packets]
-        network.fault = lambda source, target, packet: Fault.BREAK
+        network.fault = lambda source, target, packet: PacketFault.BREAK
         with pytest.raises(PeerLostError):
             await theirs.send_all(b"x")
         await check_dead(ours)
@@ -232,9 +232,9 @@ def test_a_rule_sees_a_long_packet_whole_and_once() -> None:
     async def main() -> None:
         network, sizes = MemoryNetwork(), []
 
-        def rule(source: str, target: str, packet: bytes) -> Fault:
+        def rule(source: str, target: str, packet: bytes) -> PacketFault:
             sizes.append(len(packet))
-            return Fault.DUPLICATE
+            return PacketFault.DUPLICATE
 
         network.fault = rule
         ours, theirs = await pair(network)

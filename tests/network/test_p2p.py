@@ -241,7 +241,7 @@ def test_a_refresh_that_fails_is_tried_again(
             before = first.maddrs
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(first.transport._keep_maddrs, None)
-                nursery.start_soon(first.transport._keep_places, first.transport._relays)
+                nursery.start_soon(first.transport._keep_reservations, first.transport._reservations)
                 await done.wait()
                 nursery.cancel_scope.cancel()
             assert first.maddrs == before

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import libp2p_pb2, relays
+from p2ptrain.network import libp2p_pb2, reservations
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.control import open_stream
@@ -28,7 +28,7 @@ from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, S
 from p2ptrain.network.messages import receive_message, send_message, varint
 from p2ptrain.network.p2p import PROTOCOL_NAME
 from p2ptrain.network.relay import HOP
-from p2ptrain.network.relays import check_answer
+from p2ptrain.network.reservations import check_answer
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.protocol.membership.reachability import Scope
 from tests.network.local import Given, config, read
@@ -194,7 +194,7 @@ async def open_relayed() -> AsyncIterator[tuple[str, Network, Network, str]]:
 
 @pytest.fixture
 def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays, "scope_of", lambda maddr: Scope.PUBLIC)
+    monkeypatch.setattr(reservations, "scope_of", lambda maddr: Scope.PUBLIC)
 
 
 @pytest.mark.processes
@@ -226,7 +226,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
 ) -> None:
     renewals = 0
 
-    async def renew(self: relays.Relays) -> None:
+    async def renew(self: reservations.Reservations) -> None:
         nonlocal renewals
         renewals += 1
         if 1 < renewals < 5:
@@ -240,7 +240,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
 
     monkeypatch.setattr("p2ptrain.network.p2p.RENEW_EVERY_S", 0.05)
     monkeypatch.setattr("p2ptrain.network.p2p.REFRESH_MADDRS_S", 0.05)
-    monkeypatch.setattr(relays.Relays, "renew", renew)
+    monkeypatch.setattr(reservations.Reservations, "renew", renew)
     run(main)
     (logged,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
     assert "renewing reservations at relays failed; it is tried again" in logged

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import trio
 
-from p2ptrain.memory_network import Fault
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from p2ptrain.settings.config import RunConfig
@@ -203,16 +203,16 @@ class _Weather:
             sides.setdefault(tuple(name in trouble.victims for trouble in self._apart), []).append(name)
         self._swarm.network.partition(*sides.values())
 
-    def _fault(self, source: str, target: str, packet: bytes) -> Fault:
+    def _fault(self, source: str, target: str, packet: bytes) -> PacketFault:
         for trouble in self._rough:
             if trouble.action == "delay" or trouble.victims not in (source, target):
                 continue
             if self._rng.random() < trouble.amount:
                 if trouble.action == "break":
-                    return Fault.BREAK
+                    return PacketFault.BREAK
                 if packet[1] in CONTROL:
-                    return Fault.DUPLICATE
-        return Fault.NONE
+                    return PacketFault.DUPLICATE
+        return PacketFault.NONE
 
 
 # --- the shortest one ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, disjoint_mean, weighted_mean
 from p2ptrain.errors import WireError
-from p2ptrain.memory_network import Fault
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.codecs import gradient_codec
@@ -178,13 +178,13 @@ def test_a_run_that_gathers_loses_a_member_and_no_round(kind: type[messages.Mess
             await s.until(lambda: common(s, 1, 3))
             victims: list[str] = []
 
-            def kill(source: str, target: str) -> Fault:
+            def kill(source: str, target: str) -> PacketFault:
                 victims.append(source)
                 s.kill(source)
-                return Fault.DROP
+                return PacketFault.DROP
 
             await s.until(when(s, kind, 2, kill), within_s=60)
-            s.network.fault = lambda *_: Fault.NONE
+            s.network.fault = lambda *_: PacketFault.NONE
             died = trio.current_time()
             await s.until(lambda: after(s, died, 2), within_s=40)
 

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError
-from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.links.link import MIN_PATIENCE_S, Link, Traffic
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -84,9 +84,9 @@ def test_who_was_often_silent_is_given_longer_up_to_the_users_bound(peer_timeout
             a, _ = await pair(network, nursery, peer_timeout_s)
             for _ in range(5):
                 await trio.sleep(5)
-                network.fault = lambda source, target, packet: Fault.DROP
+                network.fault = lambda source, target, packet: PacketFault.DROP
                 await trio.sleep(3)
-                network.fault = lambda source, target, packet: Fault.NONE
+                network.fault = lambda source, target, packet: PacketFault.NONE
             await trio.sleep(3)
             assert not a.lost
             assert at_least_s <= await silence_until_lost(network, a) <= peer_timeout_s + 2.5

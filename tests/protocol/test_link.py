@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.links.flow_control import MIN_WINDOW_BYTES, WINDOW_S
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import (
@@ -68,7 +68,7 @@ class Meter:
         self.in_flight_before: list[int] = []
         network.fault = self
 
-    def __call__(self, source: str, target: str, packet: bytes) -> Fault:
+    def __call__(self, source: str, target: str, packet: bytes) -> PacketFault:
         prefix, now = decode_prefix(packet[:PREFIX_BYTES]), trio.current_time()
         if source == "b":
             self._acks.append((now + self._network.latency("b", "a"), prefix.acked_bytes))
@@ -76,7 +76,7 @@ class Meter:
             acked = max((acked for arrives, acked in self._acks if arrives <= now), default=0)
             self.in_flight_before.append(self._sent - acked)
             self._sent += len(packet)
-        return Fault.NONE
+        return PacketFault.NONE
 
 
 # --- flow control ------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_a_path_that_swallows_bulk_alone_is_given_up() -> None:
         network = MemoryNetwork()
         async with linked_pair(network) as (a, _, link, _):
             network.fault = lambda source, target, packet: (
-                Fault.DROP if source == "a" and decode_prefix(packet[:PREFIX_BYTES]).bulk else Fault.NONE
+                PacketFault.DROP if source == "a" and decode_prefix(packet[:PREFIX_BYTES]).bulk else PacketFault.NONE
             )
             start = trio.current_time()
             await send_chunks(link, 3)

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
-from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S, MAX_STRIKES
 from p2ptrain.protocol.wire.frames import encode_frame
@@ -521,9 +521,9 @@ def test_duplicated_control_frames_do_no_harm() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with linked_pair(network) as (a, b, _, _):
-            network.fault = lambda source, target, packet: Fault.DUPLICATE
+            network.fault = lambda source, target, packet: PacketFault.DUPLICATE
             await trio.sleep(5)
-            network.fault = lambda source, target, packet: Fault.NONE
+            network.fault = lambda source, target, packet: PacketFault.NONE
             assert not a.lost
             await check_works(a, b)
 

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.memory_network import Fault
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.exchange.types import Landing
 from p2ptrain.protocol.state_sync.state_sync import ADOPT_TIMEOUT_S
 from p2ptrain.protocol.wire import messages
@@ -167,7 +167,7 @@ def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
             start_all(s, "ab")
             await s.until(lambda: common(s, 1, 2))
             s.network.fault = lambda source, target, packet: (
-                Fault.DROP if target == "c" and packet[1] == KIND_OF[messages.Answer] else Fault.NONE
+                PacketFault.DROP if target == "c" and packet[1] == KIND_OF[messages.Answer] else PacketFault.NONE
             )
             joined = trio.current_time()
             c = s.start("c")
@@ -349,7 +349,7 @@ def test_two_faults_in_a_round_of_five(faults: tuple[str, str]) -> None:
                 await trio.sleep(0.2)
                 s.kill(victim)
 
-            def strike(source: str, target: str, packet: bytes) -> Fault:
+            def strike(source: str, target: str, packet: bytes) -> PacketFault:
                 for fault in list(waiting):
                     kind, end = FAULTS[fault]
                     victim = {"source": source, "target": target}[end]
@@ -362,8 +362,8 @@ def test_two_faults_in_a_round_of_five(faults: tuple[str, str]) -> None:
                             nursery.start_soon(leave, victim)
                         else:
                             s.kill(victim)
-                            return Fault.DROP
-                return Fault.NONE
+                            return PacketFault.DROP
+                return PacketFault.NONE
 
             async with trio.open_nursery() as nursery:
                 s.network.fault = strike

@@ -14,7 +14,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2ptrain.memory_network import Fault
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
@@ -35,19 +35,19 @@ def kind_of(packet: bytes) -> int:
 
 
 def when(
-    s: Swarm, kind: type[messages.Message], occurrence: int, action: Callable[[str, str], Fault]
+    s: Swarm, kind: type[messages.Message], occurrence: int, action: Callable[[str, str], PacketFault]
 ) -> Callable[[], bool]:
     """Do something at the n-th message of a kind from now on. Returns whether it has happened."""
     seen = 0
     done = False
 
-    def fault(source: str, target: str, packet: bytes) -> Fault:
+    def fault(source: str, target: str, packet: bytes) -> PacketFault:
         nonlocal seen, done
         if done or kind_of(packet) != KIND_OF[kind]:
-            return Fault.NONE
+            return PacketFault.NONE
         seen += 1
         if seen < occurrence:
-            return Fault.NONE
+            return PacketFault.NONE
         done = True
         return action(source, target)
 
@@ -68,13 +68,13 @@ def test_a_member_killed_at_a_message_is_left_out_and_the_others_go_on(
             start_all(s, "abcdefgh"[:size], witness)
             await s.until(lambda: common(s, 1, size))
 
-            def kill(source: str, target: str) -> Fault:
+            def kill(source: str, target: str) -> PacketFault:
                 s.kill(source if victim == "sender" else target)
-                return Fault.DROP
+                return PacketFault.DROP
 
             happened = when(s, kind, rng.randint(1, 2 * size), kill)
             await s.until(happened, within_s=60)
-            s.network.fault = lambda *_: Fault.NONE
+            s.network.fault = lambda *_: PacketFault.NONE
             died, checked = trio.current_time(), witness.check_values()
             survivors = list(s.peers.values())
             # Of two voters, the second listed alone is no quorum: it waits for the new-lineage rule.
@@ -106,7 +106,7 @@ def test_a_member_that_leaves_at_a_message_holds_nobody_up(size: int, kind: type
         async with swarm(PLAIN, seed=rng.randrange(2**31)) as s:
             start_all(s, "abc"[:size])
             await s.until(lambda: common(s, 1, size))
-            happened = when(s, kind, rng.randint(1, 2 * size), lambda source, target: Fault.NONE)
+            happened = when(s, kind, rng.randint(1, 2 * size), lambda source, target: PacketFault.NONE)
             await s.until(happened, within_s=60)
             await leave_then_go_on(s, rng.choice("abc"[:size]))
 
@@ -124,7 +124,7 @@ def test_a_member_that_brings_nothing_and_leaves_holds_nobody_up(rounds: int, af
             await s.until(lambda: common(s, rounds, 2))
             # The first listed voter: without it there is no quorum.
             s.peers["a"].paused, s.work_s = True, 0.1
-            await s.until(when(s, messages.Join, 1, lambda source, target: Fault.NONE), within_s=60)
+            await s.until(when(s, messages.Join, 1, lambda source, target: PacketFault.NONE), within_s=60)
             await trio.sleep(after_s)
             await leave_then_go_on(s, "a")
 
@@ -142,11 +142,11 @@ def test_a_paused_member_costs_a_round_at_most_and_catches_up(kind: type[message
             await s.until(lambda: common(s, 1, 4))
             victims: list[str] = []
 
-            def pause(source: str, target: str) -> Fault:
+            def pause(source: str, target: str) -> PacketFault:
                 victims.append(source)
                 s.peers[source].paused = True
                 s.network.partition([source])
-                return Fault.DROP
+                return PacketFault.DROP
 
             await s.until(when(s, kind, rng.randint(1, 8), pause), within_s=60)
             start = trio.current_time()
@@ -174,10 +174,10 @@ def test_a_message_that_comes_twice_ends_nobody(kind: type[messages.Message]) ->
             start_all(s, "abc")
             await s.until(lambda: common(s, 1, 3))
             s.network.fault = lambda source, target, packet: (
-                Fault.DUPLICATE if kind_of(packet) == KIND_OF[kind] else Fault.NONE
+                PacketFault.DUPLICATE if kind_of(packet) == KIND_OF[kind] else PacketFault.NONE
             )
             await trio.sleep(10)
-            s.network.fault = lambda *_: Fault.NONE
+            s.network.fault = lambda *_: PacketFault.NONE
             calm = trio.current_time()
             await s.until(
                 lambda: all(
@@ -204,9 +204,9 @@ def test_after_a_sleep_of_the_whole_machine_the_run_goes_on_where_it_was(kind: t
             clock = trio.lowlevel.current_clock()
             assert isinstance(clock, trio.testing.MockClock)
 
-            def sleep(source: str, target: str) -> Fault:
+            def sleep(source: str, target: str) -> PacketFault:
                 clock.jump(200)
-                return Fault.NONE
+                return PacketFault.NONE
 
             await s.until(when(s, kind, rng.randint(1, 6), sleep), within_s=300)
             woke = trio.current_time()

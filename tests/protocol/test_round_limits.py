@@ -19,7 +19,7 @@ import trio
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, codec
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.memory_network import Fault
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.collection import EarlyChunks
@@ -215,10 +215,10 @@ def test_a_member_that_withdraws_and_reduces_nothing_is_left_out_of_the_same_att
                     raise RoundFailedError("not today")
                 await send(self)
 
-            def note(source: str, target: str, packet: bytes) -> Fault:
+            def note(source: str, target: str, packet: bytes) -> PacketFault:
                 if packet[1] == KIND_OF[Abort]:
                     aborted.append(source)
-                return Fault.NONE
+                return PacketFault.NONE
 
             monkeypatch.setattr(Transfer, "send", send_unless)
             s.network.fault = note

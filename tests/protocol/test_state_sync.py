@@ -16,7 +16,7 @@ import trio
 
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
-from p2ptrain.memory_network import Fault, MemoryNetwork
+from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
@@ -293,10 +293,10 @@ def test_a_truncated_download_is_never_adopted() -> None:
             while not state.hashes.chunks:
                 served = 0
 
-                def fault(source: str, target: str, packet: bytes) -> Fault:
+                def fault(source: str, target: str, packet: bytes) -> PacketFault:
                     nonlocal served
                     served += len(packet) > 200_000
-                    return Fault.BREAK if served > 1 else Fault.NONE
+                    return PacketFault.BREAK if served > 1 else PacketFault.NONE
 
                 network.fault = fault
                 attempts += 1
@@ -304,7 +304,7 @@ def test_a_truncated_download_is_never_adopted() -> None:
                     await download.run(donors["a"].head, [link])
                 assert download.done_chunks == attempts
                 assert bool(state.hashes.chunks) == (attempts == CHUNKS)
-                network.fault = lambda *_: Fault.NONE
+                network.fault = lambda *_: PacketFault.NONE
                 await until(lambda: joiner.links.get("a") is None or attempts == CHUNKS)
                 link = await joiner.links.connect("a", [])
             check_equal(state, donors["a"].state)
@@ -693,12 +693,12 @@ def test_joining_in_the_midst_of_a_contribution() -> None:
             await trained(s)
             started = False
 
-            def fault(source: str, target: str, packet: bytes) -> Fault:
+            def fault(source: str, target: str, packet: bytes) -> PacketFault:
                 nonlocal started
                 if packet[1] == KIND_OF[Contribution] and not started:
                     started = True
                     s.start("d")
-                return Fault.NONE
+                return PacketFault.NONE
 
             s.network.fault = fault
             await s.until(lambda: started)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from p2ptrain.error_log import Containment, ErrorLog
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import Event, Page, parse_page
@@ -136,8 +136,7 @@ class Observer:
     _own_last: int = 0
     _links: Links | None = None
     _followed: dict[PeerId, Link] = field(default_factory=dict)
-    _looking: Containment = field(default_factory=lambda: ErrorLog(logger).containing("looking for members"))
-    _dialling: Containment = field(default_factory=lambda: ErrorLog(logger).containing("dialling members"))
+    _errors: ErrorLog = field(default_factory=lambda: ErrorLog(logger))
 
     async def watch_as_observer(self, transport: Transport, directory: Directory) -> None:
         """Find members, link to them and poll them, until cancelled."""
@@ -200,7 +199,7 @@ class Observer:
         async with trio.open_nursery() as nursery:
             members: dict[PeerId, tuple[tuple[str, ...], str]] = {}
             while True:
-                with self._looking:
+                with self._errors.containing("looking for members"):
                     members = await find_members(directory, self.run_id, transport.peer_id)
                 for peer_id, watched in self._watched.items():
                     watched.announced = peer_id in members
@@ -229,7 +228,7 @@ class Observer:
 
     async def _dial(self, links: Links, peer_id: PeerId, maddrs: tuple[str, ...], watched: _Watched) -> None:
         reached = False
-        with self._dialling:
+        with self._errors.containing("dialling members"):
             try:
                 with trio.fail_after(DIAL_TIMEOUT_S):
                     await links.connect(peer_id, list(maddrs))

@@ -116,13 +116,13 @@ async def ask_settings(
         all_answered = members.keys() <= answered
         return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
 
-    looking = ErrorLog(logger).containing("looking for members")
+    errors = ErrorLog(logger)
     async with observer_links(transport, run_id) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):
             async with trio.open_nursery() as nursery:
                 while True:
-                    with looking:
+                    with errors.containing("looking for members"):
                         members = await find_members(directory, run_id, transport.peer_id)
                     if not members and not asking and trio.current_time() - started > LOOK_S:
                         break

@@ -116,16 +116,15 @@ class Membership:
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
         self._most_links = MAX_KNOWN
-        self._announcing = ErrorLog(logger).containing("announcing this peer")
-        self._looking_up = ErrorLog(logger).containing("looking up members")
-        self._connecting = ErrorLog(logger).containing("dialling members")
+        # Of their own, so that each of them is logged once for one bug of the directory.
+        self._announcing, self._looking_up = ErrorLog(logger), ErrorLog(logger)
 
     async def run_forever(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._announce)
             nursery.start_soon(self._discover)
             while not self._stopped:
-                with self._connecting:
+                with self._looking_up.containing("dialling members"):
                     self._dial(nursery)
                 await trio.sleep(0.2)
 
@@ -208,7 +207,7 @@ class Membership:
         key = member_key(self._run_id, bucket_of(self._me))
         while True:
             stored = False
-            with self._announcing:
+            with self._announcing.containing("announcing this peer"):
                 stored = await self._directory.announce(key, self._record(), RECORD_TTL_S)
             if stored:
                 self.announced.set()
@@ -227,7 +226,7 @@ class Membership:
             await trio.sleep(EAGER_LOOKUP_S if eager else LOOKUP_EVERY_S)
 
     async def _look_up(self, bucket: int, done: set[int]) -> None:
-        with self._looking_up:
+        with self._looking_up.containing("looking up members"):
             found = await self._directory.lookup(member_key(self._run_id, bucket))
             for peer_id, value in found.items():
                 record = decode_record(value)
@@ -251,7 +250,7 @@ class Membership:
                 nursery.start_soon(self._dial_one, peer_id, member)
 
     async def _dial_one(self, peer_id: PeerId, member: Member) -> None:
-        with self._connecting:
+        with self._looking_up.containing("dialling members"):
             try:
                 await self._links.connect(peer_id, list(member.maddrs))
             except PeerLostError as error:

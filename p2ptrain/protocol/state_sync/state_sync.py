@@ -267,9 +267,8 @@ class StateSync:
 
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
-        barrier = self._host.engine.context.errors.containing("catching up")
         async for link, reason in self._jobs:
-            with barrier:
+            with self._host.engine.context.errors.containing("catching up"):
                 try:
                     if link is None:
                         await self._replace_state(reason)

@@ -35,47 +35,42 @@ REFUSED_S = 120.0
 MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
 
-class Relays:
-    """This peer's reservations.
-
-    Attributes:
-        maddrs: our addresses through relays, without our peer id.
-    """
+class Reservations:
+    """This peer's reservations. `maddrs`: our addresses through them, without our peer id."""
 
     def __init__(self, control_path: str) -> None:
         self.maddrs: tuple[Multiaddr, ...] = ()
         self._control_path = control_path
-        self._places: dict[str, str] = {}
+        self._reserved: dict[str, str] = {}
         self._refused_until_s: dict[str, float] = {}
 
     async def renew(self) -> None:
         """Renew our reservations, and ask for more while there are fewer than two.
 
-        Raises:
-            PeerLostError: the daemon does not answer.
+        Raises PeerLostError if the daemon does not answer.
         """
         now = trio.current_time()
         self._refused_until_s = {relay: until_s for relay, until_s in self._refused_until_s.items() if until_s > now}
-        candidates = {**self._places, **await self._public_peers()}
+        candidates = {**self._reserved, **await self._public_peers()}
         kept: dict[str, str] = {}
         try:
             for relay, maddr in candidates.items():
                 if len(kept) == MAX_RELAYS:
                     break
-                if relay not in self._refused_until_s and await self._has_place(relay):
+                if relay not in self._refused_until_s and await self._is_granted(relay):
                     kept[relay] = maddr
         finally:
-            self._places = kept
+            self._reserved = kept
             self.maddrs = tuple(Multiaddr(f"{maddr}/p2p/{relay}/p2p-circuit") for relay, maddr in kept.items())
 
-    async def _has_place(self, relay: str) -> bool:
+    async def _is_granted(self, relay: str) -> bool:
         """Whether a relay grants or renews a reservation."""
         try:
             await self._reserve(relay)
         except PeerLostError as error:
             logger.debug("no reservation at relay %s: %s", relay, error)
             # A relay where we had one may be busy or restarting.
-            if relay not in self._places:
+            if relay not in self._reserved:
                 self._refused_until_s[relay] = trio.current_time() + REFUSED_S
             return False
         return True

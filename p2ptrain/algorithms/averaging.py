@@ -85,11 +85,8 @@ def token_weights(tokens: Sequence[int]) -> list[float]:
     Measured loss with unequal speeds: 2.341 → 2.300 for DiLoCo, 2.286 → 2.268 with gossip. Peers without tokens are
     left out of the median; if no peer has any, all weights are equal.
 
-    Args:
-        tokens: for each contributor, the tokens trained since the last round that included it; not negative.
-
-    Returns:
-        Unnormalised weights in the same order; at least one is positive.
+    `tokens`: for each contributor, those trained since the last round that included it; not negative. The weights are
+    in the same order and not normalised; at least one is positive.
     """
     trained = [count for count in tokens if count > 0]
     if not trained:

@@ -34,12 +34,7 @@ _TOLERANCE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How steps go through the slots of a cycle.
-
-    Attributes:
-        num_slots: that the model is cut into.
-        per_step: slots that one step pushes.
-    """
+    """How steps go through a cycle: the slots that the model is cut into, and those that one step pushes."""
 
     num_slots: int
     per_step: int
@@ -107,15 +102,9 @@ def _permuted(size: int, key: str) -> npt.NDArray[np.int64]:
 
 
 def permute(positions: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArray[np.int64]:
-    """Map positions in [0, size) by a pseudo-random permutation of [0, size).
+    """Map positions in [0, size), (n,) int64 and only read, by a pseudo-random permutation of [0, size).
 
-    Args:
-        positions: (n,) int64, only read.
-        size: length of the permutation.
-        key: selects the permutation; different keys give unrelated ones.
-
-    Returns:
-        (n,) int64; distinct positions have distinct results.
+    `key` selects the permutation; different keys give unrelated ones. Distinct positions have distinct results.
     """
     bits = max(_MIN_BITS, (size - 1).bit_length())
     keys = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest(), "<u8").astype(np.uint64)

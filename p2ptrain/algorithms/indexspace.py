@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Where the blocks of one fragment lie. Made by `IndexSpace.plan`; immutable, so threads may share it.
 
     Attributes:
@@ -69,7 +69,7 @@ class IndexSpace:
         self.num_blocks = int(self.tensor_starts[-1])
         self.numel = sum(self.numels)
 
-    def plan(self, blocks: npt.ArrayLike) -> Plan:
+    def plan(self, blocks: npt.ArrayLike) -> BlockPlan:
         """Find the tensor of each block. Any thread may call it.
 
         Args:
@@ -97,7 +97,7 @@ class IndexSpace:
                 sizes.append(1)
                 padding += BLOCK - tail
         index = ordered - np.repeat(self.tensor_starts[:-1], np.diff(row_starts))
-        return Plan(ordered, ordered.size * BLOCK - padding, tuple(pieces), sizes, torch.from_numpy(index))
+        return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), sizes, torch.from_numpy(index))
 
 
 class ParameterView:
@@ -116,7 +116,7 @@ class ParameterView:
         self._device = self.tensors[0].device if self.tensors else torch.device("cpu")
 
     @torch.no_grad()
-    def gather(self, plan: Plan) -> torch.Tensor:
+    def gather(self, plan: BlockPlan) -> torch.Tensor:
         """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
         gathered = torch.empty(len(plan.blocks), BLOCK, device=self._device)
         for piece, rows, index in self._walk(plan, gathered):
@@ -131,7 +131,7 @@ class ParameterView:
         return gathered.cpu()
 
     @torch.no_grad()
-    def scatter(self, plan: Plan, values: torch.Tensor) -> None:
+    def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None:
         """Set the plan's blocks to `values`, (n, 64) float32, only read: θ = values there."""
         for piece, rows, index in self._walk(plan, values.to(self._device)):
             tensor = self.tensors[piece.tensor]
@@ -145,13 +145,13 @@ class ParameterView:
                 tensor.copy_(target)
 
     @torch.no_grad()
-    def rms(self, plan: Plan) -> float:
+    def rms(self, plan: BlockPlan) -> float:
         """Root mean square of the parameters in the plan's blocks, without padding."""
         return _rms(self.gather(plan), plan)
 
     @torch.no_grad()
     def mix_clipped(
-        self, plan: Plan, received: torch.Tensor, weight: float | torch.Tensor, max_rms: float | None
+        self, plan: BlockPlan, received: torch.Tensor, weight: float | torch.Tensor, max_rms: float | None
     ) -> float:
         """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
 
@@ -176,28 +176,28 @@ class ParameterView:
     @torch.no_grad()
     def read(self, out: torch.Tensor) -> None:
         """Copy all parameters into `out`, (num_blocks, 64) float32 CPU; its padding becomes zero."""
-        for tensor, values, padding in self._sections(out):
+        for tensor, values, padding in self.sections(out):
             values.copy_(tensor)
             padding.zero_()
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
         """Set all parameters from `flat`, (num_blocks, 64) float32 CPU, only read: θ = flat."""
-        for tensor, values, _ in self._sections(flat):
+        for tensor, values, _ in self.sections(flat):
             tensor.copy_(values)
 
     @torch.no_grad()
     def add(self, flat: torch.Tensor) -> None:
         """Add `flat`, (num_blocks, 64) float32 CPU, only read, to all parameters: θ += flat, in float32 or better."""
-        for tensor, values, _ in self._sections(flat):
+        for tensor, values, _ in self.sections(flat):
             tensor.add_(values.to(tensor.device))
 
-    def _walk(self, plan: Plan, rows: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    def _walk(self, plan: BlockPlan, rows: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
         """Yield each piece of the plan with its part of `rows`, (n, 64), and its block numbers within the tensor."""
         index = plan.index.to(rows.device)
         return zip(plan.pieces, torch.split(rows, plan.sizes), torch.split(index, plan.sizes), strict=True)
 
-    def _without_padding(self, plan: Plan, rows: torch.Tensor) -> torch.Tensor:
+    def _without_padding(self, plan: BlockPlan, rows: torch.Tensor) -> torch.Tensor:
         """Set the padding of `rows`, (n, 64), to zero in place, and return it."""
         row = 0
         for piece, size in zip(plan.pieces, plan.sizes, strict=True):
@@ -206,8 +206,8 @@ class ParameterView:
             row += size
         return rows
 
-    def _sections(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each tensor with its part of `flat`, in the same shape, and the padding that follows."""
+    def sections(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield each tensor with its part of `flat`, a view of the same shape, and the padding that follows."""
         line = flat.view(-1)
         starts = (self.space.tensor_starts * BLOCK).tolist()
         for tensor, start, stop in zip(self.tensors, starts, starts[1:], strict=False):
@@ -225,6 +225,6 @@ def _tail(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)[tensor.numel() // BLOCK * BLOCK :]
 
 
-def _rms(rows: torch.Tensor, plan: Plan) -> float:
+def _rms(rows: torch.Tensor, plan: BlockPlan) -> float:
     """Root mean square of (n, 64) values whose padding is zero."""
     return float(torch.linalg.vector_norm(rows)) / math.sqrt(max(1, plan.numel))

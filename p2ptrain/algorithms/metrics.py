@@ -17,13 +17,10 @@ from p2ptrain.algorithms.fragments import permute
 
 
 def pairwise_correlation(vectors: npt.ArrayLike) -> float:
-    """Average Pearson correlation over all pairs of peers (SPARTA, appendix A.3), in O(kn).
+    """Average Pearson correlation over all pairs of peers (SPARTA, appendix A.3), in O(kn); 1 if all agree.
 
-    Args:
-        vectors: (k, n) weights of k ≥ 2 peers at the same n positions.
-
-    Returns:
-        1 if all peers agree. A peer whose weights are all equal has correlation 0 with every other.
+    `vectors`: (k, n) weights of k ≥ 2 peers at the same n positions. One whose weights are all equal has correlation 0
+    with every other.
     """
     values = np.asarray(vectors, np.float64)
     peers = len(values)
@@ -76,10 +73,7 @@ def mean_norm(products: npt.NDArray[np.float64], weights: Sequence[float]) -> fl
     """Euclidean norm of the weighted mean outer gradient, from the (k, k) `gram` of the outer gradients.
 
     DiLoCo finds that it falls as 1/√k if shards differ (section 6.2): the outer gradients are nearly orthogonal then.
-
-    Args:
-        products: (k, k), from `gram`.
-        weights: (k,) in the same order, not negative, not all zero.
+    `weights`: (k,) in the same order, not negative, not all zero.
     """
     shares = np.asarray(weights, np.float64) / math.fsum(weights)
     # Rounding may leave a sum a little below zero.

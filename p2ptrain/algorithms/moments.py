@@ -55,9 +55,7 @@ class MomentView:
     def _take(self, flat: torch.Tensor, *, adds: bool) -> None:
         tensors, own = self._tensors(), len(self._parameters)
         moments, step = tensors[own:-1], tensors[-1]
-        line, starts = flat.view(-1), (self.space.tensor_starts * 64).tolist()
-        for number, (tensor, start) in enumerate(zip(tensors, starts, strict=False)):
-            values = line[start : start + tensor.numel()].view(tensor.shape)
+        for number, (tensor, values, _) in enumerate(ParameterView(self.space, tensors).sections(flat)):
             if adds and number < own:
                 tensor.add_(values.to(tensor.device))
             else:

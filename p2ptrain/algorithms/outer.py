@@ -114,40 +114,30 @@ def _sgd_update(optimizer: str, moments: list[Array], g: Array, lr: float, momen
     np.multiply(direction, np.float32(lr), out=update)
 
 
-@dataclass(frozen=True)
-class _AdamFactors:
-    """Adam's factors of one round: computed in double precision with + - × ÷ √ only, then rounded to float32."""
-
-    beta1: np.float32
-    rest1: np.float32
-    beta2: np.float32
-    rest2: np.float32
-    root: np.float32
-    step: np.float32
-
-
-def _adam_factors(lr: float, beta1: float, t: int) -> _AdamFactors:
+def _adam_factors(lr: float, beta1: float, t: int) -> list[np.float32]:
+    """Adam's β1, 1-β1, β2, 1-β2, 1/√(1-β2ᵗ) and lr/(1-β1ᵗ): in double precision with + - × ÷ √ only, then rounded."""
     beta2 = OUTER_OPTIMIZERS["adam"].beta2
     root, step = 1 / math.sqrt(1 - _power(beta2, t)), lr / (1 - _power(beta1, t))
-    return _AdamFactors(*(np.float32(factor) for factor in (beta1, 1 - beta1, beta2, 1 - beta2, root, step)))
+    return [np.float32(factor) for factor in (beta1, 1 - beta1, beta2, 1 - beta2, root, step)]
 
 
-def _adam_update(m: Array, v: Array, g: Array, by: _AdamFactors, update: Array, other: Array) -> None:
+def _adam_update(m: Array, v: Array, g: Array, factors: list[np.float32], update: Array, other: Array) -> None:
     """Write what Adam subtracts from the anchor to `update`: finite for finite m and g. `other` is scratch memory."""
-    np.multiply(m, by.beta1, out=m)
-    np.multiply(g, by.rest1, out=other)
+    beta1, rest1, beta2, rest2, root, step = factors
+    np.multiply(m, beta1, out=m)
+    np.multiply(g, rest1, out=other)
     np.add(m, other, out=m)
     with np.errstate(over="ignore"):
         np.multiply(g, g, out=other)
     np.clip(other, _SQUARE_MIN, _SQUARE_MAX, out=other)
-    np.multiply(other, by.rest2, out=other)
-    np.multiply(v, by.beta2, out=v)
+    np.multiply(other, rest2, out=other)
+    np.multiply(v, beta2, out=v)
     np.add(v, other, out=v)
     np.sqrt(v, out=other)
-    np.multiply(other, by.root, out=other)
+    np.multiply(other, root, out=other)
     np.add(other, np.float32(OUTER_OPTIMIZERS["adam"].eps), out=other)
     np.divide(m, other, out=update)
-    np.multiply(update, by.step, out=update)
+    np.multiply(update, step, out=update)
 
 
 def _power(base: float, exponent: int) -> float:

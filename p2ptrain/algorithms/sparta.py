@@ -64,10 +64,10 @@ class ClipRule:
 
         limit = rule.threshold(own_rms)
         rms = view.mix_clipped(plan, received, weight, limit)
-        if rms <= limit:
-            rule.accept(rms)
-        else:
-            rule.refuse(limit)
+        rule.record(rms if rms <= limit else limit)
+
+    A refused fragment counts as one at the limit. If most are refused, the peers have moved apart, and the limit grows
+    until it fits again.
     """
 
     def __init__(self) -> None:
@@ -79,21 +79,10 @@ class ClipRule:
         return len(self._normal) >= _WARM
 
     def threshold(self, own_rms: float) -> float:
-        """The largest rms(received - θ) that is mixed.
-
-        Args:
-            own_rms: rms of θ in the same blocks; used only until the rule is `warm`.
-        """
+        """The largest rms(received - θ) that is mixed. `own_rms`: that of θ there; used only until `warm`."""
         return _CLIP_FACTOR * statistics.median(self._normal) if self.warm else own_rms
 
-    def accept(self, rms: float) -> None:
-        """Record a fragment that was mixed. One equal to θ (rms 0) is not recorded."""
+    def record(self, rms: float) -> None:
+        """Record a fragment's distance, at most the threshold. One equal to θ (rms 0) is not recorded."""
         if rms > 0:
             self._normal.append(rms)
-
-    def refuse(self, threshold: float) -> None:
-        """Record a refused fragment as if its distance were `threshold`.
-
-        If most fragments are refused, the peers have moved apart, and the threshold grows until it fits again.
-        """
-        self.accept(threshold)

@@ -7,7 +7,7 @@ import hashlib
 import safetensors.torch
 import torch
 
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.settings.config import RunConfig
@@ -31,19 +31,18 @@ class ModelParts:
             _check_has_values("parameter", name, parameter)
         for name, buffer in model.named_buffers():
             _check_has_values("buffer", name, buffer)
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not trainable:
             raise ConfigError("the model has no parameter with requires_grad=True: there is nothing to train")
-        for name, parameter in trainable:
+        for name, parameter in trainable.items():
             if not parameter.is_floating_point():
                 raise ConfigError(
                     f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
                 )
         self._model = model
-        self.names = [name for name, _ in trainable]
-        self.parameters = [parameter for _, parameter in trainable]
+        self.parameters = list(trainable.values())
         self.tensors = [parameter.data for parameter in self.parameters]
-        self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable])
+        self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
         self.layout_sha256 = _layout_sha256(model)
         persistent = model.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
@@ -51,7 +50,7 @@ class ModelParts:
     def check_in_place(self) -> None:
         """Raise ConfigError if the parameters have moved since, as the exchange would no longer change the model."""
         try:
-            now = self._model.get_parameter(self.names[0]).data_ptr()
+            now = self._model.get_parameter(self.space.names[0]).data_ptr()
         except AttributeError:
             now = -1
         if now != self.tensors[0].data_ptr():
@@ -92,12 +91,8 @@ class ModelParts:
 
     def unflatten(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of a (num_blocks, 64) float32 vector by parameter name, in the shapes of the parameters."""
-        values = flat.reshape(-1)
-        result = {}
-        for i, (name, tensor) in enumerate(zip(self.names, self.tensors, strict=True)):
-            start = int(self.space.tensor_starts[i]) * 64
-            result[name] = values[start : start + tensor.numel()].reshape(tensor.shape)
-        return result
+        sections = ParameterView(self.space, self.tensors).sections(flat)
+        return {name: values for name, (_, values, _) in zip(self.space.names, sections, strict=True)}
 
 
 def _check_has_values(kind: str, name: str, tensor: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms.indexspace import BLOCK, IndexSpace, ParameterView, Plan
+from p2ptrain.algorithms.indexspace import BLOCK, BlockPlan, IndexSpace, ParameterView
 
 # Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
 SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]
@@ -28,13 +28,13 @@ def flatten(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(lines).view(-1, BLOCK)
 
 
-def some_plan(view: ParameterView) -> Plan:
+def some_plan(view: ParameterView) -> BlockPlan:
     """Every second block, tails among them."""
     blocks = np.arange(view.space.num_blocks)[::-2]
     return view.space.plan(blocks)
 
 
-def randn(plan: Plan, seed: int = 1) -> torch.Tensor:
+def randn(plan: BlockPlan, seed: int = 1) -> torch.Tensor:
     return torch.randn(len(plan.blocks), BLOCK, generator=torch.Generator().manual_seed(seed))
 
 

@@ -124,7 +124,7 @@ def test_the_clip_rule_starts_from_the_receivers_own_weights() -> None:
     for seen in range(8):
         assert not rule.warm
         assert rule.threshold(3.0) == 3.0
-        rule.accept(0.1 * (seen + 1))
+        rule.record(0.1 * (seen + 1))
     assert rule.warm
     assert rule.threshold(3.0) == pytest.approx(4 * 0.45)
 
@@ -132,20 +132,20 @@ def test_the_clip_rule_starts_from_the_receivers_own_weights() -> None:
 def test_the_clip_rule_follows_the_last_64_accepted() -> None:
     rule = ClipRule()
     for _ in range(100):
-        rule.accept(1.0)
+        rule.record(1.0)
     for _ in range(31):
-        rule.accept(3.0)
+        rule.record(3.0)
     assert rule.threshold(0.0) == 4.0
-    rule.accept(3.0)
+    rule.record(3.0)
     assert rule.threshold(0.0) == 8.0
-    rule.accept(3.0)
+    rule.record(3.0)
     assert rule.threshold(0.0) == 12.0
 
 
 def test_identical_weights_do_not_close_the_clip_rule() -> None:
     rule = ClipRule()
     for _ in range(100):
-        rule.accept(0.0)
+        rule.record(0.0)
     assert rule.threshold(2.0) == 2.0
 
 
@@ -153,9 +153,9 @@ def feed(rule: ClipRule, rms: float, own_rms: float = 1.0) -> bool:
     """Apply the rule to one fragment as in the docstring of `ClipRule`. Returns whether it was mixed."""
     limit = rule.threshold(own_rms)
     if rms <= limit:
-        rule.accept(rms)
+        rule.record(rms)
     else:
-        rule.refuse(limit)
+        rule.record(limit)
     return rms <= limit
 
 

@@ -33,7 +33,7 @@ def normed(seed: int = 0) -> nn.Module:
 
 def test_tied_weights_appear_once() -> None:
     parts = ModelParts(Tied())
-    assert parts.names == ["embedding.weight", "output.bias"]
+    assert parts.space.names == ["embedding.weight", "output.bias"]
     assert parts.space.numel == 10 * 8 + 10
 
 
@@ -135,7 +135,7 @@ def test_parameters_that_are_no_numbers_of_ours_may_be_frozen() -> None:
     model.table = nn.Parameter(torch.arange(4), requires_grad=False)
     model.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
     model.empty = nn.Parameter(torch.zeros(0), requires_grad=False)
-    assert ModelParts(model).names == ["weight", "bias"]
+    assert ModelParts(model).space.names == ["weight", "bias"]
 
 
 # --- what must be equal on all peers -----------------------------------------------------------------------------

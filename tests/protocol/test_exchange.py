@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms.indexspace import IndexSpace, Plan
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace
 from p2ptrain.protocol.exchange import inbox
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
@@ -61,7 +61,7 @@ class Bench:
         self.exchange.view.read(flat)
         return flat
 
-    def near(self, plan: Plan, by: float = 0.01) -> torch.Tensor:
+    def near(self, plan: BlockPlan, by: float = 0.01) -> torch.Tensor:
         """Values close to ours, as an honest partner's are."""
         return self.exchange.view.gather(plan) + by
 

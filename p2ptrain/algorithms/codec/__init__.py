@@ -24,15 +24,11 @@ CODECS = (*_FIXED, "topk")
 
 
 def codec(name: str, *, prune_fraction: float = 0.0, density: float = DENSITY) -> Codec:
-    """Return the codec called `name`.
+    """Return the codec called `name`, one of `CODECS`. Raises ConfigError if there is none, or it cannot prune.
 
     Args:
-        name: "int8", "int4", "fp16", "none" or "topk".
         prune_fraction: share of each block that "int8" leaves out; the other codecs cannot prune.
         density: share of the values that "topk" keeps; the other codecs keep all.
-
-    Raises:
-        ConfigError: the name is unknown, or a fraction is out of range.
     """
     if name not in CODECS:
         raise ConfigError(f"codec {name!r}: must be one of {', '.join(CODECS)}")

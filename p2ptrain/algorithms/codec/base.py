@@ -25,31 +25,26 @@ class Codec:
 
     Attributes:
         name: as in `RunConfig.round_codec`.
+        size_bytes: coded size of a number of blocks. Sizes of runs of whole chunks of `CHUNK_BLOCKS` add up.
     """
 
     name: str
-    _size_bytes: Callable[[int], int]
+    size_bytes: Callable[[int], int]
     _encode: Callable[[Blocks], bytes]
     _decode: Callable[[memoryview, int], Blocks]
     _check: Callable[[memoryview, int], object] | None = None
 
-    def size_bytes(self, num_blocks: int) -> int:
-        """Coded size of `num_blocks` blocks. Sizes of runs of whole chunks of `CHUNK_BLOCKS` add up."""
-        return self._size_bytes(num_blocks)
-
     def encode(self, blocks: Blocks) -> bytes:
         """Code (n, 64) float32 values, only read, into `size_bytes(n)` bytes, the same on every machine.
 
-        Raises:
-            ValueError: a value is not finite. Finite ones never raise: what a codec cannot hold saturates.
+        Raises ValueError if a value is not finite. Finite ones never raise: what a codec cannot hold saturates.
         """
         return self._encode(np.ascontiguousarray(blocks, np.float32).reshape(-1, BLOCK))
 
     def decode(self, data: bytes | memoryview, num_blocks: int) -> Blocks:
         """Return the (num_blocks, 64) float32 values in `data`: fresh, writable, finite, the same bits everywhere.
 
-        Raises:
-            WireError: the size is wrong, or the bytes are not such that `encode` can make.
+        Raises WireError if the size is wrong, or the bytes are not such that `encode` can make.
         """
         return self._decode(self._sized(data, num_blocks), num_blocks)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
@@ -17,28 +19,16 @@ def _encode_fp16(blocks: Blocks) -> bytes:
     return np.clip(blocks, -_FP16_MAX, _FP16_MAX).astype("<f2").tobytes()
 
 
-def _decode_fp16(data: memoryview, num_blocks: int) -> Blocks:
-    blocks = np.frombuffer(data, "<f2").reshape(num_blocks, BLOCK).astype(np.float32)
-    _require_finite(blocks, WireError)
-    return blocks
-
-
 def _encode_none(blocks: Blocks) -> bytes:
     """Layout: n · 64 float32 values, little-endian."""
     _require_finite(blocks, ValueError)
     return blocks.astype("<f4").tobytes()
 
 
-def _decode_none(data: memoryview, num_blocks: int) -> Blocks:
-    blocks = np.frombuffer(data, "<f4").reshape(num_blocks, BLOCK).astype(np.float32)
+def _decode(dtype: str, data: memoryview, num_blocks: int) -> Blocks:
+    blocks = np.frombuffer(data, dtype).reshape(num_blocks, BLOCK).astype(np.float32)
     _require_finite(blocks, WireError)
     return blocks
-
-
-def _require_finite(blocks: Blocks, error: type[Exception]) -> None:
-    for chunk in chunks(len(blocks)):
-        if not np.isfinite(blocks[chunk]).all():
-            raise error("a value is not finite")
 
 
 def _check_fp16(data: memoryview, num_blocks: int) -> None:
@@ -51,5 +41,11 @@ def _check_none(data: memoryview, num_blocks: int) -> None:
     _require_finite(np.frombuffer(data, "<f4").reshape(num_blocks, BLOCK), WireError)
 
 
-FP16 = Codec("fp16", per_block(BLOCK * 2), _encode_fp16, _decode_fp16, _check_fp16)
-NONE = Codec("none", per_block(BLOCK * 4), _encode_none, _decode_none, _check_none)
+def _require_finite(blocks: Blocks, error: type[Exception]) -> None:
+    for chunk in chunks(len(blocks)):
+        if not np.isfinite(blocks[chunk]).all():
+            raise error("a value is not finite")
+
+
+FP16 = Codec("fp16", per_block(BLOCK * 2), _encode_fp16, partial(_decode, "<f2"), _check_fp16)
+NONE = Codec("none", per_block(BLOCK * 4), _encode_none, partial(_decode, "<f4"), _check_none)

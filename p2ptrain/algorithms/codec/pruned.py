@@ -26,8 +26,7 @@ _PLACES = np.arange(BLOCK - 1, -1, -1, dtype=np.uint32)
 def pruned_int8(prune_fraction: float) -> Codec:
     """Return int8 without round(64 · prune_fraction) values of each block: 10 bytes a block and 1 per value kept.
 
-    Raises:
-        ConfigError: the fraction is not in [0, 1), or would remove every value.
+    Raises ConfigError if the fraction is not in [0, 1), or would remove every value.
     """
     kept = BLOCK - round(BLOCK * prune_fraction) if 0 <= prune_fraction < 1 else 0
     if not kept:

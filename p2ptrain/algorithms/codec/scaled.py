@@ -7,6 +7,7 @@ a CPU that flushes subnormals decodes the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -19,34 +20,26 @@ Scales = npt.NDArray[np.uint16]
 Steps = npt.NDArray[np.int8]
 
 SCALE_BYTES = 2
-_INF_BITS = np.uint32(0x7F80_0000)
+INF_BITS = np.uint32(0x7F80_0000)
 # The bfloat16 pattern of the smallest normal number.
 _SCALE_MIN = 0x0080
 
 
 @dataclass(frozen=True)
 class StepWidth:
-    """Symmetric integers of one width.
+    """Symmetric integers of one width."""
 
-    Attributes:
-        most: the largest step that encoding makes.
-        scale_max: the last bfloat16 pattern with which the lowest step, -most - 1, is finite.
-    """
-
-    most: np.float32
-    scale_max: int
+    most: np.float32  # the largest step that encoding makes
+    scale_max: int  # the last bfloat16 pattern with which the lowest step, -most - 1, is finite
 
     def quantise(self, blocks: Blocks, scales: Scales, steps: Steps) -> None:
         """Write the scales of (n, 64) finite values into (n,) `scales` and their steps into (n, 64) `steps`.
 
-        Beyond `most` times the largest scale, values saturate.
-
-        Raises:
-            ValueError: a value is not finite.
+        Beyond `most` times the largest scale, values saturate. Raises ValueError if a value is not finite.
         """
         # The bit patterns of non-negative floats are in the order of the floats, with inf and nan above all.
         peaks = (blocks.view(np.uint32) & np.uint32(0x7FFF_FFFF)).max(axis=1)
-        if np.any(peaks >= _INF_BITS):
+        if np.any(peaks >= INF_BITS):
             raise ValueError("a value is not finite")
         bits = ((peaks.view(np.float32) / self.most).view(np.uint32) + np.uint32(0xFFFF)) >> 16
         scales[:] = np.where(peaks > 0, np.clip(bits, _SCALE_MIN, self.scale_max), 0)
@@ -114,13 +107,9 @@ def _decode_int4(data: memoryview, num_blocks: int) -> Blocks:
     return FOUR_BITS.dequantise(np.frombuffer(data, "<u2", num_blocks), steps)
 
 
-def _check_int8(data: memoryview, num_blocks: int) -> None:
-    EIGHT_BITS.check(np.frombuffer(data, "<u2", num_blocks))
+def _check(width: StepWidth, data: memoryview, num_blocks: int) -> None:
+    width.check(np.frombuffer(data, "<u2", num_blocks))
 
 
-def _check_int4(data: memoryview, num_blocks: int) -> None:
-    FOUR_BITS.check(np.frombuffer(data, "<u2", num_blocks))
-
-
-INT8 = Codec("int8", per_block(SCALE_BYTES + BLOCK), _encode_int8, _decode_int8, _check_int8)
-INT4 = Codec("int4", per_block(SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4, _check_int4)
+INT8 = Codec("int8", per_block(SCALE_BYTES + BLOCK), _encode_int8, _decode_int8, partial(_check, EIGHT_BITS))
+INT4 = Codec("int4", per_block(SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4, partial(_check, FOUR_BITS))

@@ -9,23 +9,20 @@ from __future__ import annotations
 import numpy as np
 
 from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Blocks, Codec, chunks
-from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, SCALE_BYTES
+from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, INF_BITS, SCALE_BYTES
 from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 
 # The middle of the range that works in SparseLoCo.
 DENSITY = 0.02
 _POSITION_BYTES = 2
-_INF_BITS = np.uint32(0x7F80_0000)
 
 
 def topk(density: float) -> Codec:
     """Return a codec that keeps round(density · values), at least one, of each chunk of up to 1024 blocks.
 
-    It takes 3 bytes per value kept and 2 for every 64 of them: 4 KB for a chunk of 65,536 values at 2 %.
-
-    Raises:
-        ConfigError: the density is not above 0 and at most 1.
+    It takes 3 bytes per value kept and 2 for every 64 of them: 4 KB for a chunk of 65,536 values at 2 %. Raises
+    ConfigError if the density is not above 0 and at most 1.
     """
     if not 0 < density <= 1:
         raise ConfigError(f"density = {density:g}: must be above 0 and at most 1")
@@ -65,7 +62,7 @@ def _encode_chunk(blocks: Blocks, density: float) -> bytes:
     values, kept = blocks.reshape(-1), _kept(len(blocks), density)
     # Non-negative floats sort as their bits do, with inf and nan last.
     magnitudes = values.view(np.uint32) & np.uint32(0x7FFF_FFFF)
-    if magnitudes.max() >= _INF_BITS:
+    if magnitudes.max() >= INF_BITS:
         raise ValueError("a value is not finite")
     smallest = np.partition(magnitudes, values.size - kept)[values.size - kept]
     mask = magnitudes > smallest

@@ -302,10 +302,10 @@ class Exchange:
         limit = self._clip.threshold(0.0 if self._clip.warm else self.view.rms(arrival.plan))
         rms = self.view.mix_clipped(arrival.plan, arrival.values, weights, limit)
         if rms <= limit:
-            self._clip.accept(rms)
+            self._clip.record(rms)
             self._mixed.append(arrival.plan.blocks)
             return True
-        self._clip.refuse(limit)
+        self._clip.record(limit)
         return False
 
     def _gather(self, now: float) -> int:

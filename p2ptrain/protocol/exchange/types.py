@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2ptrain.algorithms.indexspace import Plan
+from p2ptrain.algorithms.indexspace import BlockPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Arrival:
 
     sender: str
     epoch: Epoch
-    plan: Plan
+    plan: BlockPlan
     values: torch.Tensor
     age_s: float
     arrived_s: float
@@ -40,7 +40,7 @@ class PushPlan:
     slot: int
     slot_count: int
     num_slots: int
-    plan: Plan
+    plan: BlockPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,6 @@ from p2ptrain.settings.peer_config import NetworkConfig
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# A joiner looks for the run for this long before it starts a new one.
-FIND_RUN_S = 5.0
-
 
 def _named(name: str) -> Any:
     """A field of `RunConfig` that has another name here."""
@@ -178,7 +175,7 @@ def join(
                     )
                 )
             )  # fmt: skip
-            found = session.find_run(run_id, FIND_RUN_S, explicit=explicit) if initial_peers else None
+            found = session.find_run(run_id, explicit=explicit) if initial_peers else None
             run = resolve_run(explicit, found)
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(

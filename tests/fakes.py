@@ -123,7 +123,7 @@ class FakeNetworkSession:
         return bool(self.opened.initial_peers or self.opened.remembered_peers) and not self.alone
 
     def find_run(
-        self, run_id: str, timeout_s: float, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
+        self, run_id: str, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
     ) -> RunConfig | None:
         return self.live if self.live and self.live.run_id == run_id else None
 
@@ -143,7 +143,7 @@ class FakeNetworkSession:
     ) -> FakePeer:
         type(self).entered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         type(self).peer = FakePeer(
-            dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.find_run(run.run_id, 0) is None
+            dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.find_run(run.run_id) is None
         )
         return type(self).peer
 

@@ -14,7 +14,7 @@ from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SET
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from p2ptrain.training.loop import Progress
+    from p2ptrain.training.loop import TrainingProgress
 
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
 
@@ -82,7 +82,7 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def format_progress(progress: Progress) -> str:
+def format_progress(progress: TrainingProgress) -> str:
     """Format one progress line."""
     length = f"/{progress.total_steps}" if progress.total_steps else ""
     skipped = sum(progress.skipped.values())

@@ -29,6 +29,8 @@ from p2ptrain.settings.config import RunConfig
 
 # While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.
 TELL_EVERY_S = 1.0
+# Attributes of rank 0's peer that all ranks have.
+_POSITION = ("alive", "round", "run_step", "finished", "anchor_sha256")
 
 
 class GroupPeer:
@@ -40,11 +42,17 @@ class GroupPeer:
     Attributes:
         peer: the `Peer` on rank 0; None on the other ranks.
         rank, size: number of this process in the group, and number of processes.
-        run: the run's settings.
-        peer_id: network identity of the process group.
         data_seed: a seed for this process's share of the data; differs between ranks.
-        maddrs: all addresses that other peers can dial, loopback last.
+        run, peer_id, maddrs: as those of a `Peer`.
+        alive, round, run_step, finished, anchor_sha256, failure: likewise, as of the last collective call.
     """
+
+    alive: list[str]
+    round: int
+    run_step: int
+    finished: bool
+    anchor_sha256: str
+    failure: Exception | None
 
     def __init__(
         self, model: torch.nn.Module, group: dist.ProcessGroup, enter: Callable[[], Peer], *, device: torch.device
@@ -77,7 +85,6 @@ class GroupPeer:
             if self.run.model_layout != self._parts.layout_sha256:
                 raise ConfigError(f"the model of rank {self.rank} is not that of rank 0: build the same on all ranks")
             self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()))
-            self._status: dict[str, Any] = {}
             self._follow(StepReport(), Changes(everything=True))
         except BaseException as error:
             self.leave(type(error).__name__)
@@ -136,40 +143,6 @@ class GroupPeer:
         if self.peer is not None:
             self.peer.record(event, **fields)
 
-    # --- status, as of the last collective call -----------------------------------------------------------------
-
-    @property
-    def alive(self) -> list[str]:
-        """Ids of the other live peers of the run."""
-        return list(self._status["alive"])
-
-    @property
-    def round(self) -> int:
-        """Rounds that this peer has resolved: the number of the next one."""
-        return int(self._status["round"])
-
-    @property
-    def run_step(self) -> int:
-        """Position in the run, in inner steps of the run."""
-        return int(self._status["run_step"])
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run has reached its length and its last round has landed."""
-        return bool(self._status["finished"])
-
-    @property
-    def anchor_sha256(self) -> str:
-        """Hash of the anchor: equal on all peers with the same last round."""
-        return str(self._status["anchor_sha256"])
-
-    @property
-    def failure(self) -> Exception | None:
-        """Why the network side of rank 0 has ended; None while it works."""
-        return None if self._status["failure"] is None else PeerLostError(self._status["failure"])
-
-    # --- state and leaving -------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint, as `Peer.state_dict`, on rank 0; empty on the other ranks."""
         return {} if self.peer is None else self.peer.state_dict()
@@ -195,8 +168,6 @@ class GroupPeer:
         if self.peer is not None:
             self.peer.leave(reason)
 
-    # --- rank 0 to all -----------------------------------------------------------------------------------------------
-
     def _enter(self, enter: Callable[[], Peer]) -> dict[str, Any]:
         try:
             self.peer = peer = enter()
@@ -217,11 +188,14 @@ class GroupPeer:
             changes = changes or self.peer.take_changes()
             blocks = torch.from_numpy(changes.blocks)
             message = {
-                "status": _status(self.peer), "report": dataclasses.asdict(report),
-                "everything": changes.everything, "blocks": len(blocks),
+                "position": {name: getattr(self.peer, name) for name in _POSITION},
+                "failure": None if self.peer.failure is None else str(self.peer.failure),
+                "report": dataclasses.asdict(report), "everything": changes.everything, "blocks": len(blocks),
             }  # fmt: skip
         message = self._ranks.tell(message)
-        self._status = message["status"]
+        for name in _POSITION:
+            setattr(self, name, message["position"][name])
+        self.failure = None if message["failure"] is None else PeerLostError(message["failure"])
         if message["everything"]:
             for tensor in self._parts.tensors:
                 self._ranks.copy(tensor)
@@ -240,10 +214,3 @@ class GroupPeer:
         self._ranks.copy(values)
         if self.peer is None:
             self._view.scatter(plan, values)
-
-
-def _status(peer: Peer) -> dict[str, Any]:
-    return {
-        "alive": peer.alive, "round": peer.round, "run_step": peer.run_step, "finished": peer.finished,
-        "anchor_sha256": peer.anchor_sha256, "failure": None if peer.failure is None else str(peer.failure),
-    }  # fmt: skip

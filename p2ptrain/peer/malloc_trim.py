@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
-from typing import Any
-
-
-@cache
-def _malloc_trim() -> Any:
-    if not sys.platform.startswith("linux"):
-        return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; musl has none
 
 
 def release_unused() -> None:
@@ -21,6 +12,5 @@ def release_unused() -> None:
     Measured at 124M parameters: at least a quarter of the parameters' bytes. Takes milliseconds, so call it in a worker
     thread. Does nothing without glibc.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

@@ -22,7 +22,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
-from p2ptrain.peer.watch import Watch, off_loop
+from p2ptrain.peer.watch import Watch
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
@@ -55,6 +55,7 @@ class Peer:
         run: the run's settings.
         peer_id: this peer's network identity.
         data_seed: a seed for this peer's share of the data, the same after a restart with the same identity.
+        founded: whether this peer founded the run: no other peer had a state, and it had no checkpoint.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Peer:
         self._event_log = EventLog(time.time)
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
-        self._left = self._founded = False
+        self._left = self.founded = False
         self._record_s = 0.0
         self._status = ""
         self._errors = ErrorLog(logger)
@@ -197,11 +198,6 @@ class Peer:
         return self._network.maddrs
 
     @property
-    def founded(self) -> bool:
-        """Whether this peer founded the run: no other peer had a state, and it had no checkpoint."""
-        return self._founded
-
-    @property
     def round(self) -> int:
         """Number of the next round; also the number of rounds resolved."""
         return self._exchange.epoch.round + 1
@@ -246,7 +242,7 @@ class Peer:
     def watch(self) -> Watch:
         """Watch the run over this peer's links, including this peer itself."""
         own = Own(self._incarnation, self._event_log, self._sight)
-        observer = Observer(self.run.run_id, off_loop, time.time, own)
+        observer = Observer(self.run.run_id, trio.to_thread.run_sync, time.time, own)
         return Watch(self._thread, observer, lambda: self._runner.with_links(observer.watch))
 
     def _sight(self) -> Sighting:
@@ -261,7 +257,7 @@ class Peer:
 
         Waits and raises like `state_dict`.
         """
-        return self._parts.unflatten(self._state_copy()["anchor"])
+        return self._parts.unflatten(self.state_dict()["anchor"])
 
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint: its position, and the state that rounds agree on.
@@ -277,7 +273,10 @@ class Peer:
         Raises:
             TimeoutError: a round takes more than 120 s to change the state.
         """
-        return self._state_copy()
+        node = self._runner.last_ready
+        if self._left:
+            return to_dict(node.engine.head, self.run_step, [vector.copy() for vector in node.state.vectors])
+        return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Restore a result of `state_dict()`, if the swarm has nothing newer.
@@ -351,14 +350,13 @@ class Peer:
         finally:
             self._ended.set()
 
-    def _note_status(self) -> str | None:
-        """Record and return the status if it has changed, else None."""
-        status = self._runner.status
-        if status == self._status:
-            return None
-        self._status = status
-        self.record("status", status=status)
-        return status
+    def _note_status(self) -> bool:
+        """Record the status if it has changed, and return whether it has."""
+        if self._status == self.status:
+            return False
+        self._status = self.status
+        self.record("status", status=self._status)
+        return True
 
     def _await_ready(self, on_status: Callable[[str], None]) -> None:
         while not self._runner.last_ready.ready.is_set():
@@ -367,21 +365,14 @@ class Peer:
             node = self._runner.node
             if (mismatch := node.links.mismatch) is not None and not node.alive:
                 raise RunMismatchError(mismatch)
-            if (status := self._note_status()) is not None:
+            if self._note_status():
                 try:
-                    on_status(status)
+                    on_status(self._status)
                 except Exception as error:
                     self._errors.note("calling on_status", error)
             self._exchange.idle()
             self._ended.wait(POLL_S)
-        self._founded = self._runner.last_ready.state_sync.founded
-
-    def _state_copy(self) -> dict[str, Any]:
-        """A consistent copy of the agreed state; waits for a round that is being applied. Also works after leaving."""
-        node = self._runner.last_ready
-        if self._left:
-            return to_dict(node.engine.head, self.run_step, [vector.copy() for vector in node.state.vectors])
-        return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
+        self.founded = self._runner.last_ready.state_sync.founded
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
         async with node.engine.committer.lock:

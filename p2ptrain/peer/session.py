@@ -19,10 +19,9 @@ from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.bootstrap import ways_in
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
-from p2ptrain.peer.metrics_file import MetricsFile
 from p2ptrain.peer.peer import Peer
-from p2ptrain.peer.sinks import Sink, Sinks
-from p2ptrain.peer.watch import Watch, off_loop
+from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
+from p2ptrain.peer.watch import Watch
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, list_members
 from p2ptrain.settings.config import RunConfig, agrees
@@ -33,6 +32,8 @@ logger = logging.getLogger(__name__)
 # Opening fails within 25 s by its own timeouts; this one is only a safeguard.
 OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
+# Guess: a lookup normally takes well below a second, a slow DHT takes longer, and a person is waiting.
+FIND_RUN_S = 5.0
 
 
 class NetworkSession:
@@ -46,8 +47,7 @@ class NetworkSession:
     def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
         """Open the network; blocks for up to OPEN_TIMEOUT_S. `alone`: as for `open_network`.
 
-        Raises:
-            ConfigError: the network cannot be opened, or no initial peer answers.
+        Raises ConfigError if the network cannot be opened, or no initial peer answers.
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
         self._peer_timeout_s = config.peer_timeout_s
@@ -74,9 +74,9 @@ class NetworkSession:
         self.close()
 
     def find_run(
-        self, run_id: str, timeout_s: float, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
+        self, run_id: str, *, explicit: Mapping[str, Any] | None = None, ours: RunConfig | None = None
     ) -> RunConfig | None:
-        """Return the settings of a live run, or None if no peer of it is found within `timeout_s`.
+        """Return the settings of a live run, or None if no peer of it is found within FIND_RUN_S.
 
         Args:
             explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
@@ -87,11 +87,11 @@ class NetworkSession:
 
         async def find() -> RunConfig | None:
             return await ask_settings(
-                self.network.transport, self.network.directory, run_id, timeout_s=timeout_s,
+                self.network.transport, self.network.directory, run_id, timeout_s=FIND_RUN_S,
                 chosen=self._chosen, ours=ours, fits=lambda run: agrees(explicit or {}, run),
             )  # fmt: skip
 
-        return self._thread.run(find, timeout_s=timeout_s + 30)
+        return self._thread.run(find, timeout_s=FIND_RUN_S + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
         """List the members of a run. Blocks for up to 30 s."""
@@ -103,7 +103,7 @@ class NetworkSession:
 
     def watch(self, run_id: str) -> Watch:
         """Watch a run as an observer, without being a member."""
-        observer = Observer(run_id, off_loop, time.time)
+        observer = Observer(run_id, trio.to_thread.run_sync, time.time)
         network = self.network
         return Watch(self._thread, observer, lambda: observer.watch_as_observer(network.transport, network.directory))
 
@@ -121,13 +121,10 @@ class NetworkSession:
         """Join or start a run with a model. Blocks until the model has the run's state (as long as the download).
 
         Args:
-            model: its trainable parameters are overwritten by the run's anchor unless this peer starts the run.
+            model, optimizer, metrics, on_status: as for `p2ptrain.join`.
             run: the run's settings; if `model_layout` is empty, it is filled in from the model.
-            optimizer: the inner optimizer; needed only if the run averages Adam's moments.
-            metrics: file for the metrics stream, or None.
             sinks: receive the events of this peer too; closed when it leaves.
             resume_state: the `Peer.state_dict()` of before a restart, or None.
-            on_status: called with a text when the status of the joining peer changes.
 
         Raises:
             ConfigError: the model cannot be trained in a run, or the run's state cannot be downloaded.

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import trio
 
@@ -15,11 +14,6 @@ from p2ptrain.protocol.event_log.observer import Observer, View
 
 # A call takes milliseconds; this is only a safeguard.
 TAKE_TIMEOUT_S = 10.0
-
-
-async def off_loop(work: Callable[..., Any], /, *args: Any) -> Any:
-    """Run `work` in a worker thread: checking a page of events from a peer takes milliseconds."""
-    return await trio.to_thread.run_sync(work, *args)
 
 
 class Watch:
@@ -44,7 +38,11 @@ class Watch:
             RuntimeError: the network thread has stopped.
             TimeoutError: it did not answer within TAKE_TIMEOUT_S.
         """
-        return self._thread.run(self._take, timeout_s=TAKE_TIMEOUT_S)
+
+        async def take() -> View:
+            return self._observer.take()
+
+        return self._thread.run(take, timeout_s=TAKE_TIMEOUT_S)
 
     def stop(self) -> None:
         """Stop observing. Does not block."""
@@ -53,6 +51,3 @@ class Watch:
     async def _run(self, work: Callable[[], Awaitable[object]]) -> None:
         with self._scope:
             await work()
-
-    async def _take(self) -> View:
-        return self._observer.take()

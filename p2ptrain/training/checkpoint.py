@@ -54,13 +54,9 @@ class Checkpoint:
 
 
 def save(out: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint below `out` and remove all but the newest KEEP.
+    """Write a checkpoint below `out`, remove all but the newest KEEP, and return its directory.
 
-    Returns:
-        The directory `checkpoint-<step>`; an earlier one of the same step is replaced.
-
-    Raises:
-        CheckpointError: it could not be written, for example on a full disk.
+    An earlier one of the same step is replaced. Raises CheckpointError if it could not be written.
     """
     target = out / name_of(checkpoint.step)
     building = out / f".checkpoint-{checkpoint.step}.tmp"
@@ -68,7 +64,7 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         for unfinished in out.glob(".checkpoint-*.tmp"):
             shutil.rmtree(unfinished)
         building.mkdir(parents=True)
-        serial = 1 + max((_serial(path) or 0 for path in _found(out)), default=0)
+        serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
         if target.exists():
             shutil.rmtree(target)
@@ -79,13 +75,12 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
     # Checkpoints with a damaged manifest are removed first.
-    for old in sorted(_found(out), key=lambda path: _serial(path) or 0, reverse=True)[KEEP:]:
+    for old in sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def name_of(step: int) -> str:
-    """The name of the directory of the checkpoint of a step."""
     return f"checkpoint-{step}"
 
 
@@ -94,21 +89,21 @@ def checkpoints(out: Path) -> list[Path]:
 
     One with a damaged manifest comes first, because it may be the newest.
     """
+    if not out.is_dir():
+        return []
+    steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
 
-    def place(path: Path) -> float:
+    def place(path: Path) -> tuple[float, int]:
         serial = _serial(path)
-        return math.inf if serial is None else serial
+        return (math.inf if serial is None else serial, steps[path])
 
-    return sorted(_found(out), key=place, reverse=True)
+    return sorted(steps, key=place, reverse=True)
 
 
 def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint | None:
-    """Read the newest undamaged checkpoint below `out`; None if there are no checkpoints. Damaged ones are logged.
+    """Read the newest undamaged checkpoint below `out`; None if there are no checkpoints. `parts`: as for `load`.
 
-    `parts`: as for `load`.
-
-    Raises:
-        CheckpointError: all of the checkpoints are damaged.
+    Damaged ones are logged. Raises CheckpointError if all are damaged.
     """
     found = checkpoints(out)
     for path in found:
@@ -124,8 +119,7 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
 def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     """Read one checkpoint directory; with `parts`, only those parts of its state.
 
-    Raises:
-        CheckpointError: it is damaged or incomplete, or has the format of another version of p2ptrain.
+    Raises CheckpointError if it is damaged or incomplete, or has the format of another version of p2ptrain.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
@@ -137,9 +131,8 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
         state = {}
         for part in content["state"] if parts is None else parts:
             file = path / f"{part}.safetensors"
-            with file.open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != content["files"][file.name]["sha256"]:
-                    raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not match its hash")
+            if _file_digest(file) != content["files"][file.name]["sha256"]:
+                raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not match its hash")
             state[part] = _unpack(content["state"][part], load_file(file))
     except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
@@ -147,12 +140,9 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
 
 
 def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
-    """Read the checkpoint at a path given by the user: a checkpoint, or the --out directory of a `p2ptrain join`.
+    """Read a checkpoint given by the user, or the newest undamaged one in the --out directory of a `p2ptrain join`.
 
-    Of an --out directory the newest undamaged checkpoint is read. `parts`: as for `load`.
-
-    Raises:
-        ConfigError: there is no checkpoint, or all are damaged.
+    `parts`: as for `load`. Raises ConfigError if there is no checkpoint, or all are damaged.
     """
     try:
         saved = load(path, parts) if (path / MANIFEST).exists() else load_newest(path, parts)
@@ -161,14 +151,6 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     if saved is None:
         raise ConfigError(f"{path}: no checkpoint there; give the --out directory of a `p2ptrain join` that wrote one")
     return saved
-
-
-def _found(out: Path) -> list[Path]:
-    """List the checkpoint directories below `out`, highest step first."""
-    if not out.is_dir():
-        return []
-    steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
 def _serial(path: Path) -> int | None:
@@ -187,9 +169,7 @@ def _write(folder: Path, checkpoint: Checkpoint, serial: int) -> None:
         file = folder / f"{part}.safetensors"
         save_file(tensors, file)
         _sync(file)
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        files[file.name] = {"sha256": digest, "size_bytes": file.stat().st_size}
+        files[file.name] = {"sha256": _file_digest(file), "size_bytes": file.stat().st_size}
     content = {
         "format": FORMAT, "serial": serial, "step": checkpoint.step, "info": dict(checkpoint.info), "files": files,
         "state": plain,
@@ -260,6 +240,11 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

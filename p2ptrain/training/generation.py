@@ -15,11 +15,7 @@ from p2ptrain.training.models import build, context_length
 
 
 def load_model(path: Path) -> nn.Module:
-    """Load the model of a checkpoint, or of the newest undamaged one in the --out directory of a `p2ptrain join`.
-
-    Raises:
-        ConfigError: there is no checkpoint, or it is damaged.
-    """
+    """Load the model of a checkpoint, as `checkpoint.load_given`. Raises ConfigError."""
     saved = checkpoint.load_given(path, parts=["model"])
     run = RunConfig.from_stated(saved.info["run"])
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
@@ -34,7 +30,6 @@ def generate_text(model: nn.Module, prompt: str, *, length: int, temperature: fl
     Args:
         model: maps int64 tokens (1, T) to logits (1, T, V).
         prompt: may be empty; if longer than the model's context, only its end is used.
-        length: number of characters.
         temperature: 0 always takes the likeliest character; 1 samples from the model's distribution.
         seed: seeds the sampling.
     """

@@ -27,7 +27,7 @@ from p2ptrain.settings.table import Settings
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE, Corpus, Shards, load_corpus
-from p2ptrain.training.loop import Progress, run_training
+from p2ptrain.training.loop import TrainingProgress, run_training
 from p2ptrain.training.models import PRESETS, build, check_name, context_length, count_parameters
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
@@ -43,8 +43,6 @@ METRICS_FILE = "metrics.jsonl"
 # Addresses of the peers last seen alive. A restarted peer finds the run through them if its initial peers are gone, or
 # if it started the run and has none.
 REMEMBERED_FILE = "peers.txt"
-# Guess: a lookup normally takes well below a second, a slow DHT takes longer, and a person is waiting.
-FIND_RUN_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ def join_run(
     settings: Settings,
     *,
     say: Callable[[str], None],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[TrainingProgress], None],
     on_status: Callable[[str], None] | None = None,
     sinks: Sequence[Sink] = (),
     on_peer: Callable[[Peer], None] = lambda peer: None,
@@ -63,8 +61,8 @@ def join_run(
     Args:
         settings: merged from flags, environment and TOML.
         say: prints one line for the user.
-        on_progress: called with the training progress every few seconds.
-        on_status: called with what the peer is doing while it joins; None passes these lines to `say`.
+        on_progress: called every few seconds.
+        on_status: called with what the peer is doing while it joins; None: `say`.
         sinks: receive the peer's events, as its metrics file does.
         on_peer: called with the peer once it has joined the run.
 
@@ -99,8 +97,8 @@ def join_run(
         ours = RunConfig.from_stated(saved.info["run"]) if saved else None
         found = None
         if session.knows_others:
-            found = session.find_run(run_id, FIND_RUN_TIMEOUT_S, explicit=settings.explicit_run(), ours=ours)
-        run = settle_run(settings, found, saved, out)
+            found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
+        run = settle_run(settings, found, ours, out)
         if session.knows_others and not found and not saved:
             say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")
         if saved and found is None and 0 < run.total_steps <= saved.step:
@@ -112,8 +110,16 @@ def join_run(
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         model = _build_model(run, saved)
-        if config.init_from:
-            _start_from(config.init_from, model, found, saved, out, session.knows_others, say)
+        unused = f"--init-from {config.init_from}: not used, because"
+        if config.init_from and found:
+            say(f"{unused} run {run_id!r} has started; its weights are used")
+        elif config.init_from and saved:
+            say(f"{unused} the checkpoint of step {saved.step} in {out} is continued")
+        elif config.init_from:
+            load_weights(model, read_weights(Path(config.init_from)), origin=config.init_from)
+            # Of two peers that start at once, neither finds the other, and only one starts the run.
+            unless = ", unless another peer starts the run first" if session.knows_others else ""
+            say(f"starting from the weights of {config.init_from}{unless}")
         model.to(device)
         # Before joining: this takes a second or more, and a member would delay rounds in that time.
         shards, shard = _shards(run, corpus, model, config.shard, session.network.peer_id, say)
@@ -125,15 +131,10 @@ def join_run(
 
         peer = stack.enter_context(
             session.enter(
-                model,
-                run,
-                optimizer=trainer.optimizer,
-                metrics=Path(config.metrics or out / METRICS_FILE),
-                sinks=watching,
-                resume_state=saved.state["peer"] if saved else None,
-                on_status=on_status or say,
+                model, run, optimizer=trainer.optimizer, metrics=Path(config.metrics or out / METRICS_FILE),
+                sinks=watching, resume_state=saved.state["peer"] if saved else None, on_status=on_status or say,
             )
-        )
+        )  # fmt: skip
         on_peer(peer)
         if config.network.write_addresses:
             write_addresses(Path(config.network.write_addresses), peer.maddrs)
@@ -144,10 +145,15 @@ def join_run(
             _show(stack, peer, config.dashboard, settings, say)
         stop = stack.enter_context(stop_on_signals())
         verb = "continuing" if saved else "started" if peer.founded else "joined"
-        _say_hello(say, peer.peer_id, peer.maddrs, peer.run, verb)
+        length = f"{run.total_steps or 'endless'} steps"
+        say(f"{verb} run {run_id!r} (model {run.model}, {length}) as peer {peer.peer_id}")
+        for maddr in peer.maddrs:
+            say(f"listening on {maddr}")
+        say("other peers join with:")
+        say(join_line(peer.maddrs, run_id, run.model))
         saved = None  # free it: gigabytes for a large model
 
-        def progressed(progress: Progress) -> None:
+        def progressed(progress: TrainingProgress) -> None:
             _remember(out, peer.alive_maddrs)
             on_progress(progress)
 
@@ -211,13 +217,10 @@ def _open_session(
 
     If no peer answers, a peer with a checkpoint starts alone and keeps looking for the others: all peers may have been
     stopped, and one of them must start first. Without a checkpoint, only the user's initial peers are tried again.
-
-    Raises:
-        UnreachableError: none of the user's initial peers answered, and there is no checkpoint.
+    Raises UnreachableError if none of the user's initial peers answered, and there is no checkpoint.
     """
-    from p2ptrain.peer.session import (
-        NetworkSession,  # imports hivemind, which takes a second; earlier errors need not wait for it
-    )
+    # Imports hivemind, which takes a second; earlier errors need not wait for it.
+    from p2ptrain.peer.session import NetworkSession
 
     known = dataclasses.replace(network, remembered_peers=remembered)
     try:
@@ -232,22 +235,18 @@ def _open_session(
         return NetworkSession(network)
 
 
-def settle_run(
-    settings: Settings, found: RunConfig | None, saved: checkpoint.Checkpoint | None, out: Path
-) -> RunConfig:
+def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | None, out: Path) -> RunConfig:
     """Choose the run's settings: those of the live run, else of the checkpoint, else of a new run.
 
     Args:
         settings: given by the user.
-        found: the settings of the live run, or None.
-        saved: the newest checkpoint, or None.
-        out: its directory, for messages.
+        found, ours: the settings of the live run and of the newest checkpoint, or None.
+        out: directory of the checkpoint, for messages.
 
     Raises:
         ConfigError: the checkpoint contradicts the live run, or the run needs an option that the user did not give.
         RunMismatchError: the user's settings contradict the run's.
     """
-    ours = RunConfig.from_stated(saved.info["run"]) if saved else None
     if found and ours and found != ours:
         raise ConfigError(
             f"--out {out}: its checkpoint has other settings than the live run "
@@ -285,28 +284,6 @@ def _build_model(run: RunConfig, saved: checkpoint.Checkpoint | None) -> nn.Modu
     return model
 
 
-def _start_from(
-    init_from: str,
-    model: nn.Module,
-    found: RunConfig | None,
-    saved: checkpoint.Checkpoint | None,
-    out: Path,
-    knows_others: bool,
-    say: Callable[[str], None],
-) -> None:
-    """Load the initial weights that the user chose into `model`, or tell the user why they are not used."""
-    if found:
-        say(f"--init-from {init_from}: not used, because run {found.run_id!r} has started; its weights are used")
-        return
-    if saved:
-        say(f"--init-from {init_from}: not used, because the checkpoint of step {saved.step} in {out} is continued")
-        return
-    load_weights(model, read_weights(Path(init_from)), origin=init_from)
-    # Of two peers that start at once, neither finds the other, and only one starts the run.
-    unless = ", unless another peer starts the run first" if knows_others else ""
-    say(f"starting from the weights of {init_from}{unless}")
-
-
 def _shards(
     run: RunConfig, corpus: Corpus, model: nn.Module, given: int | None, peer_id: str, say: Callable[[str], None]
 ) -> tuple[Shards | None, int]:
@@ -323,14 +300,6 @@ def _shards(
         f"{sum(shards.sizes):,} characters; partition {shards.digest[:12]}, the same on peers with the same text"
     )
     return shards, shard
-
-
-def _say_hello(say: Callable[[str], None], peer_id: str, maddrs: list[str], run: RunConfig, verb: str) -> None:
-    say(f"{verb} run {run.run_id!r} (model {run.model}, {run.total_steps or 'endless'} steps) as peer {peer_id}")
-    for maddr in maddrs:
-        say(f"listening on {maddr}")
-    say("other peers join with:")
-    say(join_line(maddrs, run.run_id, run.model))
 
 
 def _differences(ours: RunConfig, theirs: RunConfig) -> str:

@@ -14,17 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from p2ptrain.errors import CheckpointError, ConfigError
 from p2ptrain.protocol.exchange.types import StepReport
-from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.peer import Peer
 
 # Guesses: seconds between progress lines, and the longest wait for the run's last round.
 PROGRESS_INTERVAL_S = 5.0
@@ -36,59 +38,19 @@ logger = logging.getLogger(__name__)
 
 
 class SteppingPeer(Protocol):
-    """The part of a peer that `training_steps` uses: a `p2ptrain.peer.peer.Peer`, a simulated peer or a test fake."""
+    """The part of a `Peer` that `training_steps` uses; a simulated peer has it too."""
 
     @property
-    def run_step(self) -> int:
-        """Position in the run, in steps; a joiner starts at the run's position."""
-        ...
-
+    def run_step(self) -> int: ...
     @property
-    def finished(self) -> bool:
-        """Whether the run has reached its length and its last round is resolved."""
-        ...
-
+    def finished(self) -> bool: ...
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
     def record(self, event: str, /, **fields: Any) -> None: ...
 
 
-class TrainingPeer(SteppingPeer, Protocol):
-    """The part of a peer that `run_training` uses."""
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def run(self) -> RunConfig: ...
-    @property
-    def failure(self) -> Exception | None:
-        """Why this peer's network side has ended; None while it works."""
-        ...
-
-    @property
-    def alive(self) -> Sequence[str]: ...
-    @property
-    def round(self) -> int: ...
-    @property
-    def anchor_sha256(self) -> str: ...
-
-    def wait_finished(self, timeout_s: float) -> object: ...
-    def leave(self, reason: str) -> None: ...
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a restart needs; also works after `leave`."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepDone:
-    """One local step and its exchange.
-
-    Attributes:
-        run_step: step of the run after it.
-        loss: training loss of this peer, in nats.
-        tokens: tokens trained on.
-        report: the result of `peer.step()`.
-        eval_loss: loss on held-out text in nats, if it was measured after this step.
-    """
+    """One local step and its exchange: the run's step after it, and losses in nats. `eval_loss` only if measured."""
 
     run_step: int
     loss: float
@@ -105,10 +67,9 @@ def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> 
         loss, tokens = trainer.step(before)
         report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
         # At multiples of the run's steps, not this peer's, so that the curves of all peers share their x values.
-        due = before // eval_every != peer.run_step // eval_every
-        yield StepDone(
-            peer.run_step, loss, tokens, report, record_evaluation(peer, trainer, eval_every) if due else None
-        )
+        is_due = before // eval_every != peer.run_step // eval_every
+        eval_loss = record_evaluation(peer, trainer, eval_every) if is_due else None
+        yield StepDone(peer.run_step, loss, tokens, report, eval_loss)
 
 
 def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float:
@@ -123,19 +84,15 @@ def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Summary of the steps since the last progress line.
 
     Attributes:
-        run_step: step of the run.
         total_steps: length of the run; 0 if it has no end.
         round: rounds resolved so far.
         peers: live peers, including this one.
-        loss: this peer's mean training loss, in nats.
-        eval_loss: its newest loss on held-out text, in nats.
-        tokens_per_s: its training speed.
-        sent, merged: fragments sent, and received and merged.
-        skipped: fragments that were not sent or not merged, by reason.
+        loss, eval_loss: this peer's mean training loss and its newest loss on held-out text, in nats.
+        sent, merged, skipped: fragments; the skipped ones by reason.
     """
 
     run_step: int
@@ -151,13 +108,13 @@ class Progress:
 
 
 def run_training(
-    peer: TrainingPeer,
+    peer: Peer,
     trainer: Trainer,
     config: PeerConfig,
     *,
     out: Path,
     stop: Callable[[], bool],
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[TrainingProgress], None],
     now: Callable[[], float] = time.monotonic,
 ) -> str:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
@@ -207,7 +164,7 @@ def run_training(
     return reason
 
 
-def save_checkpoint(peer: TrainingPeer, trainer: Trainer, out: Path) -> Path | None:
+def save_checkpoint(peer: Peer, trainer: Trainer, out: Path) -> Path | None:
     """Write a checkpoint of model, trainer and peer. Returns its directory, or None (logged) if writing fails."""
     info = {
         "run": peer.run.to_dict(),
@@ -228,15 +185,16 @@ def save_checkpoint(peer: TrainingPeer, trainer: Trainer, out: Path) -> Path | N
 
 
 def _steps_to_the_end(
-    peer: TrainingPeer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
+    peer: Peer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
 ) -> Generator[StepDone, None, None]:
     """Train until the run's last round is resolved, yielding after each step."""
-    yield from training_steps(peer, trainer, eval_every=config.eval_every)
-    while _is_put_back(peer, stop, now):
+    is_put_back = True
+    while is_put_back:
         yield from training_steps(peer, trainer, eval_every=config.eval_every)
+        is_put_back = _is_put_back(peer, stop, now)
 
 
-def _is_put_back(peer: TrainingPeer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
+def _is_put_back(peer: Peer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
     """Wait for the run's last round. Returns True if a round has set this peer back, so that it must train on."""
     deadline_s = now() + LAST_ROUND_TIMEOUT_S
     while not peer.finished and not peer.failure and not stop():
@@ -249,11 +207,8 @@ def _is_put_back(peer: TrainingPeer, stop: Callable[[], bool], now: Callable[[],
     return False
 
 
-def _summary(peer: TrainingPeer, recent: Sequence[StepDone], eval_loss: float, seconds: float) -> Progress:
-    skipped: Counter[str] = Counter()
-    for done in recent:
-        skipped.update(done.report.skipped)
-    return Progress(
+def _summary(peer: Peer, recent: Sequence[StepDone], eval_loss: float, seconds: float) -> TrainingProgress:
+    return TrainingProgress(
         run_step=peer.run_step,
         total_steps=peer.run.total_steps,
         round=peer.round,
@@ -263,5 +218,5 @@ def _summary(peer: TrainingPeer, recent: Sequence[StepDone], eval_loss: float, s
         tokens_per_s=sum(done.tokens for done in recent) / max(seconds, 1e-9),
         sent=sum(done.report.sent for done in recent),
         merged=sum(done.report.merged for done in recent),
-        skipped=skipped,
+        skipped=sum((Counter(done.report.skipped) for done in recent), Counter()),
     )

@@ -21,16 +21,14 @@ MAX_NUMBERED = 100
 
 @contextmanager
 def claim_out(out: str | None, run_id: str, *, joins: bool) -> Iterator[Path]:
-    """Create the output directory of this peer, lock it for the duration of the block, and yield its path.
+    """Create and lock the output directory of this peer until the block ends.
+
+    Raises ConfigError if it is in use, or cannot be written.
 
     Args:
         out: the directory that the user gave; None for `p2ptrain-<run id>` in the current one.
-        run_id: name of the run.
         joins: whether this peer has initial peers. If so, and `p2ptrain-<run id>` is in use, the next free one of
             `p2ptrain-<run id>-2`, `-3` … is used, so that the printed command also works in a second terminal.
-
-    Raises:
-        ConfigError: the directory is in use, or cannot be written.
     """
     first = Path(out or f"p2ptrain-{run_id}")
     candidates = [first]

@@ -35,13 +35,9 @@ def check_weights(path: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read the state dict at `path`, to the CPU.
+    """Read the state dict of a checkpoint, of the newest checkpoint in a directory, or of a .safetensors file.
 
-    Args:
-        path: a checkpoint directory, a directory with checkpoints (the newest is used), or a .safetensors file.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
+    It is on the CPU. Raises ConfigError if there is none, or it is damaged.
     """
     check_weights(path)
     if path.is_dir():

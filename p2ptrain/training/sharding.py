@@ -23,16 +23,7 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.training.data import (
-    VOCAB_SIZE,
-    Corpus,
-    Shards,
-    block_bounds,
-    clustered_shards,
-    iid_shards,
-    unbalanced_shards,
-)
-from p2ptrain.training.data.shards import check_enough_blocks
+from p2ptrain.training.data import VOCAB_SIZE, Corpus, Shards, shards
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.trainer import Trainer
 
@@ -56,12 +47,9 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
     """Compute the run's partition of the training text; None if the run has no shards.
 
     "iid" and "unbalanced" depend only on the run's seed, the length of the text and the model's context. "clusters"
-    also depends on the text itself and on floating-point arithmetic. On one machine with one version of torch and
-    scikit-learn it is the same each time. Another processor rounds sums differently: with plain SSE instead of AVX the
-    demo model's features moved by 1e-4, and none of 996 blocks changed its cluster (8, 32 and 64 clusters). In another
-    text some blocks may lie that close to two clusters, and another version of a library may find other clusters.
-    Larger models are trained on the device, and two kinds of GPU differ by more. `Shards.digest` shows whether two
-    peers have the same partition. If they differ, their shards overlap; nothing else happens.
+    also depends on the text, the versions of torch and scikit-learn, and the processor: with plain SSE instead of AVX
+    the demo model's features moved by 1e-4, and none of 996 blocks changed its cluster. `Shards.digest` shows whether
+    two peers have the same partition. If they differ, their shards overlap; nothing else happens.
 
     Blocks for up to a minute with "clusters", longer for models of more than CPU_PARAMETERS.
 
@@ -76,15 +64,15 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
     """
     if run.num_shards == 0:
         return None
-    bounds = block_bounds(len(corpus.training), context=context)
+    bounds = shards.block_bounds(len(corpus.training), context=context)
     match run.sharding:
         case "iid":
-            return iid_shards(bounds, run.num_shards, seed=run.run_seed)
+            return shards.iid_shards(bounds, run.num_shards, seed=run.run_seed)
         case "unbalanced":
-            return unbalanced_shards(bounds, run.num_shards, seed=run.run_seed)
+            return shards.unbalanced_shards(bounds, run.num_shards, seed=run.run_seed)
     # Both before training the model, which takes minutes.
     require_extra("simulate", "sharding = 'clusters'")
-    check_enough_blocks(bounds, run.num_shards)
+    shards.check_enough_blocks(bounds, run.num_shards)
     model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
     with _one_thread() if small else nullcontext():
@@ -93,16 +81,13 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
         features = block_features(model, corpus.training, bounds)
     if not np.isfinite(features).all():
         raise ConfigError(f"lr = {run.lr}: the model that clusters the text diverged; start a run with a lower --lr")
-    return clustered_shards(bounds, features, run.num_shards, seed=run.run_seed)
+    return shards.clustered_shards(bounds, features, run.num_shards, seed=run.run_seed)
 
 
 def choose_shard(given: int | None, run: RunConfig, peer_id: str) -> int:
-    """Return the shard of a peer: the one the user gave, else one by the hash of its id.
+    """Return the shard of a peer: the one the user gave, else one by the hash of its id, which peers may share.
 
-    By hash, some of a few peers may share a shard while another shard has no peer. Give the numbers to prevent that.
-
-    Raises:
-        ConfigError: the run has no such shard.
+    Raises ConfigError if the run has no such shard.
     """
     if given is None:
         return run.shard_of(peer_id)
@@ -116,13 +101,9 @@ def choose_shard(given: int | None, run: RunConfig, peer_id: str) -> int:
 
 
 def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: int = STEPS) -> None:
-    """Train `model` in place, locally, on windows from all of the text. The CPU's global random state is restored.
+    """Train `model` in place, locally, on windows from all of the text, for `steps` of TOKENS_PER_STEP tokens.
 
-    Args:
-        model: on its device.
-        corpus: the text.
-        run: gives the learning rate, which decays over `steps`, and the seed of the windows.
-        steps: number of steps of TOKENS_PER_STEP tokens each.
+    `run` gives the learning rate, which decays over `steps`, and the seed. The CPU's global random state is restored.
     """
     brief = dataclasses.replace(run, total_steps=steps, warmup_steps=min(WARMUP_STEPS, steps))
     with torch.random.fork_rng(devices=[]):

@@ -51,11 +51,7 @@ def learning_rate(run: RunConfig, step: int) -> float:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the torch device called `name`; "auto" is the first CUDA GPU, else the CPU.
-
-    Raises:
-        ConfigError: torch cannot use that device on this machine.
-    """
+    """Return the torch device called `name`; "auto" is the first CUDA GPU, else the CPU. Raises ConfigError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -102,17 +98,15 @@ class Trainer:
         self._windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         eval_count = max(1, EVAL_TOKENS // context)
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
-        self.optimizer = _adamw(model, run, self._device)
+        self.optimizer = _adamw(model, run)
         self._lost_steps = 0
         torch.manual_seed(seed)
 
     def step(self, run_step: int) -> tuple[float, int]:
         """Take one optimizer step at the given step of the run. Returns the loss in nats and the number of tokens.
 
-        If the gradient is not finite, the weights stay as they are.
-
-        Raises:
-            ConfigError: that happened MAX_LOST_STEPS times in a row.
+        If the gradient is not finite, the weights stay as they are. Raises ConfigError if that happened MAX_LOST_STEPS
+        times in a row.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.run, run_step)
@@ -176,7 +170,7 @@ class Trainer:
             )
 
 
-def _adamw(model: nn.Module, run: RunConfig, device: torch.device) -> torch.optim.AdamW:
+def _adamw(model: nn.Module, run: RunConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, with weight decay on matrices only (not on biases and norms)."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -184,7 +178,7 @@ def _adamw(model: nn.Module, run: RunConfig, device: torch.device) -> torch.opti
         {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     # One kernel for all tensors: otherwise, on a CPU, a third of the demo model's step is Python overhead.
-    fused = device.type in ("cpu", "cuda")
+    fused = next(model.parameters()).device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=run.lr, betas=BETAS, fused=fused)
 
 

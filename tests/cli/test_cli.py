@@ -19,7 +19,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import SETTINGS
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE
-from p2ptrain.training.loop import Progress
+from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.models import build
 from tests.fakes import MADDR, FakeMember, FakeNetworkSession
 
@@ -150,7 +150,7 @@ def test_join_trains_and_prints_its_line_whole(session: type[FakeNetworkSession]
 
 
 def test_progress_is_one_line() -> None:
-    progress = Progress(
+    progress = TrainingProgress(
         run_step=340, total_steps=0, round=1, peers=4, loss=2.71, eval_loss=2.8, tokens_per_s=5120.4, sent=120,
         merged=118, skipped={"stale": 1, "epoch": 1},
     )  # fmt: skip

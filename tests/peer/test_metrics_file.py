@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.metrics_file import MetricsFile
+from p2ptrain.peer.sinks import MetricsFile
 
 
 class FullDisk:

@@ -17,7 +17,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, encode
-from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, Progress, run_training, training_steps
+from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, TrainingProgress, run_training, training_steps
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Trainer
 from tests.fakes import FakePeer
@@ -50,8 +50,8 @@ def _run(
     stop: Callable[[], bool] = lambda: False,
     config: PeerConfig = PeerConfig(eval_every=4),  # noqa: B008 (frozen)
     step_s: float = 1.0,
-) -> tuple[str, list[Progress]]:
-    lines: list[Progress] = []
+) -> tuple[str, list[TrainingProgress]]:
+    lines: list[TrainingProgress] = []
     reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=lines.append, now=_clock(step_s))
     return reason, lines
 

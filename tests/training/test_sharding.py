@@ -12,8 +12,9 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import sharding
-from p2ptrain.training.data import Corpus, Shards, block_bounds, encode
+from p2ptrain.training.data import Corpus, Shards, encode
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
+from p2ptrain.training.data.shards import block_bounds
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.sharding import block_features, choose_shard, make_shards, train_briefly
 

@@ -24,7 +24,6 @@ from p2ptrain.settings.table import Settings
 MAPPING_S = 4.0
 # Starting the daemon, dialling and comparing clocks; each has its own shorter limit.
 PROBE_TIMEOUT_S = 90.0
-FIND_RUN_S = 5.0
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 
@@ -96,7 +95,7 @@ def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tup
 
     try:
         with NetworkSession(network) as session:
-            run = session.find_run(run_id, FIND_RUN_S)
+            run = session.find_run(run_id)
             members = len(session.members(run_id)) if run else 0
     except ConfigError as error:  # a wrong clock; check_clock reports it too
         return None, reach.check_run(run_id, None, 0, error)

@@ -5,23 +5,9 @@
 >>> inputs, targets = windows.next_batch()
 """
 
-from p2ptrain.training.data.clusters import clustered_shards
 from p2ptrain.training.data.corpus import Corpus, load_corpus
-from p2ptrain.training.data.shards import Shards, block_bounds, iid_shards, unbalanced_shards
+from p2ptrain.training.data.shards import Shards
 from p2ptrain.training.data.tokenizer import VOCAB_SIZE, decode, encode
 from p2ptrain.training.data.windows import RandomWindows, fixed_windows
 
-__all__ = [
-    "VOCAB_SIZE",
-    "Corpus",
-    "RandomWindows",
-    "Shards",
-    "block_bounds",
-    "clustered_shards",
-    "decode",
-    "encode",
-    "fixed_windows",
-    "iid_shards",
-    "load_corpus",
-    "unbalanced_shards",
-]
+__all__ = ["VOCAB_SIZE", "Corpus", "RandomWindows", "Shards", "decode", "encode", "fixed_windows", "load_corpus"]

@@ -48,8 +48,7 @@ class Corpus:
 def load_corpus(source: str) -> Corpus:
     """Load "stdlib" (the source of Python's own library), a text file, or all text files below a directory.
 
-    Raises:
-        ConfigError: the text is missing, empty, unreadable, binary or too small to be split.
+    Raises ConfigError if the text is missing, empty, unreadable, binary or too small to be split.
     """
     if source == "stdlib":
         return _split_by_file(list(_stdlib_files()), source)

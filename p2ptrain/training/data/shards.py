@@ -26,6 +26,8 @@ LARGEST_TO_SMALLEST = 4.0
 # Guess: with four windows per block, a block without neighbours in its shard still has three quarters of the possible
 # windows.
 WINDOWS_IN_BLOCK = 4
+# Each start of k-means finds its own optimum; the best of ten rarely changes when the last bits of the features differ.
+STARTS = 10
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,9 @@ class Shards:
 
 
 def block_bounds(num_tokens: int, *, context: int) -> NDArray[np.int64]:
-    """Cut a text into blocks of equal length, at least WINDOWS_IN_BLOCK windows each; the last one is longer.
+    """Cut a text into equal blocks of at least WINDOWS_IN_BLOCK windows of `context` tokens; the last one is longer.
 
-    Args:
-        num_tokens: length of the text.
-        context: length of the windows that are drawn from it, in tokens.
-
-    Returns:
-        int64 (blocks + 1,): where blocks begin and the last one ends.
+    Returns int64 (blocks + 1,): where blocks begin and the last one ends.
     """
     length = max(BLOCK_TOKENS, WINDOWS_IN_BLOCK * context)
     blocks = max(1, num_tokens // length)
@@ -78,8 +75,7 @@ def block_bounds(num_tokens: int, *, context: int) -> NDArray[np.int64]:
 def iid_shards(bounds: NDArray[np.int64], num_shards: int, *, seed: int) -> Shards:
     """Deal the blocks at random (the paper's i.i.d. setting); sizes differ by at most one block.
 
-    Raises:
-        ConfigError: there are fewer blocks than shards.
+    Raises ConfigError if there are fewer blocks than shards.
     """
     check_enough_blocks(bounds, num_shards)
     return _dealt(bounds, np.arange(len(bounds) - 1) % num_shards, num_shards, seed)
@@ -94,8 +90,7 @@ def unbalanced_shards(
     DiLoCo's appendix calls the imbalance of clusters "quite balanced" at k = 4 and "striking" at k = 64, and therefore
     weights by size.
 
-    Raises:
-        ConfigError: the smallest shard would have no block.
+    Raises ConfigError if the smallest shard would have no block.
     """
     check_enough_blocks(bounds, num_shards)
     blocks = len(bounds) - 1
@@ -109,6 +104,46 @@ def unbalanced_shards(
             f"{math.ceil(1 / shares.min())}, so that the smallest has one; give more text, or fewer shards"
         )
     return _dealt(bounds, np.repeat(np.arange(num_shards), counts), num_shards, seed)
+
+
+def clustered_shards(
+    bounds: NDArray[np.int64], features: NDArray[np.floating], num_shards: int, *, seed: int
+) -> Shards:
+    """Make one shard from each cluster of blocks, by k-means on their features. Their sizes may differ much.
+
+    This is DiLoCo's non-i.i.d. setting (section 3.1), after Gururangan et al., "Scaling Expert Language Models with
+    Unsupervised Domain Discovery", 2023.
+
+    Args:
+        bounds: int64 (blocks + 1,), from `block_bounds`.
+        features: (blocks, any number), finite.
+        num_shards: number of clusters.
+        seed: seeds the initial centres.
+
+    Raises:
+        ConfigError: there are fewer blocks than shards, or fewer different ones.
+    """
+    check_enough_blocks(bounds, num_shards)
+    assert len(features) == len(bounds) - 1
+    # Imported here because it takes a second.
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
+    distinct = len(np.unique(features, axis=0))
+    if distinct < num_shards:
+        raise ConfigError(
+            f"num_shards = {num_shards}: the text has only {distinct} different blocks to make clusters of; "
+            f"give more text, or fewer shards"
+        )
+    with threadpool_limits(limits=1):  # several threads would add numbers in any order
+        kmeans = KMeans(num_shards, n_init=STARTS, random_state=seed % 2**32)
+        clusters = kmeans.fit_predict(features.astype(np.float64))
+    # k-means numbers its clusters at random. Renumber: shard 0 is that of the first block, 1 the next to appear, …
+    found, first = np.unique(clusters, return_index=True)
+    assert len(found) == num_shards
+    names = np.empty(num_shards, dtype=np.int64)
+    names[np.argsort(first)] = np.arange(num_shards)
+    return Shards(bounds, names[clusters], num_shards)
 
 
 def check_enough_blocks(bounds: NDArray[np.int64], num_shards: int) -> None:

@@ -75,8 +75,7 @@ class RandomWindows:
 def fixed_windows(tokens: NDArray[np.uint8], *, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `count` windows spread evenly over `tokens`: inputs and targets, int64 (count, context) each.
 
-    Raises:
-        ConfigError: `tokens` is shorter than one window.
+    Raises ConfigError if `tokens` is shorter than one window.
     """
     _check_length(tokens, context, "hold out")
     starts = np.linspace(0, len(tokens) - context - 1, count).astype(np.int64)

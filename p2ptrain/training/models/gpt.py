@@ -18,9 +18,7 @@ class GPTConfig:
     """Shape of a GPT.
 
     Attributes:
-        vocab_size: rows of the embedding table.
-        layers: number of blocks.
-        heads: attention heads in each block.
+        layers, heads: number of blocks, and attention heads in each.
         width: width of the residual stream.
         context: longest sequence, in tokens.
         head_size: width of a head's keys and values; 0 divides `width` among the heads, as GPT-2 does. Models of

@@ -35,16 +35,13 @@ DEFAULT_CONTEXT = 64
 
 
 def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
-    """Build a model on the CPU.
+    """Build a model on the CPU. Raises ConfigError if there is none, or its factory does not fit the description below.
 
     Args:
         name: a key of PRESETS, or `package.module:factory`; the factory takes no argument, or `vocab_size=`, and
             returns a module that maps int64 tokens (batch, time) to logits (batch, time, at least vocab_size).
         vocab_size: number of different tokens in the text.
         seed: seeds the initial weights. The global random state is restored.
-
-    Raises:
-        ConfigError: there is no such model, or the factory or its model does not fit the description above.
     """
     check_name(name)
     with torch.random.fork_rng(devices=[]):

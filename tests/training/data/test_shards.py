@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data import Shards, block_bounds, clustered_shards, iid_shards, unbalanced_shards
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
+from p2ptrain.training.data.shards import Shards, block_bounds, clustered_shards, iid_shards, unbalanced_shards
 
 BOUNDS = block_bounds(200 * BLOCK_TOKENS + 77, context=64)
 

@@ -45,8 +45,7 @@ def partners(
         rng: random numbers for "push".
 
     Returns:
-        Distinct ids without `own`: fewer than `fan_out` if there are fewer peers; none for the peer left over from the
-        pairs or groups.
+        Distinct ids without `own`; none for the peer left over from the pairs or groups.
     """
     assert topology in TOPOLOGIES, topology
     assert fan_out >= 1, fan_out

@@ -40,14 +40,7 @@ COMMON_FLAGS = {
 
 @dataclass
 class Daemon:
-    """A running p2pd.
-
-    Attributes:
-        process: the child process.
-        control_path: the unix socket for requests.
-        exited: set once the process has ended.
-        last_lines: the end of its output.
-    """
+    """A running p2pd: its process, the unix socket for requests, whether it has ended, and the end of its output."""
 
     process: subprocess.Popen[bytes]
     control_path: str

@@ -34,9 +34,7 @@ class Watch:
     def take(self) -> View:
         """Return the current state of all peers, and the events since the last call. Blocks for milliseconds.
 
-        Raises:
-            RuntimeError: the network thread has stopped.
-            TimeoutError: it did not answer within TAKE_TIMEOUT_S.
+        Raises RuntimeError if the network thread has stopped, TimeoutError if it does not answer.
         """
 
         async def take() -> View:

@@ -236,12 +236,7 @@ def _open_session(
 
 
 def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | None, out: Path) -> RunConfig:
-    """Choose the run's settings: those of the live run, else of the checkpoint, else of a new run.
-
-    Args:
-        settings: given by the user.
-        found, ours: the settings of the live run and of the newest checkpoint, or None.
-        out: directory of the checkpoint, for messages.
+    """Choose the run's settings: those of the live run (`found`), else of the checkpoint (`ours`), else of a new run.
 
     Raises:
         ConfigError: the checkpoint contradicts the live run, or the run needs an option that the user did not give.

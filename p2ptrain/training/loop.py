@@ -119,20 +119,14 @@ def run_training(
 ) -> str:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
+    Returns "finished" or "interrupted". Raises ConfigError, after the checkpoint, if the network side has ended.
+
     Args:
-        peer: has joined the run.
-        trainer: holds the model that the peer exchanges.
-        config: how often to evaluate and to write checkpoints.
+        peer: has joined the run with the model of `trainer`.
         out: directory for checkpoints. If one cannot be written, an error is logged and training goes on.
         stop: called after every step; true after a signal.
         on_progress: called every few seconds.
         now: monotonic clock, in seconds.
-
-    Returns:
-        Why it ended: "finished" or "interrupted".
-
-    Raises:
-        ConfigError: the network side of this peer has ended. The checkpoint is written first.
     """
     recent: list[StepDone] = []
     eval_loss = record_evaluation(peer, trainer, config.eval_every)

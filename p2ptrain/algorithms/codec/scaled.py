@@ -6,8 +6,8 @@ a CPU that flushes subnormals decodes the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from p2ptrain.errors import WireError
 
 Scales = npt.NDArray[np.uint16]
 Steps = npt.NDArray[np.int8]
+Pack = Callable[[Steps], npt.NDArray[np.uint8]]
+Unpack = Callable[[npt.NDArray[np.uint8]], Steps]
 
 SCALE_BYTES = 2
 INF_BITS = np.uint32(0x7F80_0000)
@@ -69,47 +71,39 @@ def _scale_values(bits: Scales) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _encode_int8(blocks: Blocks) -> bytes:
-    """Layout: n scales (bfloat16, little-endian), then n · 64 int8 steps; value = step · scale."""
-    data = np.empty(len(blocks) * (SCALE_BYTES + BLOCK), np.uint8)
-    scales = data[: SCALE_BYTES * len(blocks)].view("<u2")
-    steps = data[SCALE_BYTES * len(blocks) :].view(np.int8).reshape(-1, BLOCK)
-    for chunk in chunks(len(blocks)):
-        EIGHT_BITS.quantise(blocks[chunk], scales[chunk], steps[chunk])
-    return data.tobytes()
+def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: Unpack) -> Codec:
+    """Layout: n scales (bfloat16, little-endian), then the packed steps of n blocks; value = step · scale."""
+
+    def encode(blocks: Blocks) -> bytes:
+        data = np.empty(len(blocks) * (SCALE_BYTES + packed_bytes), np.uint8)
+        scales = data[: SCALE_BYTES * len(blocks)].view("<u2")
+        packed = data[SCALE_BYTES * len(blocks) :].reshape(-1, packed_bytes)
+        for chunk in chunks(len(blocks)):
+            steps = np.empty((chunk.stop - chunk.start, BLOCK), np.int8)
+            width.quantise(blocks[chunk], scales[chunk], steps)
+            packed[chunk] = pack(steps)
+        return data.tobytes()
+
+    def decode(data: memoryview, num_blocks: int) -> Blocks:
+        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
+        return width.dequantise(np.frombuffer(data, "<u2", num_blocks), unpack(packed))
+
+    def check(data: memoryview, num_blocks: int) -> None:
+        width.check(np.frombuffer(data, "<u2", num_blocks))
+
+    return Codec(name, per_block(SCALE_BYTES + packed_bytes), encode, decode, check)
 
 
-def _decode_int8(data: memoryview, num_blocks: int) -> Blocks:
-    scales = np.frombuffer(data, "<u2", num_blocks)
-    steps = np.frombuffer(data, np.int8, offset=SCALE_BYTES * num_blocks).reshape(-1, BLOCK)
-    return EIGHT_BITS.dequantise(scales, steps)
+def _pack_halves(steps: Steps) -> npt.NDArray[np.uint8]:
+    """Byte i of a block holds step i in its low half, step i + 32 in its high half."""
+    halves = steps.view(np.uint8)
+    return (halves[:, : BLOCK // 2] & np.uint8(15)) | (halves[:, BLOCK // 2 :] << np.uint8(4))
 
 
-def _encode_int4(blocks: Blocks) -> bytes:
-    """Layout: n scales, then 32 bytes a block: byte i holds step i in its low half, step i + 32 in its high half."""
-    data = np.empty(len(blocks) * (SCALE_BYTES + BLOCK // 2), np.uint8)
-    scales = data[: SCALE_BYTES * len(blocks)].view("<u2")
-    packed = data[SCALE_BYTES * len(blocks) :].reshape(-1, BLOCK // 2)
-    for chunk in chunks(len(blocks)):
-        steps = np.empty((chunk.stop - chunk.start, BLOCK), np.int8)
-        FOUR_BITS.quantise(blocks[chunk], scales[chunk], steps)
-        halves = steps.view(np.uint8)
-        packed[chunk] = (halves[:, : BLOCK // 2] & 15) | (halves[:, BLOCK // 2 :] << 4)
-    return data.tobytes()
-
-
-def _decode_int4(data: memoryview, num_blocks: int) -> Blocks:
-    packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, BLOCK // 2)
-    steps = np.empty((num_blocks, BLOCK), np.int8)
+def _unpack_halves(packed: npt.NDArray[np.uint8]) -> Steps:
     # The shift to the right copies the sign.
-    np.right_shift((packed << 4).view(np.int8), 4, out=steps[:, : BLOCK // 2])
-    np.right_shift(packed.view(np.int8), 4, out=steps[:, BLOCK // 2 :])
-    return FOUR_BITS.dequantise(np.frombuffer(data, "<u2", num_blocks), steps)
+    return np.hstack([(packed << 4).view(np.int8) >> 4, packed.view(np.int8) >> 4])
 
 
-def _check(width: StepWidth, data: memoryview, num_blocks: int) -> None:
-    width.check(np.frombuffer(data, "<u2", num_blocks))
-
-
-INT8 = Codec("int8", per_block(SCALE_BYTES + BLOCK), _encode_int8, _decode_int8, partial(_check, EIGHT_BITS))
-INT4 = Codec("int4", per_block(SCALE_BYTES + BLOCK // 2), _encode_int4, _decode_int4, partial(_check, FOUR_BITS))
+INT8 = _scaled("int8", EIGHT_BITS, BLOCK, lambda steps: steps.view(np.uint8), lambda packed: packed.view(np.int8))
+INT4 = _scaled("int4", FOUR_BITS, BLOCK // 2, _pack_halves, _unpack_halves)

@@ -20,10 +20,11 @@ from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
 from p2ptrain.network import _hivemind as hivemind
 from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.background import open_background
-from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial
+from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, peer_id_of
+from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
@@ -156,27 +157,22 @@ def owner_of(subkey: Any) -> str | None:
 
 @contextlib.asynccontextmanager
 async def join_dht(
-    daemon: Daemon,
-    identity: Identity,
-    initial_peers: tuple[str, ...],
-    connected: Collection[str],
-    chosen: Collection[str],
+    daemon: Daemon, identity: Identity, config: NetworkConfig, connected: Collection[str]
 ) -> AsyncIterator[hivemind.DHTNode]:
     """Take part in the DHT through a running daemon until the block ends. This also ends the daemon.
 
     Args:
         identity: signs our records; the daemon's too.
-        initial_peers: multiaddrs to dial again when their peers are lost.
-        connected: ids of the initial peers that the daemon is connected to; empty for the first peer of a network, or
-            to rejoin through incoming connections.
-        chosen: ids of the initial peers that the user gave; the rest are remembered ones.
+        config: its initial and remembered peers are dialled again when they are lost.
+        connected: ids of those that the daemon is connected to; empty for the first peer of a network, or to rejoin
+            through incoming connections.
 
     Raises:
         ConfigError: no peer that the user gave answers in the DHT, or our clock differs too much from theirs.
         UnreachableError: no remembered peer answers in the DHT.
         PeerLostError: the daemon does not answer.
     """
-    control_path = daemon.control_path
+    control_path, chosen = daemon.control_path, by_peer_id(config.initial_peers)
     p2p: hivemind.P2P | None = None
     node: hivemind.DHTNode | None = None
     try:
@@ -188,7 +184,7 @@ async def join_dht(
         except (trio.TooSlowError, OSError, EOFError) as error:
             raise PeerLostError(f"the libp2p daemon does not answer: {error!r}") from None
         async with open_background() as background:
-            background.start_soon(_keep_initial_peers, node, control_path, by_peer_id(initial_peers))
+            background.start_soon(_keep_initial_peers, node, control_path, by_peer_id(ways_in(config)))
             background.start_soon(_stay_joined, node, control_path)
             yield node
     finally:

@@ -122,8 +122,7 @@ class Network:
             try:
                 connected = await dial_initial_peers(daemon.control_path, ways_in(config)) if reach else []
                 # p2pd ends with the DHT's connection to it, so that connection is closed last.
-                chosen = addresses.by_peer_id(config.initial_peers)
-                joining = join_dht(daemon, self._identity, ways_in(config), connected, chosen)
+                joining = join_dht(daemon, self._identity, config, connected)
                 async with joining as node, self.transport.through(daemon):
                     with self.directory.through(node):
                         yield daemon

@@ -38,11 +38,11 @@ def _doctor(*arguments: str, directory: Path) -> tuple[int, str]:
 def test_a_machine_that_would_work(tmp_path: Path) -> None:
     with NetworkSession(LOOPBACK) as other:
         status, text = _doctor(
-            "--initial-peers", other.maddrs[0], "--host-maddrs", "/ip4/127.0.0.1/tcp/0", directory=tmp_path
+            "--initial-peers", other.network.maddrs[0], "--host-maddrs", "/ip4/127.0.0.1/tcp/0", directory=tmp_path
         )
     assert status == 0
     lines = text.splitlines()
-    assert any(line.startswith("✓ initial peer") and f"…{other.peer_id[-6:]}" in line for line in lines)
+    assert any(line.startswith("✓ initial peer") and f"…{other.network.peer_id[-6:]}" in line for line in lines)
     assert any(line.startswith("✓ clock") and "within 0." in line and " of 1 peer" in line for line in lines)
     assert any(line.startswith("! run") and "join would start it" in line for line in lines)
     assert lines[-1].startswith("a peer works here: ")
@@ -66,7 +66,7 @@ def test_a_machine_that_would_not(tmp_path: Path) -> None:
 
 def test_a_clock_that_is_off_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     with NetworkSession(LOOPBACK) as other:
-        network = NetworkConfig(host_maddrs=LOOPBACK.host_maddrs, initial_peers=tuple(other.maddrs))
+        network = NetworkConfig(host_maddrs=LOOPBACK.host_maddrs, initial_peers=tuple(other.network.maddrs))
         real = dht.hivemind.get_dht_time
         monkeypatch.setattr(dht.hivemind, "get_dht_time", lambda: real() + 40.0)
         thread = NetworkThread()

@@ -33,8 +33,8 @@ def doctor(settings: Settings, as_json: bool) -> None:
     Before joining, or when joining fails:
         p2ptrain doctor --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
     """
-    from p2ptrain.monitor.doctor.examine import examine, texts
-    from p2ptrain.monitor.doctor.finding import Mark, works
+    from p2ptrain.monitor.doctor.examine import examine
+    from p2ptrain.monitor.doctor.finding import Mark, texts, works
     from p2ptrain.training.data import VOCAB_SIZE
     from p2ptrain.training.models import count_parameters
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError, UnreachableError
-from p2ptrain.monitor.doctor.quick import quick_look
+from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.settings.config import RunConfig

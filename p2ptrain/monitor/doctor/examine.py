@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -78,7 +78,7 @@ def _refusal(network: NetworkConfig) -> ConfigError | None:
 
 def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:
     thread = NetworkThread()
-    on_loopback = all(reach.kind_of(maddr) is reach.Kind.LOOPBACK for maddr in network.host_maddrs)
+    on_loopback = all(reach.kind_of(maddr) is reach.AddressKind.LOOPBACK for maddr in network.host_maddrs)
     mapping_s = 0.0 if on_loopback else MAPPING_S
     try:
         return thread.run(lambda: probe(network, mapping_s=mapping_s), timeout_s=PROBE_TIMEOUT_S), None
@@ -104,12 +104,3 @@ def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tup
     except ConfigError as error:
         return run, reach.check_run(run_id, run, members, error)
     return run, reach.check_run(run_id, run, members, None)
-
-
-def texts(findings: Sequence[Finding]) -> Iterator[str]:
-    """Format findings for a terminal: a line each, and the remedy below it."""
-    width = max((len(finding.check) for finding in findings), default=0)
-    for finding in findings:
-        yield f"{finding.mark.value} {finding.check:<{width}}  {finding.text}"
-        if finding.remedy:
-            yield f"  {'':<{width}}  → {finding.remedy}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -38,3 +38,12 @@ class Finding:
 def works(findings: Sequence[Finding]) -> bool:
     """Whether a peer would work."""
     return all(finding.mark is not Mark.FAILED for finding in findings)
+
+
+def texts(findings: Sequence[Finding]) -> Iterator[str]:
+    """Format findings for a terminal: a line each, and the remedy below it."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    for finding in findings:
+        yield f"{finding.mark.value} {finding.check:<{width}}  {finding.text}"
+        if finding.remedy:
+            yield f"  {'':<{width}}  → {finding.remedy}"

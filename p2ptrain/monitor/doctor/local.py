@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from p2ptrain.monitor.doctor.finding import Finding, Mark
-from p2ptrain.monitor.doctor.machine import Machine
+from p2ptrain.monitor.doctor.machine import Machine, read_machine
 from p2ptrain.monitor.formatting import count, size
+
+logger = logging.getLogger(__name__)
 
 # The minimum versions of setup.cfg; hivemind's daemon and messages change between versions.
 LEAST = {"Python": "3.11", "torch": "2.4", "hivemind": "1.1.12"}
@@ -48,6 +51,17 @@ def check_machine(
             yield check_gpu_memory(machine, model, num_parameters)
     yield check_disk(machine, out, model, num_parameters)
     yield check_open_files(machine)
+
+
+def quick_look(out: Path, model: str, device: str, *, num_parameters: int | None) -> list[Finding]:
+    """The problems of this machine, as warnings when a peer starts; arguments as above. Never raises."""
+    try:
+        machine = read_machine(out, gpu=device != "cpu")
+        found = list(check_machine(machine, out=out, model=model, num_parameters=num_parameters, device=device))
+    except Exception as error:  # a failing check must not keep a peer from training
+        logger.debug("the quick check of this machine failed: %r", error)
+        return []
+    return [finding for finding in found if finding.mark is not Mark.OK]
 
 
 def check_versions(machine: Machine) -> Finding:

@@ -22,7 +22,7 @@ CLOCK_REMEDY = "sudo timedatectl set-ntp true"
 _CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")
 
 
-class Kind(enum.Enum):
+class AddressKind(enum.Enum):
     """Kinds of addresses, with their names for users."""
 
     LOOPBACK = "this machine only"
@@ -34,22 +34,29 @@ class Kind(enum.Enum):
     RELAYED = "through a relay"
 
 
-def kind_of(maddr: str) -> Kind:
+KIND_OF_SCOPE = {
+    Scope.MACHINE: AddressKind.LOOPBACK, Scope.NETWORK: AddressKind.PRIVATE, Scope.PUBLIC: AddressKind.PUBLIC,
+}  # fmt: skip
+
+
+def kind_of(maddr: str) -> AddressKind:
     """The kind of a multiaddr."""
     _, family, host, *rest = [*maddr.split("/"), "", ""]
     if "p2p-circuit" in rest:
-        return Kind.RELAYED
+        return AddressKind.RELAYED
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return Kind.NAME
+        return AddressKind.NAME
     if family not in ("ip4", "ip6"):
-        return Kind.NAME
+        return AddressKind.NAME
     if address.version == 4 and address in _CARRIER_GRADE:
-        return Kind.CARRIER
+        return AddressKind.CARRIER
     if address.is_link_local:
-        return Kind.LINK
-    return {Scope.MACHINE: Kind.LOOPBACK, Scope.NETWORK: Kind.PRIVATE, Scope.PUBLIC: Kind.PUBLIC}[scope_of(maddr)]
+        return AddressKind.LINK
+    return {Scope.MACHINE: AddressKind.LOOPBACK, Scope.NETWORK: AddressKind.PRIVATE, Scope.PUBLIC: AddressKind.PUBLIC}[
+        scope_of(maddr)
+    ]
 
 
 def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
@@ -74,11 +81,11 @@ def check_daemon(found: Probe) -> Finding:
 
 def check_addresses(maddrs: Sequence[str]) -> Finding:
     """Check the addresses of this machine, by kind."""
-    by_kind: dict[Kind, list[str]] = {}
+    by_kind: dict[AddressKind, list[str]] = {}
     for maddr in maddrs:
         by_kind.setdefault(kind_of(maddr), []).append(_host(maddr))
     text = "; ".join(f"{kind.value}: {', '.join(dict.fromkeys(hosts))}" for kind, hosts in by_kind.items())
-    if not set(by_kind) - {Kind.LOOPBACK, Kind.LINK}:
+    if not set(by_kind) - {AddressKind.LOOPBACK, AddressKind.LINK}:
         return Finding(
             "addresses", Mark.WARNING, f"{text or 'none'}: peers on other machines cannot reach this one",
             "--host-maddrs /ip4/0.0.0.0/tcp/0 listens on all addresses; is this machine on a network?",
@@ -106,12 +113,12 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
             "reachable", Mark.WARNING, f"announced as {announced}; not tested from outside",
             _try_it(config, config.announce_maddrs[0]),
         )  # fmt: skip
-    if Kind.PUBLIC in kinds:
-        public = next(maddr for maddr in maddrs if kind_of(maddr) is Kind.PUBLIC)
+    if AddressKind.PUBLIC in kinds:
+        public = next(maddr for maddr in maddrs if kind_of(maddr) is AddressKind.PUBLIC)
         listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/31337"
         text = f"{_host(public)} is a public address; not tested for a firewall"
         return Finding("reachable", Mark.WARNING, text, _try_it(config, listening))
-    if kinds <= {Kind.LOOPBACK, Kind.LINK}:
+    if kinds <= {AddressKind.LOOPBACK, AddressKind.LINK}:
         return Finding("reachable", Mark.WARNING, "from this machine only", "see addresses, above")
     return Finding(
         "reachable", Mark.WARNING,
@@ -180,7 +187,7 @@ def check_run(run_id: str, found: RunConfig | None, members: int, refusal: Confi
 
 def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:
     """How to become reachable behind a router."""
-    if any(kind_of(maddr) is Kind.CARRIER for maddr in maddrs):
+    if any(kind_of(maddr) is AddressKind.CARRIER for maddr in maddrs):
         return "the provider shares one address among customers: ask for a public address, or use IPv6"
     port = _fixed_port(config) or 31337
     return (

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.monitor.doctor import quick
+from p2ptrain.monitor.doctor import local
 from p2ptrain.monitor.doctor.finding import Finding, Mark, works
-from p2ptrain.monitor.doctor.local import check_machine, check_versions
+from p2ptrain.monitor.doctor.local import check_machine, check_versions, quick_look
 from p2ptrain.monitor.doctor.machine import Machine, read_machine
-from p2ptrain.monitor.doctor.quick import quick_look
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.models import PRESETS, build, count_parameters
 
@@ -101,7 +100,7 @@ def test_this_machine_is_read(tmp_path: Path) -> None:
 
 def test_a_quick_look_returns_only_problems_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = iter([GOOD, replace(GOOD, threads=9)])
-    monkeypatch.setattr(quick, "read_machine", lambda out, gpu: next(machines))
+    monkeypatch.setattr(local, "read_machine", lambda out, gpu: next(machines))
     assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=124_000_000) == []
     found = quick_look(OUT, "my.module:factory", "cpu", num_parameters=None)
     assert [finding.check for finding in found] == ["processor"]

@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.doctor.finding import Finding, Mark
 from p2ptrain.monitor.doctor.reach import (
-    Kind,
+    AddressKind,
     check_addresses,
     check_clock,
     check_initial_peers,
@@ -33,21 +33,21 @@ OTHER = InitialPeer("QmPeer123456", ["/ip4/192.168.1.7/tcp/4001/p2p/QmPeer123456
 @pytest.mark.parametrize(
     ("maddr", "kind"),
     [
-        (LOOPBACK, Kind.LOOPBACK),
-        ("/ip6/::1/tcp/1", Kind.LOOPBACK),
-        (PRIVATE, Kind.PRIVATE),
-        ("/ip6/fd00::2/tcp/1", Kind.PRIVATE),
-        ("/ip4/100.64.3.4/tcp/1", Kind.CARRIER),
-        ("/ip6/fe80::1/tcp/1", Kind.LINK),
-        ("/ip4/169.254.1.1/tcp/1", Kind.LINK),
-        (PUBLIC, Kind.PUBLIC),
-        ("/ip6/2a00:1450::1/tcp/1", Kind.PUBLIC),
-        ("/dns4/example.org/tcp/1", Kind.NAME),
-        ("/ip4/8.8.8.8/tcp/1/p2p/QmR/p2p-circuit/p2p/QmMe", Kind.RELAYED),
-        ("nonsense", Kind.NAME),
+        (LOOPBACK, AddressKind.LOOPBACK),
+        ("/ip6/::1/tcp/1", AddressKind.LOOPBACK),
+        (PRIVATE, AddressKind.PRIVATE),
+        ("/ip6/fd00::2/tcp/1", AddressKind.PRIVATE),
+        ("/ip4/100.64.3.4/tcp/1", AddressKind.CARRIER),
+        ("/ip6/fe80::1/tcp/1", AddressKind.LINK),
+        ("/ip4/169.254.1.1/tcp/1", AddressKind.LINK),
+        (PUBLIC, AddressKind.PUBLIC),
+        ("/ip6/2a00:1450::1/tcp/1", AddressKind.PUBLIC),
+        ("/dns4/example.org/tcp/1", AddressKind.NAME),
+        ("/ip4/8.8.8.8/tcp/1/p2p/QmR/p2p-circuit/p2p/QmMe", AddressKind.RELAYED),
+        ("nonsense", AddressKind.NAME),
     ],
 )
-def test_kinds_of_addresses(maddr: str, kind: Kind) -> None:
+def test_kinds_of_addresses(maddr: str, kind: AddressKind) -> None:
     assert kind_of(maddr) is kind
 
 

@@ -165,12 +165,13 @@ def join_run(
 
 def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Callable[[str], None]) -> None:
     """Serve this peer's dashboard until `stack` is closed."""
-    from p2ptrain.monitor.dashboard.dashboard import Source, showing
+    from p2ptrain.monitor.dashboard.page_state import PageState
+    from p2ptrain.monitor.dashboard.server import showing
 
     watch = peer.watch()
     stack.callback(watch.stop)
     page = dataclasses.replace(settings.page_config(), port=port)
-    say(f"the run is shown at {stack.enter_context(showing(Source(peer.run.run_id, watch), page))}")
+    say(f"the run is shown at {stack.enter_context(showing(PageState(peer.run.run_id, watch), page))}")
 
 
 def _saved(out: Path) -> checkpoint.Checkpoint | None:

@@ -7,7 +7,7 @@ unknown host names: otherwise a foreign web page could read it (DNS rebinding).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -30,7 +30,6 @@ LOOK_S = 0.25
 ALIVE_S = 15.0
 # Bound on concurrent event streams.
 MOST_STREAMS = 32
-CURVES_TIMEOUT_S = 5.0
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -57,16 +56,11 @@ def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
             return PlainTextResponse(f"too many open dashboards: {MOST_STREAMS} are allowed", 503)
         return StreamingResponse(_stream(page_state, streams), media_type="text/event-stream")
 
-    async def curves(request: Request) -> Response:
+    def curves(request: Request) -> Response:  # not async: starlette runs it in a worker thread
         given = request.query_params.get("range", "0")
         if given not in map(str, RANGES):
             return PlainTextResponse(f"range: must be one of {', '.join(map(str, RANGES))}", 400)
-        with anyio.move_on_after(CURVES_TIMEOUT_S):
-            while not page_state.closing:
-                if (data := page_state.want_curves(int(given))) is not None:
-                    return Response(data, media_type="application/json")
-                await anyio.sleep(LOOK_S)
-        return PlainTextResponse("no curves yet", 503)
+        return Response(page_state.curves(int(given)), media_type="application/json")
 
     return Starlette(
         routes=[
@@ -86,7 +80,7 @@ def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
 async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> AsyncIterator[bytes]:
     async with streams:
         version, quiet_s = 0, 0.0
-        while not page_state.closing:
+        while not page_state.closing.is_set():
             for at, name, data in page_state.since(version):
                 version, quiet_s = at, 0.0
                 yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
@@ -142,9 +136,8 @@ def is_known_host(host: str, names: frozenset[str]) -> bool:
 
 
 def _is_address(text: str) -> bool:
-    parse: Callable[[str], object] = ipaddress.ip_address
     try:
-        parse(text)
+        ipaddress.ip_address(text)
     except ValueError:
         return False
     return True

@@ -1,57 +1,94 @@
-"""The state of the page, shared by the updating thread and the server: only the latest values, no queue."""
+"""The state of the page: what an observer sees of the run, as JSON for the browser; updated once per second."""
 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Curves of a range are computed for this long after the last request; browsers request them every 5 s.
-WANTED_S = 15.0
+from p2ptrain.monitor.dashboard import snapshot
+from p2ptrain.monitor.dashboard.curves import curves
+from p2ptrain.monitor.liveswarm import LiveSwarm
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 1.0
+# Curves are large: computed on request, at most this often for each range. Browsers request them every 5 s.
+CURVES_EVERY_S = 4.0
 
 
 class PageState:
-    """Parts of the page by name, each as JSON with a version. Any thread may call any method."""
+    """Only the latest values, no queue. Any thread may call any method.
 
-    def __init__(self) -> None:
+    Attributes:
+        watch: observes the run, set by the owner of the connection; None without one.
+        trouble: why there is no connection, for the user; "" if there is one.
+        closing: set when the page ends.
+    """
+
+    def __init__(self, run_id: str, watch: Watch | None = None) -> None:
+        self.run_id = run_id
+        self.watch = watch
+        self.trouble = "" if watch is not None else "Connecting to the run …"
+        self.closing = threading.Event()
         self._lock = threading.Lock()
+        self._live = LiveSwarm()
         self._parts: dict[str, tuple[int, bytes]] = {}
         self._version = 0
-        self._curves: dict[int, bytes] = {}
-        self._wanted: dict[int, float] = {}
-        self.closing = False
+        self._curves: dict[int, tuple[float, bytes]] = {}
 
-    def put(self, name: str, value: Any) -> None:
-        """Set a part of the page; an equal value does not change its version."""
-        data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    def run(self) -> None:
+        """Refresh until `closing`."""
+        while not self.closing.wait(REFRESH_S):
+            try:
+                self.refresh()
+            except Exception:
+                # Log why the page stops updating; training must not be affected.
+                logger.exception("updating the dashboard failed")
+
+    def refresh(self) -> None:
+        """Get the latest view, and update all parts but the curves."""
+        now_s, view = time.time(), None
+        if (watch := self.watch) is not None:
+            try:
+                view = watch.take()
+            except (RuntimeError, TimeoutError) as error:
+                logger.debug("no news from the swarm: %s", error)
         with self._lock:
-            if self._parts.get(name, (0, b""))[1] != data:
-                self._version += 1
-                self._parts[name] = (self._version, data)
+            if view is not None:
+                self._live.take(view, now_s)
+            self._put("run", {"run_id": self.run_id, "trouble": self.trouble})
+            self._put("overview", snapshot.overview(self._live, now_s))
+            self._put("rounds", snapshot.rounds(self._live))
+            self._put("notices", snapshot.notices(self._live))
 
     def since(self, version: int) -> list[tuple[int, str, bytes]]:
         """Version, name and value of the parts newer than `version`, oldest first."""
         with self._lock:
             return sorted((at, name, data) for name, (at, data) in self._parts.items() if at > version)
 
-    # --- curves are large: computed only on request -------------------------------------------------------------------
-
-    def want_curves(self, range_s: int) -> bytes | None:
-        """Request the curves of a range. Returns None until they are ready; they are updated for WANTED_S from now."""
+    def curves(self, range_s: int) -> bytes:
+        """The curves of a time range, at most CURVES_EVERY_S old."""
         with self._lock:
-            self._wanted[range_s] = time.monotonic()
-            return self._curves.get(range_s)
+            now_s = time.time()
+            drawn_s, data = self._curves.get(range_s, (0.0, b""))
+            if now_s - drawn_s >= CURVES_EVERY_S:
+                data = _json(curves(self._live, range_s, now_s))
+                self._curves[range_s] = (now_s, data)
+            return data
 
-    def wanted(self) -> list[int]:
-        """The ranges requested within WANTED_S; drops the curves of other ranges."""
-        with self._lock:
-            now = time.monotonic()
-            self._wanted = {range_s: at for range_s, at in self._wanted.items() if now - at < WANTED_S}
-            self._curves = {range_s: data for range_s, data in self._curves.items() if range_s in self._wanted}
-            return list(self._wanted)
+    def _put(self, name: str, value: Any) -> None:
+        """Set a part; an equal value does not change its version."""
+        data = _json(value)
+        if self._parts.get(name, (0, b""))[1] != data:
+            self._version += 1
+            self._parts[name] = (self._version, data)
 
-    def put_curves(self, range_s: int, value: Any) -> None:
-        data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-        with self._lock:
-            self._curves[range_s] = data
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""Serves the page with uvicorn, from its own thread, during a `with` block."""
+"""Serves the page with uvicorn during a `with` block, while a second thread updates it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.dashboard.app import make_app
+from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.settings.peer_config import PageConfig
-
-logger = logging.getLogger(__name__)
 
 STOP_S = 3.0
 # Bound on concurrent connections; a browser opens a few.
@@ -23,28 +22,33 @@ MOST_CONNECTIONS = 200
 
 
 @contextmanager
-def serving(app: ASGIApp, page: PageConfig) -> Iterator[str]:
-    """Serve `app` until the block ends. Yields the URL for a browser.
+def showing(state: PageState, page: PageConfig) -> Iterator[str]:
+    """Serve the page until the block ends. Yields its address.
 
     Raises:
         ConfigError: the port is in use, or the address does not belong to this machine.
     """
-    listener = _listen(page)
-    port = listener.getsockname()[1]
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", limit_concurrency=MOST_CONNECTIONS,
-        server_header=False, timeout_graceful_shutdown=1,
-    )  # fmt: skip
-    server = uvicorn.Server(config)
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    thread = threading.Thread(target=server.run, args=([listener],), name="p2ptrain-page", daemon=True)
-    thread.start()
-    try:
-        yield f"http://{_shown_host(page.host)}:{port}/"
-    finally:
-        server.should_exit = True
-        thread.join(STOP_S)
-        listener.close()
+    state.refresh()
+    with _listen(page) as listener:
+        config = uvicorn.Config(
+            make_app(state, (page.host, *page.page_names)), log_config=None, access_log=False, lifespan="off",
+            ws="none", limit_concurrency=MOST_CONNECTIONS, server_header=False, timeout_graceful_shutdown=1,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
+        threads = (
+            threading.Thread(target=server.run, args=([listener],), name="p2ptrain-page", daemon=True),
+            threading.Thread(target=state.run, name="p2ptrain-dashboard", daemon=True),
+        )
+        for thread in threads:
+            thread.start()
+        try:
+            yield f"http://{_shown_host(page.host)}:{listener.getsockname()[1]}/"
+        finally:
+            state.closing.set()
+            server.should_exit = True
+            for thread in threads:
+                thread.join(STOP_S)
 
 
 def _listen(page: PageConfig) -> socket.socket:

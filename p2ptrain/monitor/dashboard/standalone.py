@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.dashboard.dashboard import Source, showing
+from p2ptrain.monitor.dashboard.page_state import PageState
+from p2ptrain.monitor.dashboard.server import showing
 from p2ptrain.settings.table import Settings
 
 logger = logging.getLogger(__name__)
@@ -25,35 +26,35 @@ def serve_dashboard(settings: Settings, *, say: Callable[[str], None]) -> None:
         KeyboardInterrupt: Ctrl-C.
     """
     run_id = str(settings.values["run_id"])
-    source = Source(run_id)
-    with showing(source, settings.page_config()) as url:
+    state = PageState(run_id)
+    with showing(state, settings.page_config()) as url:
         say(f"run {run_id!r} is shown at {url}")
         logged, (wait_s, longest_s) = "", AGAIN_S
         while True:
             began_s = time.monotonic()
             try:
-                _observe(settings, source)
+                _observe(settings, state)
             except ConfigError as error:
-                source.trouble = f"{error}; trying again"
-                if logged != source.trouble:
-                    logged = source.trouble
+                state.trouble = f"{error}; trying again"
+                if logged != state.trouble:
+                    logged = state.trouble
                     logger.warning("%s", logged)
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s) if time.monotonic() - began_s < longest_s else AGAIN_S[0]
 
 
-def _observe(settings: Settings, source: Source) -> None:
+def _observe(settings: Settings, state: PageState) -> None:
     """Observe the run until the network fails. Raises ConfigError then, or if the run cannot be reached."""
     from p2ptrain.peer.session import NetworkSession  # imports hivemind, which takes a second
 
     # Read the settings each time: an address file may have changed.
     with NetworkSession(settings.network_config()) as session:
-        watch = session.watch(source.run_id)
-        source.watch, source.trouble = watch, ""
+        watch = session.watch(state.run_id)
+        state.watch, state.trouble = watch, ""
         try:
             while session.network.failure is None:
                 time.sleep(POLL_S)
             raise session.network.failure
         finally:
-            source.watch = None
+            state.watch = None
             watch.stop()

@@ -16,7 +16,8 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.app import HEADERS, STATIC, is_known_host
-from p2ptrain.monitor.dashboard.dashboard import Source, showing
+from p2ptrain.monitor.dashboard.page_state import PageState
+from p2ptrain.monitor.dashboard.server import showing
 from p2ptrain.protocol.event_log.observer import View
 from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids
@@ -34,7 +35,7 @@ def swarm() -> MadeUpSwarm:
 
 @pytest.fixture
 def page(swarm: MadeUpSwarm) -> Iterator[str]:
-    with showing(Source("novels", swarm), ANY_PORT) as url:
+    with showing(PageState("novels", swarm), ANY_PORT) as url:
         yield url
 
 
@@ -129,7 +130,7 @@ def test_a_request_for_an_unknown_host_name_gets_403(page: str) -> None:
 
 
 def test_a_page_that_a_browser_still_looks_at_ends_soon(swarm: MadeUpSwarm) -> None:
-    with showing(Source("novels", swarm), ANY_PORT) as url:
+    with showing(PageState("novels", swarm), ANY_PORT) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
         connection.request("GET", "/api/state")
         connection.getresponse().readline()
@@ -143,7 +144,7 @@ def test_a_port_in_use_is_an_error() -> None:
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match=f"port {port}: .*in use; choose another port"),
-            showing(Source("novels"), PageConfig(port=port)),
+            showing(PageState("novels"), PageConfig(port=port)),
         ):
             pass
 
@@ -151,13 +152,13 @@ def test_a_port_in_use_is_an_error() -> None:
 def test_an_address_of_another_machine_is_an_error() -> None:
     with (
         pytest.raises(ConfigError, match=r"192\.0\.2\.7.*an address of this machine"),
-        showing(Source("novels"), PageConfig(host="192.0.2.7", port=0)),
+        showing(PageState("novels"), PageConfig(host="192.0.2.7", port=0)),
     ):
         pass
 
 
 def test_a_page_without_a_connection_shows_why() -> None:
-    source = Source("novels")
+    source = PageState("novels")
     source.trouble = "no peer answers"
     with showing(source, ANY_PORT) as url:
         parts = stream(url, "run", "overview")
@@ -173,7 +174,7 @@ class Broken:
 
 
 def test_a_watch_that_ends_does_not_end_the_page() -> None:
-    with showing(Source("novels", Broken()), ANY_PORT) as url:
+    with showing(PageState("novels", Broken()), ANY_PORT) as url:
         assert stream(url, "overview")["overview"]["up"] == 0
 
 

@@ -16,7 +16,8 @@ import pytest
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 
-from p2ptrain.monitor.dashboard.dashboard import Source, showing
+from p2ptrain.monitor.dashboard.page_state import PageState
+from p2ptrain.monitor.dashboard.server import showing
 from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.browser import CHROMIUM, DRIVER, MISSING, REQUIRED, browser, look, screenshot
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids, of_a_day
@@ -143,13 +144,13 @@ def made_up(count: int, seconds: int) -> Iterator[tuple[str, MadeUpSwarm]]:
     swarm = MadeUpSwarm()
     swarm.start(*ids(count), at_s=time.time() - seconds)
     swarm.live(seconds)
-    with showing(Source("novels", swarm), PageConfig(port=0)) as url:
+    with showing(PageState("novels", swarm), PageConfig(port=0)) as url:
         yield url, swarm
 
 
 def test_thirty_peers_of_a_day(chrome: Chrome) -> None:
     swarm = of_a_day(30, time.time())
-    with showing(Source("novels", swarm), PageConfig(port=0)) as url:
+    with showing(PageState("novels", swarm), PageConfig(port=0)) as url:
         look(chrome, width=WIDE, height=900, dark=False)
         chrome.get(url)
         until(lambda: kinds(chrome) == ["training"] * 30)
@@ -213,7 +214,7 @@ def test_hostile_text_stays_text(chrome: Chrome) -> None:
 
 
 def test_an_empty_page_and_a_lost_server_are_reported(chrome: Chrome) -> None:
-    source = Source("novels")
+    source = PageState("novels")
     source.trouble = "no peer answers; trying again every 2 s"
     with showing(source, PageConfig(port=0)) as url:
         chrome.get(url)

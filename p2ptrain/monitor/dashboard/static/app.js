@@ -20,7 +20,7 @@ function showRun() {
   setText($("run-id"), run_id);
   document.title = state.overview ? `${state.overview.up} peers · ${run_id} · p2ptrain` : `${run_id} · p2ptrain`;
   $("trouble").hidden = !trouble;
-  setText($("trouble"), trouble === "connecting" ? "Connecting to the run …" : trouble);
+  setText($("trouble"), trouble);
 }
 
 function showOverview() {

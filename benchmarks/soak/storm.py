@@ -12,7 +12,7 @@ from benchmarks.soak.peers import Scene, SoakPeer
 from benchmarks.soak.plan import CUT, Fault
 from p2ptrain.demo.orchestrator import start_bootstrap
 from p2ptrain.demo.processes import running_processes
-from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.monitor.rounds import RoundView
 from p2ptrain.monitor.run_audit import RunAudit
 
 POLL_S = 0.25
@@ -51,7 +51,7 @@ class Soak:
         """The first round committed after the storm that all peers have landed, so that they share a lineage."""
         names = {peer.name for peer in self.peers}
         later = (round_ for round_ in self.run_audit.committed if round_.t > self.over_s)
-        return min((round_ for round_ in later if names <= round_.states.keys()), key=lambda r: r.t, default=None)
+        return min((round_ for round_ in later if names <= round_.applied), key=lambda r: r.t, default=None)
 
 
 def run_soak(

@@ -83,7 +83,7 @@ def failures(soak: Soak) -> list[str]:
 
 
 def _last_round(soak: Soak, peer: str) -> str:
-    landed = [round_ for round_ in soak.run_audit.rounds.values() if peer in round_.states]
+    landed = [round_ for round_ in soak.run_audit.rounds.applied if peer in round_.applied]
     if not landed:
         return "none"
     last = max(landed, key=lambda round_: round_.t)

@@ -63,7 +63,7 @@ def _join_live(settings: Settings, console: Console) -> None:
     from p2ptrain.training.join import join_run
 
     view = LiveView()
-    with open_terminal(console, view) as terminal:
+    with open_terminal(console, view.drawing) as terminal:
         join_run(
             settings,
             say=terminal.say,

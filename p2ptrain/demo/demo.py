@@ -16,7 +16,7 @@ from p2ptrain.demo.calibration import measure_step_s
 from p2ptrain.demo.directory import CURVES, RESULTS, SUMMARY, claim_demo_directory
 from p2ptrain.demo.display import open_display
 from p2ptrain.demo.orchestrator import Orchestrator, start_bootstrap
-from p2ptrain.demo.plan import Plan, make_plan
+from p2ptrain.demo.plan import DemoPlan, make_plan
 from p2ptrain.demo.plot import save_plot
 from p2ptrain.demo.processes import running_processes
 from p2ptrain.demo.report import format_report
@@ -78,7 +78,7 @@ def run_demo(options: DemoOptions, console: Console, *, began_s: float) -> Resul
 
 def _train(
     options: DemoOptions, console: Console, began_s: float, stop: Callable[[], bool]
-) -> tuple[Plan, SwarmView, str]:
+) -> tuple[DemoPlan, SwarmView, str]:
     with running_processes() as processes:
         start_s = time.monotonic()
         addresses = start_bootstrap(options.out, processes, stop)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from p2ptrain.demo.directory import BOOTSTRAP, peer_directory
 from p2ptrain.demo.display import Show
-from p2ptrain.demo.events import EventReader
-from p2ptrain.demo.plan import Plan
-from p2ptrain.demo.processes import Process
+from p2ptrain.demo.plan import DemoPlan
+from p2ptrain.demo.processes import EventReader, Process
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import SwarmView
 from p2ptrain.training.join import METRICS_FILE
 
@@ -56,7 +56,7 @@ def start_bootstrap(
 class Orchestrator:
     """Owns the peers' processes and updates the view of the swarm, from the first start to the last exit."""
 
-    def __init__(self, plan: Plan, out: Path, addresses: Path, processes: list[Process], swarm: SwarmView) -> None:
+    def __init__(self, plan: DemoPlan, out: Path, addresses: Path, processes: list[Process], swarm: SwarmView) -> None:
         self._plan = plan
         self._out = out
         self._addresses = addresses
@@ -119,7 +119,7 @@ class Orchestrator:
         others = [process for number, process in self._peers.items() if number != swarm.late]
         if swarm.late and not swarm.joined_at and all(process.exit_status is not None for process in others):
             # Without other peers it would start the run again.
-            swarm.peers[swarm.late].status = "too late"
+            swarm.peers[swarm.late].state = PeerState.TOO_LATE
             self._peers[swarm.late].kill()
 
     def _choose_victim(self) -> int:
@@ -132,7 +132,7 @@ class Orchestrator:
         """Raise DemoFailedError if a peer has failed or hangs."""
         for number, process in self._peers.items():
             peer = self._swarm.peers[number]
-            if peer.status in ("killed", "too late"):
+            if peer.state in (PeerState.KILLED, PeerState.TOO_LATE):
                 continue
             if process.exit_status not in (None, 0):
                 raise _failure(peer.name, process)

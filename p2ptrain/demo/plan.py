@@ -1,4 +1,4 @@
-"""Plan the length of the demo's run, and when a peer is killed and another one joins."""
+"""DemoPlan the length of the demo's run, and when a peer is killed and another one joins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_SLOWNESS = 4.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """A run's length and schedule.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
         return 1000 * self.seed + number
 
 
-def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, bootstrap_s: float) -> Plan:
+def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, bootstrap_s: float) -> DemoPlan:
     """Choose the length of the run so that the demo ends in time.
 
     Args:
@@ -87,7 +87,7 @@ def make_plan(*, peers: int, seed: int, step_s: float, time_left_s: float, boots
     # Start the late peer early enough that it trains at JOIN_AT.
     start_late_at = max(EARLIEST_START, JOIN_AT - slowness * LATE_START_S / training_s)
     kill_at = min(KILL_AT, start_late_at - 0.02)
-    return Plan(
+    return DemoPlan(
         peers=peers,
         seed=seed,
         steps=steps,

@@ -43,7 +43,7 @@ def _plot_losses(axes: Axes, swarm: SwarmView) -> None:
 def _plot_correlation(axes: Axes, swarm: SwarmView) -> None:
     points = [(found.t, found.value) for found in swarm.correlations()]
     axes.plot(*_curve(swarm, points), color="black", linewidth=1.2)
-    for round_ in swarm.rounds.values():
+    for round_ in swarm.rounds.applied:
         axes.axvline(round_.t - swarm.began_s, color="grey", linewidth=0.5, alpha=0.5)
     axes.set_ylabel("correlation of the weights\n(grey: rounds)")
     axes.set_xlabel("time since the start")

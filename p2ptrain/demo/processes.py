@@ -1,7 +1,8 @@
-"""The demo's processes. All of them end with the demo, however it ends."""
+"""The demo's processes, which all end with the demo, however it ends; and their metrics files."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from p2ptrain.network import launcher
 from p2ptrain.network.scratch import remove_leftovers
+from p2ptrain.protocol.event_log.events import Event
 from p2ptrain.settings.setting import ENV_PREFIX
 
 # A peer leaves within 10 s of a SIGTERM (measured: below 2 s on a busy machine).
@@ -47,11 +49,9 @@ class Process:
 
     @property
     def last_lines(self) -> list[str]:
-        """The last lines of its output."""
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
 
     def kill(self) -> None:
-        """Kill it at once."""
         self._popen.kill()
         self._popen.wait()
 
@@ -59,6 +59,27 @@ class Process:
         """Ask it to end (SIGTERM, which acts as Ctrl-C)."""
         if self.exit_status is None:
             self._popen.send_signal(signal.SIGTERM)
+
+
+class EventReader:
+    """Reads a peer's metrics file while the peer writes it; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def new_events(self) -> Iterator[Event]:
+        """The events since the last call. An incomplete last line is left for the next call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
 
 
 @contextmanager

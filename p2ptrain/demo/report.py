@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from p2ptrain.demo.directory import BOOTSTRAP, CURVES, SUMMARY
-from p2ptrain.demo.plan import Plan
+from p2ptrain.demo.plan import DemoPlan
 from p2ptrain.demo.results import Results
 from p2ptrain.monitor.formatting import clock, count, size
 from p2ptrain.monitor.swarmview import SwarmView
@@ -19,7 +19,7 @@ WIDTH = 79
 
 
 def format_report(
-    results: Results, swarm: SwarmView, plan: Plan, out: Path, *, bootstrap_id: str, took_s: float
+    results: Results, swarm: SwarmView, plan: DemoPlan, out: Path, *, bootstrap_id: str, took_s: float
 ) -> str:
     """The report as plain text. Only its commands are wider than a terminal."""
     sections = [
@@ -52,12 +52,10 @@ def _losses(results: Results) -> str:
 
 
 def _agreement(results: Results, swarm: SwarmView) -> str:
-    sizes = ", ".join(
-        f"{times} by {count(peers, 'peer')}" for peers, times in sorted(swarm.rounds_by_size.items(), reverse=True)
-    )
-    agreed = results.same_anchor and all(round_.agreed for round_ in swarm.rounds.values())
-    anchors = "the same, bit for bit," if agreed else "NOT THE SAME"
-    lines = [f"Rounds committed: {len(swarm.rounds)} ({sizes}); their anchors were {anchors} on all peers."]
+    by_size = Counter(len(round_.contributors) for round_ in swarm.rounds.applied)
+    sizes = ", ".join(f"{times} by {count(peers, 'peer')}" for peers, times in sorted(by_size.items(), reverse=True))
+    anchors = "the same, bit for bit," if results.same_anchor and swarm.rounds.agreed else "NOT THE SAME"
+    lines = [f"Rounds committed: {by_size.total()} ({sizes}); their anchors were {anchors} on all peers."]
     if results.correlation_mean is not None:
         lines.append(
             f"Average pairwise correlation of the weights: {results.correlation_mean:.4f} while training "
@@ -70,12 +68,13 @@ def _agreement(results: Results, swarm: SwarmView) -> str:
     return "\n".join(_prose(line) for line in lines)
 
 
-def _traffic(results: Results, plan: Plan) -> str:
+def _traffic(results: Results, plan: DemoPlan) -> str:
     traffic = results.traffic
+    sent = traffic.fragments + traffic.rounds
     return _prose(
-        f"Payload sent per step and peer: {size(traffic.total)} (fragments {size(traffic.fragments)}, rounds "
+        f"Payload sent per step and peer: {size(sent)} (fragments {size(traffic.fragments)}, rounds "
         f"{size(traffic.rounds)}). Dense data-parallel training would send {size(traffic.dense)}, "
-        f"{traffic.dense / traffic.total:,.0f} times as much, and wait for it: ring all-reduce of fp32 gradients at "
+        f"{traffic.dense / sent:,.0f} times as much, and wait for it: ring all-reduce of fp32 gradients at "
         f"every step, 2(k−1)/k · 4N bytes with k = {plan.peers} peers and N = {results.parameters:,} weights."
     )
 
@@ -91,7 +90,7 @@ def _files(results: Results, out: Path) -> str:
     return "Written:\n" + "\n".join(f"    {path!s:<{width}}  {what}" for path, what in lines.items())
 
 
-def _across_machines(plan: Plan, out: Path, bootstrap_id: str) -> str:
+def _across_machines(plan: DemoPlan, out: Path, bootstrap_id: str) -> str:
     identity = out / BOOTSTRAP / "identity.key"
     address = f"/ip4/{lan_address()}/tcp/{PORT}/p2p/{bootstrap_id}"
     bootstrap = ["p2ptrain", "bootstrap", "--host-maddrs", f"/ip4/0.0.0.0/tcp/{PORT}", "--identity", str(identity)]

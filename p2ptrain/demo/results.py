@@ -15,8 +15,8 @@ from p2ptrain.algorithms.metrics import pairwise_correlation
 from p2ptrain.demo.directory import peer_directory
 from p2ptrain.demo.orchestrator import DemoFailedError
 from p2ptrain.errors import CheckpointError
-from p2ptrain.monitor.peerview import PeerView
-from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.monitor.peerview import PeerState, PeerView
+from p2ptrain.monitor.swarmview import BytesPerStep, SwarmView
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
@@ -42,24 +42,6 @@ class PeerResult:
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Payload bytes sent per inner step and peer.
-
-    Attributes:
-        fragments, rounds: as counted by the peers.
-        dense: for comparison, dense data-parallel training: a ring all-reduce of fp32 gradients at every step.
-    """
-
-    fragments: float
-    rounds: float
-    dense: float
-
-    @property
-    def total(self) -> float:
-        return self.fragments + self.rounds
-
-
-@dataclass(frozen=True)
 class Results:
     """Everything that the demo reports.
 
@@ -69,6 +51,7 @@ class Results:
         same_anchor: whether every peer ended with the same anchor, bit for bit.
         correlation_mean, correlation_lowest: pairwise correlation of the weights during training; None if unknown.
         correlation_end: the same over all weights, after the last round.
+        traffic: payload sent.
         merged_fragments, skipped: counts of fragments; `skipped` by reason.
         parameters: number of trained weights.
         checkpoint: where the merged model was saved.
@@ -81,7 +64,7 @@ class Results:
     correlation_mean: float | None
     correlation_lowest: float | None
     correlation_end: float
-    traffic: Traffic
+    traffic: BytesPerStep
     merged_fragments: int
     skipped: dict[str, int]
     parameters: int
@@ -95,7 +78,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     Raises:
         DemoFailedError: no peer has saved a checkpoint, or all checkpoints of a peer are damaged.
     """
-    finished = [peer for peer in swarm.peers.values() if peer.status == "finished"]
+    finished = [peer for peer in swarm.peers.values() if peer.state is PeerState.FINISHED]
     try:
         saved = {peer.number: checkpoint.load_newest(peer_directory(out, peer.number)) for peer in finished}
     except CheckpointError as error:
@@ -127,7 +110,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         correlation_mean=statistics.fmean(correlations) if correlations else None,
         correlation_lowest=min(correlations, default=None),
         correlation_end=pairwise_correlation(weights) if len(weights) > 1 else 1.0,
-        traffic=measure_traffic(list(swarm.peers.values()), parameters=parameters, peers_at_once=peers_at_once),
+        traffic=swarm.bytes_per_step(parameters, peers_at_once),
         merged_fragments=sum(peer.merged for peer in swarm.peers.values()),
         skipped=dict(sum((peer.skipped for peer in swarm.peers.values()), start=Counter())),
         parameters=parameters,
@@ -136,16 +119,6 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
             generate_text(model, PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
         ),
     )  # fmt: skip
-
-
-def measure_traffic(peers: list[PeerView], *, parameters: int, peers_at_once: int) -> Traffic:
-    """Bytes per inner step and peer, over all peers and all their steps."""
-    steps = max(1, sum(peer.own_steps for peer in peers))
-    return Traffic(
-        fragments=sum(peer.fragment_bytes for peer in peers) / steps,
-        rounds=sum(peer.round_bytes for peer in peers) / steps,
-        dense=2 * (peers_at_once - 1) / peers_at_once * 4 * parameters,
-    )
 
 
 def _before_last_round(peer: PeerView) -> float | None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
 from p2ptrain.protocol.event_log.observer import Sighting, View
 
-GONE, LEFT = "gone", "left"
 # Peers to remember, with their curves; beyond that the peer that has been gone for longest is forgotten.
 MOST_PEERS = 256
 
@@ -52,7 +51,7 @@ class LiveSwarm:
         self._linked = linked
 
     def is_linked(self, number: int) -> bool:
-        """Whether we have a link to a peer."""
+        """Whether the observer has a link to a peer."""
         return number in self._linked
 
     def _peer(self, peer_id: str) -> PeerView:
@@ -72,14 +71,14 @@ class LiveSwarm:
         self.sightings.pop(oldest.number, None)
 
     def _on_linked(self, peer: PeerView, now_s: float) -> None:
-        if peer.status in (GONE, LEFT):
-            peer.status = "training" if peer.own_steps else "joining"
+        if peer.state in (PeerState.GONE, PeerState.LEFT):
+            peer.state = PeerState.TRAINING if peer.own_steps else PeerState.JOINING
             self.swarm.add_notice(now_s, f"{peer.name} is back", GOOD)
 
     def _on_lost(self, peer: PeerView, now_s: float) -> None:
-        if peer.status == "finished" or self.sightings[peer.number].left:
-            peer.status = LEFT
+        if peer.state is PeerState.FINISHED or self.sightings[peer.number].left:
+            peer.state = PeerState.LEFT
             self.swarm.add_notice(now_s, f"{peer.name} left the run at step {peer.step:,}")
         else:
-            peer.status = GONE
+            peer.state = PeerState.GONE
             self.swarm.add_notice(now_s, f"{peer.name} is gone at step {peer.step:,}: connection lost", BAD)

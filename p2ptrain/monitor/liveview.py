@@ -9,24 +9,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from p2ptrain.monitor.formatting import count, duration, short_id, size
-from p2ptrain.monitor.peerview import PeerView
-from p2ptrain.monitor.tables import fitting, loss_text, new_table, status_text
+from p2ptrain.monitor.frame import OTHER_STATE, Row, fitting, loss_text, peer_table, progress, state_style
+from p2ptrain.monitor.peerview import PeerState, PeerView
+from p2ptrain.monitor.terminal import Drawing
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 
-# Terminal widths from which more columns are shown.
-WIDE, MIDDLE = 100, 72
-# Widths of a name and of a status such as "round 1234: fetching the mean"; least width of a number.
-NAME, DOING, MIN_NUMBER = 8, 28, 7
-MAX_BAR = 120
+if TYPE_CHECKING:
+    from p2ptrain.peer.peer import Peer
+
+COLUMNS = ("step", "rounds", "steps/s", "round trip")
 # Lines of the terminal reserved for the log: at least LOG_LINES, or height / LOG_SHARE.
 LOG_LINES, LOG_SHARE = 4, 4
 # Rows for this many peers take precedence over the join command.
@@ -40,24 +39,11 @@ REASONS = {
 SPEED_WINDOW_S = 60.0
 
 
-class WatchedPeer(Protocol):
-    """The part of a peer that a view reads, from the view's thread."""
-
-    @property
-    def peer_id(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def others(self) -> Sequence[PeerStatus]: ...
-
-
 class LiveView:
-    """The live view of one peer. `write` and `follow` may be called from any thread.
+    """The live view of one peer. `write`, `follow` and `say_status` may be called from any thread.
 
     Attributes:
-        begun: set once there is something to show.
-        ended: set once the peer has left.
-        changed: set to request a redraw; the drawing thread clears it.
+        drawing: what `open_terminal` shows; it begins with the first status and ends when the peer has left.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
@@ -69,12 +55,12 @@ class LiveView:
         self._lock = threading.Lock()
         self._me = PeerView(1)
         self._run_id = ""
-        self._peer: WatchedPeer | None = None
+        self._peer: Peer | None = None
         self._join_line = ""
         self._doing = "starting"
         self._skipped_round = ""
         self._steps: deque[tuple[float, int]] = deque()
-        self.begun, self.ended, self.changed = (threading.Event() for _ in range(3))
+        self.drawing = Drawing(self.frame)
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -96,11 +82,9 @@ class LiveView:
                     self.close()
 
     def close(self) -> None:
-        """Note that the peer has left."""
-        self.ended.set()
-        self.changed.set()
+        self.drawing.close()
 
-    def follow(self, peer: WatchedPeer, join_line: str) -> None:
+    def follow(self, peer: Peer, join_line: str) -> None:
         """From now on show the other peers and the join command."""
         with self._lock:
             self._peer, self._join_line = peer, join_line
@@ -109,8 +93,7 @@ class LiveView:
         """Show the status of a peer that is still joining."""
         with self._lock:
             self._doing = status
-        self.begun.set()
-        self.changed.set()
+        self.drawing.update()
 
     def _note_step(self, now: float, step: int) -> None:
         if not self._steps or now - self._steps[-1][0] >= 1:
@@ -126,9 +109,7 @@ class LiveView:
             peer, me = self._peer, self._me
             others = list(peer.others) if peer is not None else []
             doing = peer.status if peer is not None else self._doing
-            lines: list[RenderableType] = [self._headline(width, len(others))]
-            if me.total_steps:
-                lines += [ProgressBar(total=me.total_steps, completed=me.step, width=min(width, MAX_BAR)), Text()]
+            lines = progress(self._headline(len(others)), me.step, me.total_steps, width)
             if me.own_steps:
                 lines += [self._training(width), self._fragments(width)]
             for skipped, style in ((self._skipped_fragments(), ""), (self._skipped_round, "yellow")):
@@ -140,17 +121,15 @@ class LiveView:
             if room - len(paste) < min(FEW_PEERS, 1 + len(others)):
                 paste = []  # the log has it too
             rows = max(1, room - len(paste))
-            return Group(Text(), *lines, _table(me, doing, self._speed(), others, rows, width), *paste)
+            return Group(Text(), *lines, self._table(doing, others, rows, width), *paste)
 
-    def _headline(self, width: int, others: int) -> Text:
+    def _headline(self, others: int) -> list[str]:
         me = self._me
         step = f"step {me.step:,}" + (f"/{me.total_steps:,}" if me.total_steps else "")
         parts = [f"run {self._run_id}" if self._run_id else "p2ptrain", step]
         if (left := self._time_left_s()) is not None:
             parts.append(f"{duration(left)} left")
-        text = fitting([*parts, count(1 + others, "peer"), count(me.round, "round")], width)
-        text.stylize("bold")
-        return text
+        return [*parts, count(1 + others, "peer"), count(me.round, "round")]
 
     def _time_left_s(self) -> float | None:
         left = self._me.total_steps - self._me.step
@@ -180,29 +159,24 @@ class LiveView:
         reasons = ", ".join(f"{number:,} {REASONS.get(reason, reason)}" for reason, number in skipped.most_common())
         return f"skipped {sum(skipped.values()):,}: {reasons}" if skipped else ""
 
+    def _table(self, doing: str, others: list[PeerStatus], rows: int, width: int) -> Table:
+        me, speed = self._me, self._speed()
+        numbers = {"step": f"{me.step:,}", "rounds": str(me.round), "steps/s": f"{speed:.1f}" if speed else ""}
+        shown = others if len(others) < rows else others[: max(1, rows - 2)]
+        table = peer_table([Row("this one", doing, state_style(me.state), numbers), *map(_row, shown)], COLUMNS, width)
+        if len(shown) < len(others):
+            table.add_row("", Text(f"and {len(others) - len(shown)} more", "dim"))
+        return table
 
-def _table(me: PeerView, doing: str, own_speed: float, others: list[PeerStatus], rows: int, width: int) -> Table:
-    table = new_table()
-    names = ["step", *(["rounds", "steps/s"] if width >= MIDDLE else []), *(["round trip"] if width >= WIDE else [])]
-    numbers = [max(len(name), MIN_NUMBER) for name in names]
-    table.add_column("peer", width=NAME, no_wrap=True)
-    # A fixed width keeps the columns to the right in place.
-    room = width - NAME - sum(numbers) - 2 * (len(numbers) + 2)
-    table.add_column("doing", width=max(MIN_NUMBER, min(DOING, room)))
-    for name, columns in zip(names, numbers, strict=True):
-        table.add_column(name, width=columns, justify="right", no_wrap=True)
 
-    def add(name: str, doing: str, *cells: str) -> None:
-        table.add_row(name, status_text(doing), *cells[: len(names)])
-
-    add("this one", doing, f"{me.step:,}", str(me.round), f"{own_speed:.1f}" if own_speed else "")
-    shown = others if len(others) < rows else others[: max(1, rows - 2)]
-    for other in shown:
-        speed, trip = (f"{other.speed:.1f}" if other.speed else ""), f"{1e3 * other.rtt_s:.0f} ms"
-        add(short_id(other.peer_id), other.status, f"{other.step:,}", str(other.round), speed, trip)
-    if len(shown) < len(others):
-        table.add_row("", Text(f"and {len(others) - len(shown)} more", "dim"))
-    return table
+def _row(other: PeerStatus) -> Row:
+    numbers = {
+        "step": f"{other.step:,}", "rounds": str(other.round), "steps/s": f"{other.speed:.1f}" if other.speed else "",
+        "round trip": f"{1e3 * other.rtt_s:.0f} ms",
+    }  # fmt: skip
+    # Its status is only text; a peer with a speed trains.
+    style = state_style(PeerState.TRAINING) if other.speed else OTHER_STATE
+    return Row(short_id(other.peer_id), other.status, style, numbers)
 
 
 def _pasted(line: str, width: int) -> list[RenderableType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -18,15 +19,27 @@ SMOOTHING = 0.98
 MOST_COUNTED = 512
 
 
+class PeerState(enum.Enum):
+    """What a peer does, with the words for users. The owner of the view sets the last four."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    TRAINING = "training"
+    LAST_ROUND = "last round"
+    FINISHED = "finished"
+    KILLED = "killed"
+    TOO_LATE = "too late"
+    GONE = "gone"
+    LEFT = "left"
+
+
 @dataclass
 class PeerView:
     """The known state of one peer. `apply` takes its events in order; memory is bounded.
 
     Attributes:
         number: number shown to users; 1 is the first peer.
-        status: "starting", "joining", "training", "last round" or "finished"; the owner of the view may set "killed",
-            "too late", "gone" or "left".
-        doing: the peer's own status, such as "round 7: sending 3/4"; empty if unknown.
+        status: the peer's own description, such as "round 7: sending 3/4"; only for display, empty if unknown.
         founded: whether it founded the run.
         adopted: whether it has adopted the run's state since its start.
         step: the step of the run that it has reached.
@@ -47,8 +60,8 @@ class PeerView:
 
     number: int
     peer_id: str = ""
-    status: str = "starting"
-    doing: str = ""
+    state: PeerState = PeerState.STARTING
+    status: str = ""
     founded: bool = False
     adopted: bool = False
     step: int = 0
@@ -83,7 +96,12 @@ class PeerView:
     @property
     def is_up(self) -> bool:
         """Whether it is training now."""
-        return self.status in ("training", "last round")
+        return self.state in (PeerState.TRAINING, PeerState.LAST_ROUND)
+
+    @property
+    def doing(self) -> str:
+        """What it does now, in words: its own description while it trains."""
+        return self.status if self.state is PeerState.TRAINING and self.status else self.state.value
 
     @property
     def bytes_sent(self) -> int:
@@ -104,7 +122,6 @@ class PeerView:
 
     @property
     def held_out_loss(self) -> float | None:
-        """The newest held-out loss, in nats."""
         return self.held_out.last
 
     def apply(self, event: Event) -> None:
@@ -116,7 +133,7 @@ class PeerView:
                 self.peer_id, self.maddrs = event["peer_id"], tuple(event["maddrs"])
                 self.total_steps = event["run"]["total_steps"]
                 self.parameters = event.get("parameters", 0)
-                self.status, self.adopted = "joining", False
+                self.state, self.adopted = PeerState.JOINING, False
             case "adopt":
                 self.step, self.round = event["run_step"], event["round"] + 1
                 self.founded = self.founded or event["reason"] == "founded the run"
@@ -142,16 +159,16 @@ class PeerView:
             case "peers":
                 self.alive = frozenset(event["alive"])
             case "status":
-                self.doing = event["status"]
+                self.status = event["status"]
             case "stop":
-                self.status = "finished"
+                self.state = PeerState.FINISHED
 
     def _apply_step(self, event: Event) -> None:
         steps = event.get("steps", 1)  # more than one if the event log merged steps
         self.step = event["step"]
         self.own_steps += steps
         self.tokens += event["tokens"]
-        self.status = "last round" if self.step >= self.total_steps > 0 else "training"
+        self.state = PeerState.LAST_ROUND if self.step >= self.total_steps > 0 else PeerState.TRAINING
         if event["loss"] is not None and math.isfinite(event["loss"]):
             smoothing = SMOOTHING**steps if self.loss is not None else 0.0
             self.loss = smoothing * (self.loss or 0.0) + (1 - smoothing) * event["loss"]

@@ -1,7 +1,6 @@
 """Audit of a run, from the metrics of its real or simulated peers: counts, joins, and a check of every round.
 
-An audit takes events one by one, while the run goes on. With each event it checks the guarantee of the round protocol
-(docs/metrics.md): two peers on the same round of the same lineage hold the same bytes.
+An audit takes events one by one, while the run goes on.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.monitor.rounds import RoundTable, RoundView
 from p2ptrain.protocol.event_log.events import Event
 
 
 @dataclass
-class Join:
+class JoinTimes:
     """One start of a peer in an existing run. Times in seconds since its `start` event; None if not reached."""
 
     peer: str
@@ -31,7 +30,7 @@ class RunAudit:
     Attributes:
         steps: inner steps of all peers.
         held_s: seconds that exchanges blocked training, over all peers.
-        rounds: committed and solo rounds, by lineage and number.
+        rounds: all rounds that were applied or whose state was adopted.
         skipped: skipped rounds, counted for each peer.
         joins: starts of peers in an existing run, oldest first.
         repairs: how often a training peer replaced its whole state with another peer's.
@@ -40,13 +39,12 @@ class RunAudit:
 
     steps: int = 0
     held_s: float = 0.0
-    rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
+    rounds: RoundTable = field(default_factory=RoundTable)
     skipped: int = 0
-    joins: list[Join] = field(default_factory=list)
+    joins: list[JoinTimes] = field(default_factory=list)
     repairs: int = 0
     disagreements: list[str] = field(default_factory=list)
-    _states: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
-    _joining: dict[str, Join] = field(default_factory=dict)
+    _joining: dict[str, JoinTimes] = field(default_factory=dict)
     _adopted: set[str] = field(default_factory=set)
 
     def note(self, peer: str, event: Event) -> None:
@@ -54,7 +52,7 @@ class RunAudit:
         match event["event"]:
             case "start":
                 self._adopted.discard(peer)
-                self._joining[peer] = Join(peer, event["t"])
+                self._joining[peer] = JoinTimes(peer, event["t"])
             case "adopt":
                 self._check(peer, event)
                 self._on_adopt(peer, event)
@@ -71,8 +69,8 @@ class RunAudit:
                 self._on_round(peer, event)
 
     def _check(self, peer: str, event: Event) -> None:
-        key = (event["lineage"], event["round"])
-        state, other = self._states.setdefault(key, (event["state_sha256"], peer))
+        round_ = self.rounds.note(peer, event)
+        other, state = next(iter(round_.states.items()))
         if state != event["state_sha256"]:
             self.disagreements.append(
                 f"round {event['round']} of lineage {event['lineage']}: {peer} has state "
@@ -90,10 +88,6 @@ class RunAudit:
             self.joins.append(join)
 
     def _on_round(self, peer: str, event: Event) -> None:
-        key = (event["lineage"], event["round"])
-        if key not in self.rounds:
-            self.rounds[key] = RoundView(*key, event["status"], event["t"], tuple(event["contributors"]))
-        self.rounds[key].land(peer, event["state_sha256"], late=event["late"])
         join = self._joining.get(peer)
         if join is not None and join.round_s is None and not event["late"]:
             join.round_s = event["t"] - join.started_s
@@ -103,7 +97,7 @@ class RunAudit:
     @property
     def committed(self) -> list[RoundView]:
         """Rounds with two or more contributors."""
-        return [round_ for round_ in self.rounds.values() if len(round_.contributors) > 1]
+        return [round_ for round_ in self.rounds.applied if len(round_.contributors) > 1]
 
     @property
     def agreement(self) -> float:

@@ -6,17 +6,15 @@ The demo shows it on a terminal, the dashboard in a browser. Memory is bounded.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.metrics import pairwise_correlation
 from p2ptrain.monitor.formatting import count, size
-from p2ptrain.monitor.peerview import PeerView
-from p2ptrain.monitor.roundview import RoundView, SkipView
+from p2ptrain.monitor.peerview import PeerState, PeerView
+from p2ptrain.monitor.rounds import RoundTable
 from p2ptrain.protocol.event_log.events import Event
 
 PLAIN, GOOD, BAD = "", "green", "bold red"
@@ -26,7 +24,6 @@ MOST_NOTICES = 1000
 MOST_SAMPLED = 256
 MOST_CORRELATIONS = 2048
 Values = npt.NDArray[np.float32]
-Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -48,6 +45,21 @@ class Correlation:
     value: float
 
 
+@dataclass(frozen=True)
+class BytesPerStep:
+    """Payload bytes per inner step and peer.
+
+    Attributes:
+        fragments, rounds: sent, as counted by the peers.
+        dense: what dense data-parallel training would send: a ring all-reduce of fp32 gradients at every step, which is
+            2 (k - 1) / k · 4 N bytes for k peers and N weights.
+    """
+
+    fragments: float
+    rounds: float
+    dense: float
+
+
 @dataclass
 class SwarmView:
     """The known state of a run, and the notices for the user.
@@ -56,8 +68,7 @@ class SwarmView:
         began_s: start of the view, in seconds since the epoch.
         total_steps: length of the run.
         peers: by number, in order of appearance.
-        rounds: committed and solo rounds, by lineage and number.
-        skips: rounds that some peers skipped, by lineage and number.
+        rounds: rounds that were applied or skipped.
         notices: lines for the user, in the order in which their events arrived.
         killed_at: number of the killed peer, and the time in seconds since the epoch.
         joined_at: number of the late peer, and when it had the swarm's weights.
@@ -67,8 +78,7 @@ class SwarmView:
     began_s: float
     total_steps: int
     peers: dict[int, PeerView] = field(default_factory=dict)
-    rounds: dict[tuple[str, int], RoundView] = field(default_factory=dict)
-    skips: dict[tuple[str, int], SkipView] = field(default_factory=dict)
+    rounds: RoundTable = field(default_factory=lambda: RoundTable(MOST_ROUNDS))
     notices: list[Notice] = field(default_factory=list)
     killed_at: tuple[int, float] | None = None
     joined_at: tuple[int, float] | None = None
@@ -92,7 +102,7 @@ class SwarmView:
 
     def killed(self, number: int, now_s: float) -> None:
         """Note that a peer was killed at `now_s`, in seconds since the epoch."""
-        self.peers[number].status = "killed"
+        self.peers[number].state = PeerState.KILLED
         self.killed_at = (number, now_s)
         self.add_notice(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}", BAD)
 
@@ -101,10 +111,10 @@ class SwarmView:
     def apply(self, number: int, event: Event) -> None:
         """Process the next event of a peer."""
         peer = self.peers[number]
-        killed, adopted = peer.status == "killed", peer.adopted  # the last events of a killed peer are still read
+        before, adopted = peer.state, peer.adopted
         peer.apply(event)
-        if killed:
-            peer.status = "killed"
+        if before is PeerState.KILLED:  # its last events are still read
+            peer.state = before
         match event["event"]:
             case "adopt":
                 self._on_adopt(peer, event, again=adopted)
@@ -131,30 +141,20 @@ class SwarmView:
             )
 
     def _on_round(self, peer: PeerView, event: Event) -> None:
-        number = event["round"]
+        number, t = event["round"], event["t"]
         key = (event["lineage"], number)
+        known = self.rounds.by_key.get(key)
+        is_new, agreed = known is None or not known.applied, known is None or known.agreed
+        round_ = self.rounds.note(peer.number, event)
         if event["status"] == "skipped":
-            self.skips.setdefault(key, SkipView(event["t"])).reasons[peer.number] = event["reason"]
-            _forget(self.skips, MOST_ROUNDS)
-            self.add_notice(event["t"], f"{peer.name} skipped round {number}: {event['reason']}", BAD)
-            return
-        if key not in self.rounds:
-            contributors = tuple(event["contributors"])
-            self.rounds[key] = RoundView(*key, event["status"], event["t"], contributors, event["wall_s"])
-            _forget(self.rounds, MOST_ROUNDS)
-            if key not in self.rounds:  # older than all kept rounds
-                return
-            by = "by one peer alone" if event["status"] == "solo" else f"by {count(len(contributors), 'peer')}"
-            self.add_notice(
-                event["t"],
-                f"round {number} committed {by} in {event['wall_s']:.1f} s · {size(event['bytes_sent'])} sent · "
-                f"anchor {event['anchor_sha256'][:8]}",
-            )
-        round_ = self.rounds[key]
-        agreed_before = round_.agreed
-        round_.land(peer.number, event["state_sha256"], late=event["late"])
-        if agreed_before and not round_.agreed:
-            self.add_notice(event["t"], f"round {number}: {peer.name} has a different state than other peers", BAD)
+            self.add_notice(t, f"{peer.name} skipped round {number}: {event['reason']}", BAD)
+        elif is_new and key in self.rounds.by_key:
+            by = "one peer alone" if event["status"] == "solo" else count(len(round_.contributors), "peer")
+            took = "" if round_.wall_s is None else f" in {round_.wall_s:.1f} s"
+            sent, anchor = size(event["bytes_sent"]), event["anchor_sha256"][:8]
+            self.add_notice(t, f"round {number} committed by {by}{took} · {sent} sent · anchor {anchor}")
+        elif agreed and not round_.agreed:
+            self.add_notice(t, f"round {number}: {peer.name} has a different state than other peers", BAD)
 
     def _on_peers(self, peer: PeerView, event: Event) -> None:
         if self.killed_at is None:
@@ -195,17 +195,16 @@ class SwarmView:
     def up(self) -> list[PeerView]:
         return [peer for peer in self.peers.values() if peer.is_up]
 
-    @property
-    def rounds_by_size(self) -> Counter[int]:
-        """Number of rounds by number of contributors."""
-        return Counter(len(round_.contributors) for round_ in self.rounds.values())
-
     def correlations(self) -> list[Correlation]:
         """Correlations at all steps at which two or more peers took samples, in order of time."""
         return sorted(self._correlations.values(), key=lambda correlation: correlation.t)
 
-
-def _forget(kept: dict[tuple[str, int], Kept], most: int) -> None:
-    """Drop the lowest round numbers beyond `most`; event logs of several peers arrive out of order."""
-    while len(kept) > most:
-        del kept[min(kept, key=lambda key: key[1])]
+    def bytes_per_step(self, parameters: int, peers_at_once: int) -> BytesPerStep:
+        """Over all peers and all their known steps, and for dense training by `peers_at_once` peers."""
+        peers = self.peers.values()
+        steps = max(1, sum(peer.own_steps for peer in peers))
+        return BytesPerStep(
+            fragments=sum(peer.fragment_bytes for peer in peers) / steps,
+            rounds=sum(peer.round_bytes for peer in peers) / steps,
+            dense=8 * parameters * (peers_at_once - 1) / peers_at_once if peers_at_once else 0.0,
+        )

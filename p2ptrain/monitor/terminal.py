@@ -13,11 +13,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -29,26 +28,29 @@ LEVEL_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CR
 logger = logging.getLogger(__name__)
 
 
-class View(Protocol):
-    """Something to draw. `frame` is called on the terminal's thread.
+class Drawing:
+    """What a terminal draws, and when. Any thread may use it.
 
     Attributes:
+        draw: returns the current frame for a terminal of some columns and lines; called on the terminal's thread.
         begun: set once there is something to show.
         ended: set once nothing changes any more.
         changed: set to request a redraw; the terminal clears it.
     """
 
-    begun: threading.Event
-    ended: threading.Event
-    changed: threading.Event
+    def __init__(self, draw: Callable[[int, int], RenderableType]) -> None:
+        self.draw = draw
+        self.begun, self.ended, self.changed = (threading.Event() for _ in range(3))
 
-    def frame(self, width: int, height: int) -> RenderableType:
-        """Draw the current state for a terminal of `width` columns and `height` lines."""
-        ...
+    def update(self) -> None:
+        """Draw the first frame, or the next one soon."""
+        self.begun.set()
+        self.changed.set()
 
     def close(self) -> None:
-        """Set `ended`. May be called twice."""
-        ...
+        """Draw the last frame. May be called twice."""
+        self.ended.set()
+        self.changed.set()
 
 
 def is_worth_it(console: Console, environ: Mapping[str, str]) -> bool:
@@ -57,12 +59,12 @@ def is_worth_it(console: Console, environ: Mapping[str, str]) -> bool:
 
 
 @contextmanager
-def open_terminal(console: Console, view: View) -> Iterator[Terminal]:
-    """Show `view` until the block is left or the view has ended; the last lines and the last frame stay.
+def open_terminal(console: Console, drawing: Drawing) -> Iterator[Terminal]:
+    """Show `drawing` until the block is left or it has ended; the last lines and the last frame stay.
 
     Meanwhile log records for the same terminal are written above the frame.
     """
-    terminal = Terminal(console, view)
+    terminal = Terminal(console, drawing)
     root = logging.getLogger()
     handlers = root.handlers[:]
     root.handlers[:] = [_Above(terminal, handler) if _is_terminal(handler) else handler for handler in handlers]
@@ -77,9 +79,9 @@ def open_terminal(console: Console, view: View) -> Iterator[Terminal]:
 class Terminal:
     """Owns the drawing thread."""
 
-    def __init__(self, console: Console, view: View) -> None:
+    def __init__(self, console: Console, drawing: Drawing) -> None:
         self._console = console
-        self._view = view
+        self._drawing = drawing
         # Unbounded, because no line may be lost; emptied twice per second.
         self._lines: queue.SimpleQueue[Text] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="p2ptrain-terminal", daemon=True)
@@ -90,32 +92,34 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """Write a line above the frame, from any thread. The terminal wraps long lines, so they can be copied."""
         self._lines.put(Text(text, style))
-        self._view.changed.set()
+        self._drawing.changed.set()
         if not self._thread.is_alive():  # the last frame has been drawn
             self._print_lines()
 
     def close(self) -> None:
         """Draw the last frame. May be called twice."""
-        self._view.close()
+        self._drawing.close()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
         self._print_lines()
 
     def _run(self) -> None:
         try:
-            while not self._view.begun.is_set():
-                if self._view.ended.is_set():
+            while not self._drawing.begun.is_set():
+                if self._drawing.ended.is_set():
                     return
                 self._wait()
                 self._print_lines()
-            # Leave stderr alone if it is a file.
             live = Live(
-                _Frame(self._view), console=self._console, auto_refresh=False, redirect_stderr=sys.stderr.isatty()
+                get_renderable=lambda: self._drawing.draw(*self._console.size),
+                console=self._console,
+                auto_refresh=False,
+                redirect_stderr=sys.stderr.isatty(),  # a file is left alone
             )
             with live:
                 # Keep the cursor visible: if we are killed, the terminal would stay without one.
                 self._console.show_cursor(True)
-                while not self._view.ended.wait(SOONEST_S):
+                while not self._drawing.ended.wait(SOONEST_S):
                     self._wait()
                     self._print_lines()
                     live.refresh()
@@ -127,8 +131,8 @@ class Terminal:
             logger.exception("the live view failed; training continues without it")
 
     def _wait(self) -> None:
-        self._view.changed.wait(REFRESH_S)
-        self._view.changed.clear()
+        self._drawing.changed.wait(REFRESH_S)
+        self._drawing.changed.clear()
 
     def _print_lines(self) -> None:
         lines = []
@@ -137,17 +141,6 @@ class Terminal:
                 lines.append(self._lines.get_nowait())
         if lines:  # all in one call: each print redraws the frame
             self._console.print(Text("\n").join(lines), soft_wrap=True)
-
-
-class _Frame:
-    """The view as a renderable, always in the current size of the terminal."""
-
-    def __init__(self, view: View) -> None:
-        self._view = view
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, height = console.size
-        yield from console.render(self._view.frame(width, height), console.options)
 
 
 class _Above(logging.Handler):

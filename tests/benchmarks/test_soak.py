@@ -70,7 +70,7 @@ def _soak(*rounds: tuple[str, str, int, float]) -> Soak:
 def test_a_soak_is_come_through_when_all_land_a_round_after_the_storm() -> None:
     soak = _soak(("a", "x", 1, -9.0), ("b", "x", 1, -9.0), ("a", "x", 2, 5.0), ("a", "x", 3, 9.0), ("b", "x", 3, 9.5))
     assert failures(soak) == []
-    assert soak.together is soak.run_audit.rounds["x", 3]
+    assert soak.together is soak.run_audit.rounds.by_key["x", 3]
 
 
 @pytest.mark.parametrize(

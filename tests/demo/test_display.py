@@ -21,16 +21,19 @@ def _screen(swarm: SwarmView, width: int) -> list[str]:
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
-@pytest.mark.parametrize("width", [80, 120, 200])
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
 def test_the_table_fits_and_shows_every_peer(width: int) -> None:
     swarm = small_swarm()
     lines = _screen(swarm, width)
     assert max(map(len, lines)) <= width
     assert lines[0].startswith("1:05 · 0 peers · step 100/100")
-    rows = [line for line in lines if line.endswith(("killed", "finished"))]
-    assert len(rows) == 4
-    assert rows[0].split()[-4:] == ["1", "4.0", "kB", "killed"]
-    assert ("skipped" in lines[2]) == (width >= 110)
+    columns = lines[2].split()
+    assert columns[:3] == ["peer", "doing", "step"]
+    assert [line.split()[:2] for line in lines[3:]] == [
+        ["1", "killed"], ["2", "finished"], ["3", "finished"], ["4", "finished"],
+    ]  # fmt: skip
+    assert lines[3].split()[2:8] == ["40", "3.734", "20", "18", "1", "4.0"]
+    assert ("exch" in columns, "skipped" in columns) == (width >= 100, width >= 120)
 
 
 def test_on_a_terminal_notices_are_above_the_last_table() -> None:
@@ -42,9 +45,9 @@ def test_on_a_terminal_notices_are_above_the_last_table() -> None:
     lines = [line for line in terminal_text(output) if line]
     (committed,) = (at for at, line in enumerate(lines) if "round 1 committed" in line)
     (wide,) = (at for at, line in enumerate(lines) if line.startswith(" 0:19  a line that is wider"))
-    tables = [at for at, line in enumerate(lines) if line.startswith("peer") and line.endswith("status")]
+    tables = [at for at, line in enumerate(lines) if line.startswith("peer  doing")]
     assert committed < wide < tables[-1]
-    assert [line.split()[-1] for line in lines[-4:]] == ["killed", "finished", "finished", "finished"]
+    assert [line.split()[1] for line in lines[-4:]] == ["killed", "finished", "finished", "finished"]
 
 
 def test_a_peer_without_steps_has_an_empty_row() -> None:

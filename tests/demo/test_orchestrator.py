@@ -10,10 +10,11 @@ import pytest
 
 from p2ptrain.demo import orchestrator
 from p2ptrain.demo.directory import peer_directory
-from p2ptrain.demo.events import Event
 from p2ptrain.demo.orchestrator import DemoFailedError, Orchestrator
-from p2ptrain.demo.plan import Plan
+from p2ptrain.demo.plan import DemoPlan
+from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.protocol.event_log.events import Event
 from tests.demo import metrics
 
 
@@ -65,7 +66,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
 
 
 def _run(tmp_path: Path, peers: int, script: Script, stop: Callable[[], bool] = lambda: False) -> SwarmView:
-    plan = Plan(peers, seed=0, steps=100, sync_every=25, eval_every=10, kill_at_step=40, join_at_step=50)
+    plan = DemoPlan(peers, seed=0, steps=100, sync_every=25, eval_every=10, kill_at_step=40, join_at_step=50)
     swarm = SwarmView(metrics.BEGAN_S, plan.steps)
     Orchestrator(plan, tmp_path, tmp_path / "addresses", [], swarm).run(script.update, stop)
     return swarm
@@ -126,7 +127,7 @@ def test_a_late_peer_that_is_too_late_does_not_restart_the_run(tmp_path: Path, p
     )
     swarm = _run(tmp_path, 2, script)
     assert [process.exit_status for process in processes] == [0, -9, -9]
-    assert swarm.peers[3].status == "too late"
+    assert swarm.peers[3].state is PeerState.TOO_LATE
 
 
 def test_a_failure_of_a_peer_shows_its_last_lines(tmp_path: Path, processes: list[FakeProcess]) -> None:

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.cli.main import cli
 from p2ptrain.demo.directory import peer_directory
-from p2ptrain.demo.plan import Plan, make_plan
+from p2ptrain.demo.plan import DemoPlan, make_plan
 from p2ptrain.demo.plot import save_plot, smooth
 from p2ptrain.demo.report import format_report
-from p2ptrain.demo.results import Results, measure, measure_traffic
+from p2ptrain.demo.results import Results, measure
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import merge
 from p2ptrain.training import checkpoint
@@ -29,7 +29,7 @@ PARAMETERS = 110_464
 RUN = RunConfig(model="gpt-demo", data="stdlib", total_steps=100)
 
 
-def _plan() -> Plan:
+def _plan() -> DemoPlan:
     return make_plan(peers=3, seed=5, step_s=0.01, time_left_s=100, bootstrap_s=1)
 
 
@@ -70,7 +70,7 @@ def test_the_merged_model_is_the_anchor(results: Results, tmp_path: Path) -> Non
 
 
 def test_traffic_is_per_step_and_peer() -> None:
-    traffic = measure_traffic(list(small_swarm().peers.values()), parameters=1000, peers_at_once=4)
+    traffic = small_swarm().bytes_per_step(parameters=1000, peers_at_once=4)
     steps = 3 * 40 + 3 * 50
     assert traffic.fragments == pytest.approx(3 * 3500 / steps)
     assert traffic.rounds == pytest.approx(6 * 500 / steps)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.demo.events import EventReader
+from p2ptrain.demo.processes import EventReader
 from p2ptrain.monitor import swarmview
-from p2ptrain.monitor.peerview import PeerView
+from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, TOTAL_STEPS, small_swarm
@@ -33,14 +33,14 @@ def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
 
 def test_a_peer_goes_from_starting_to_finished() -> None:
     peer = PeerView(2)
-    seen = [peer.status]
+    seen = [peer.state]
     for event in (
         metrics.start(2, 1.0), metrics.step(1, 2.0), metrics.step(TOTAL_STEPS, 3.0),
         {"event": "stop", "t": 4.0, "reason": "finished"},
     ):  # fmt: skip
         peer.apply(event)
-        seen.append(peer.status)
-    assert seen == ["starting", "joining", "training", "last round", "finished"]
+        seen.append(peer.state)
+    assert [state.value for state in seen] == ["starting", "joining", "training", "last round", "finished"]
 
 
 def test_speed_and_exchange_are_recent() -> None:
@@ -96,14 +96,14 @@ def test_notices_are_in_order() -> None:
     assert [notice.style for notice in swarm.notices][2:5] == [BAD, "", GOOD]
     assert swarm.killed_at == (1, 1008.0)
     assert swarm.joined_at == (4, 1010)
-    assert swarm.rounds_by_size == {3: 2}
+    assert [len(round_.contributors) for round_ in swarm.rounds.applied] == [3, 3]
     assert swarm.step == TOTAL_STEPS
 
 
 def test_the_last_events_of_a_killed_peer_do_not_revive_it() -> None:
     swarm = small_swarm()
     swarm.apply(1, metrics.step(41, 1008.0))
-    assert swarm.peers[1].status == "killed"
+    assert swarm.peers[1].state is PeerState.KILLED
     assert swarm.peers[1].own_steps == 41
 
 
@@ -114,7 +114,7 @@ def test_a_different_anchor_is_reported_once() -> None:
         swarm.apply(number, metrics.round_(7, 1001, by=("Qm1", "Qm2", "Qm3"), anchor=anchor))
     assert _texts(swarm)[1:] == ["round 7: peer 2 has a different state than other peers"]
     assert swarm.notices[-1].style == BAD
-    assert not swarm.rounds["0-x", 7].agreed
+    assert not swarm.rounds.by_key["0-x", 7].agreed
 
 
 def test_the_oldest_rounds_are_forgotten_in_any_order_of_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_the_oldest_rounds_are_forgotten_in_any_order_of_reports(monkeypatch: py
     for peer, number in ((1, 7), (1, 8), (1, 9), (2, 3), (2, 10)):
         swarm.started(peer)
         swarm.apply(peer, metrics.round_(number, 1000 + number, by=("Qm1", "Qm2")))
-    assert [round_ for _, round_ in swarm.rounds] == [8, 9, 10]
+    assert [round_ for _, round_ in swarm.rounds.by_key] == [8, 9, 10]
 
 
 def test_a_skipped_round_is_reported_with_its_reason() -> None:
@@ -131,7 +131,7 @@ def test_a_skipped_round_is_reported_with_its_reason() -> None:
     swarm.started(1)
     swarm.apply(1, metrics.round_(2, 1001, by=(), status="skipped"))
     assert _texts(swarm) == ["peer 1 skipped round 2: no quorum"]
-    assert not swarm.rounds
+    assert not swarm.rounds.applied
 
 
 def test_correlation_is_of_samples_of_the_same_step() -> None:

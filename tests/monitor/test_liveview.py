@@ -70,11 +70,11 @@ def test_it_shows_progress_and_the_status_of_each_peer() -> None:
         "fragments 331 out, 326 in · 5.3 MB sent",
         "skipped 9: 7 superseded, 2 from another round",
         "",
-        "peer      doing                            step   rounds  steps/s  round trip",
-        "this one  round 7: averaging              1,200        6     40.0",
-        "…2f81kq   training                        1,204        7     38.2       12 ms",
-        "…h5Y4wq   round 7: sending 3/4            1,201        7     37.0      104 ms",
-        "…h2kLmq   downloading state 61 %              0        0                34 ms",
+        "peer      doing                          step  rounds  steps/s  round trip",
+        "this one  round 7: averaging            1,200       6     40.0",
+        "…2f81kq   training                      1,204       7     38.2       12 ms",
+        "…h5Y4wq   round 7: sending 3/4          1,201       7     37.0      104 ms",
+        "…h2kLmq   downloading state 61 %            0       0                34 ms",
         "",
         "other peers join with:",
         LINE,
@@ -126,13 +126,13 @@ def test_a_run_without_end_has_neither_a_bar_nor_time_left() -> None:
 
 def test_a_joining_and_a_leaving_peer() -> None:
     view = LiveView()
-    assert not view.begun.is_set()
+    assert not view.drawing.begun.is_set()
     view.say_status("downloading state 61 %")
-    assert view.begun.is_set()
+    assert view.drawing.begun.is_set()
     assert "downloading state 61 %" in "\n".join(_shown(view))
     view = _view()
     view.write("stop", reason="finished")
-    assert view.ended.is_set()
+    assert view.drawing.ended.is_set()
     text = "\n".join(_shown(view))
     assert "left: finished" in text
     assert "peers join with" not in text

@@ -41,7 +41,7 @@ def test_rounds_are_counted_once_and_skipped_ones_by_each_peer() -> None:
         run_audit.note(peer, round_event(4, "y", contributors=["a", "b", "c"]))
         run_audit.note(peer, {"event": "round", "status": "skipped", "round": 5})
     run_audit.note("a", round_event(5, "s", status="solo", contributors=["a"]))
-    assert (len(run_audit.rounds), len(run_audit.committed), run_audit.skipped) == (3, 2, 2)
+    assert (len(run_audit.rounds.applied), len(run_audit.committed), run_audit.skipped) == (3, 2, 2)
     assert run_audit.participation == {2: 1, 3: 1}
 
 

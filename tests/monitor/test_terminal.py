@@ -60,7 +60,7 @@ def _logging_to_a_terminal() -> Iterator[logging.Logger]:
 
 def test_output_and_log_lines_stay_above_the_last_frame() -> None:
     output, view = Recorder(), _view()
-    with _logging_to_a_terminal() as logger, open_terminal(terminal_console(output), view) as terminal:
+    with _logging_to_a_terminal() as logger, open_terminal(terminal_console(output), view.drawing) as terminal:
         view.say_status("training")
         terminal.say("other peers join with:")
         terminal.say(LINE)
@@ -83,7 +83,7 @@ def test_output_and_log_lines_stay_above_the_last_frame() -> None:
 
 def test_a_wide_line_is_wrapped_by_the_terminal_alone_and_so_copies_as_one() -> None:
     output, view = Recorder(), _view()
-    with open_terminal(terminal_console(output), view) as terminal:
+    with open_terminal(terminal_console(output), view.drawing) as terminal:
         view.say_status("training")
         terminal.say(LINE)
     assert f"{LINE}\n" in output.getvalue()
@@ -94,9 +94,9 @@ def test_a_wide_line_is_wrapped_by_the_terminal_alone_and_so_copies_as_one() -> 
 
 def test_before_there_is_something_to_show_only_lines_are_printed() -> None:
     output, view = Recorder(), _view()
-    view.begun.clear()
+    view.drawing.begun.clear()
     with pytest.raises(ValueError, match="the port is taken"):
-        with open_terminal(terminal_console(output), view) as terminal:
+        with open_terminal(terminal_console(output), view.drawing) as terminal:
             terminal.say("looking for the run")
             raise ValueError("the port is taken")
     assert output.getvalue() == "looking for the run\n"
@@ -104,9 +104,9 @@ def test_before_there_is_something_to_show_only_lines_are_printed() -> None:
 
 def test_a_view_that_fails_ends_alone() -> None:
     output, view = Recorder(), _view()
-    with _logging_to_a_terminal(), open_terminal(terminal_console(output), view) as terminal:
+    with _logging_to_a_terminal(), open_terminal(terminal_console(output), view.drawing) as terminal:
         view._me = None  # type: ignore[assignment]
-        view.begun.set()
+        view.drawing.begun.set()
         terminal._thread.join(10)
         terminal.say("training goes on")
     assert "the live view failed; training continues without it" in output.getvalue()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from typing import Any
 
 from p2ptrain.monitor.formatting import short_id
-from p2ptrain.monitor.liveswarm import GONE, LEFT, LiveSwarm
-from p2ptrain.monitor.peerview import PeerView
-from p2ptrain.monitor.roundview import RoundView
+from p2ptrain.monitor.liveswarm import LiveSwarm
+from p2ptrain.monitor.peerview import PeerState, PeerView
+from p2ptrain.monitor.rounds import RoundView
 from p2ptrain.monitor.swarmview import BAD, GOOD, PLAIN
 
 Json = dict[str, Any]
@@ -30,29 +31,33 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
     losses = [peer.loss for peer in up if peer.loss is not None]
     held_out = [loss for peer in up if (loss := peer.held_out_loss) is not None]
     correlations = swarm.correlations()
+    parameters = max((peer.parameters for peer in swarm.peers.values()), default=0)
     return {
         "now": round(now_s, 1),
         "step": statistics.median_low([_step(live, peer) for peer in up]) if up else swarm.step,
         "total_steps": swarm.total_steps,
-        "parameters": max((peer.parameters for peer in swarm.peers.values()), default=0),
+        "parameters": parameters,
         "up": len(up),
         "seen": len(swarm.peers),
         "loss": _rounded(statistics.fmean(losses)) if losses else None,
         "held_out": _rounded(statistics.fmean(held_out)) if held_out else None,
         "correlation": _rounded(correlations[-1].value, 5) if correlations else None,
         "tokens_per_s": round(sum(peer.tokens_per_s for peer in up)),
-        "rounds": _rounds_so_far(list(swarm.rounds.values())),
-        "agreed": all(round_.agreed for round_ in swarm.rounds.values()),
-        "bytes": _bytes(list(swarm.peers.values()), len(up)),
+        "rounds": _rounds_so_far(swarm.rounds.applied),
+        "agreed": swarm.rounds.agreed,
+        "bytes": {
+            "steps": sum(peer.own_steps for peer in swarm.peers.values()),
+            "sent": sum(peer.bytes_sent for peer in swarm.peers.values()),
+            **dataclasses.asdict(swarm.bytes_per_step(parameters, len(up))),
+        },
         "peers": [_peer(live, peer, now_s) for peer in swarm.peers.values()],
     }
 
 
 def rounds(live: LiveSwarm) -> list[Json]:
     """The last rounds, oldest first, including skipped ones."""
-    swarm = live.swarm
-    keys = sorted(swarm.rounds.keys() | swarm.skips.keys(), key=lambda key: _when(live, key))[-SHOWN_ROUNDS:]
-    return [_round(live, key) for key in keys]
+    newest = sorted(live.swarm.rounds.by_key.values(), key=lambda round_: (round_.t, round_.round))[-SHOWN_ROUNDS:]
+    return [_round(live, round_) for round_ in newest]
 
 
 def notices(live: LiveSwarm) -> list[Json]:
@@ -104,9 +109,9 @@ def _step(live: LiveSwarm, peer: PeerView) -> int:
 
 def _kind(peer: PeerView, linked: bool) -> str:
     """One of training, joining, finished, left, gone and unreachable, for the colours."""
-    if linked:
-        return "training" if peer.is_up else "joining" if peer.status != "finished" else "finished"
-    return peer.status if peer.status in (GONE, LEFT) else "unreachable"
+    if not linked:
+        return peer.state.value if peer.state in (PeerState.GONE, PeerState.LEFT) else "unreachable"
+    return "training" if peer.is_up else "finished" if peer.state is PeerState.FINISHED else "joining"
 
 
 def _traffic(live: LiveSwarm, peer: PeerView, now_s: float) -> dict[int, float]:
@@ -123,53 +128,24 @@ def _rounds_so_far(rounds: list[RoundView]) -> int:
     return 1 + max(committed, key=lambda round_: round_.t).round if committed else 0
 
 
-def _bytes(peers: list[PeerView], up: int) -> Json:
-    """Payload per inner step and peer over the known run, and what dense data-parallel training would send.
-
-    A ring all-reduce of fp32 gradients at every step: 2 (k - 1) / k · 4 N bytes, for k peers and N weights.
-    """
-    steps = sum(peer.own_steps for peer in peers)
-    parameters = max((peer.parameters for peer in peers), default=0)
-    return {
-        "steps": steps,
-        "fragments": sum(peer.fragment_bytes for peer in peers) / max(1, steps),
-        "rounds": sum(peer.round_bytes for peer in peers) / max(1, steps),
-        "dense": 8 * parameters * (up - 1) / up if up else 0,
-        "sent": sum(peer.bytes_sent for peer in peers),
-    }
-
-
-def _when(live: LiveSwarm, key: tuple[str, int]) -> tuple[float, int]:
-    round_ = live.swarm.rounds.get(key)
-    return (round_.t if round_ is not None else live.swarm.skips[key].t, key[1])
-
-
-def _round(live: LiveSwarm, key: tuple[str, int]) -> Json:
-    swarm = live.swarm
-    round_, skip = swarm.rounds.get(key), swarm.skips.get(key)
-    t = _when(live, key)[0]
-    by = [live.number_of(peer_id) or short_id(peer_id) for peer_id in round_.contributors] if round_ else []
-    late = sorted(number for number in round_.late if isinstance(number, int)) if round_ else []
-    skipped = {number: reason[:MOST_TEXT] for number, reason in skip.reasons.items()} if skip else {}
+def _round(live: LiveSwarm, round_: RoundView) -> Json:
+    by = [live.number_of(peer_id) or short_id(peer_id) for peer_id in round_.contributors]
+    late = sorted(number for number in round_.late if isinstance(number, int))
+    skipped = {number: reason[:MOST_TEXT] for number, reason in round_.reasons.items()}
     reported = {*by, *late, *skipped}
+    training = [peer.number for peer in live.swarm.peers.values() if 0 < peer.began_t < round_.t < peer.heard_t]
     return {
-        "lineage": key[0],
-        "round": key[1],
-        "t": round(t, 1),
-        "status": round_.status if round_ else "skipped",
-        "wall_s": _rounded(round_.wall_s, 2) if round_ else None,
+        "lineage": round_.lineage,
+        "round": round_.round,
+        "t": round(round_.t, 1),
+        "status": round_.status,
+        "wall_s": _rounded(round_.wall_s, 2),
         "by": by,
         "late": late,
         "skipped": skipped,
-        "absent": [
-            p.number for p in live.swarm.peers.values() if p.number not in reported and _was_training(p, t, round_)
-        ],
-        "agreed": round_.agreed if round_ else True,
+        "absent": [number for number in training if number not in reported] if round_.applied else [],
+        "agreed": round_.agreed,
     }
-
-
-def _was_training(peer: PeerView, t: float, round_: RoundView | None) -> bool:
-    return round_ is not None and 0 < peer.began_t < t < peer.heard_t
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:

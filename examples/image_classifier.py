@@ -22,7 +22,7 @@ from torch import nn
 import p2ptrain
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--wait", action="store_true", help="let somebody else start the second peer")
+parser.add_argument("--wait", action="store_true", help="wait for a second peer that you start yourself")
 parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS", help="where the first peer is")
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
 parser.add_argument("--steps", type=int, default=600, help="training steps of each peer")

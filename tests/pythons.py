@@ -27,7 +27,7 @@ SETTINGS = ("--steps", "100000", "--sync-every", "30", "--threads", "1", "--devi
 
 
 class SmokeError(Exception):
-    """A step did not end as it should; the message says which, and what was said last."""
+    """A step did not end as it should; the message names it and has its last output."""
 
 
 def interpreters() -> dict[str, Path]:
@@ -127,10 +127,10 @@ def main() -> int:
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="pythons-") as folder:
             try:
-                said = smoke(python, Path(folder))
+                result = smoke(python, Path(folder))
             except SmokeError as error:
-                said, failed = f"FAILED: {error}", failed + 1
-        print(f"Python {minor} ({python}): {said}; {time.monotonic() - began_s:.0f} s", flush=True)
+                result, failed = f"FAILED: {error}", failed + 1
+        print(f"Python {minor} ({python}): {result}; {time.monotonic() - began_s:.0f} s", flush=True)
     missing = [f"3.{minor}" for minor in MINORS if f"3.{minor}" not in found]
     if missing:
         print(f"not here, and so not tried: {', '.join(missing)}")

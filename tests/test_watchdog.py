@@ -78,17 +78,17 @@ def _is_there(pid: int) -> bool:
 
 
 def test_what_a_test_started_dies_with_its_time_limit_and_the_next_test_runs(tmp_path: Path) -> None:
-    status, said, started = _pytest(tmp_path, TESTS)
-    assert status == pytest.ExitCode.TESTS_FAILED, said
-    assert "2 failed, 1 passed" in said
+    status, printed, started = _pytest(tmp_path, TESTS)
+    assert status == pytest.ExitCode.TESTS_FAILED, printed
+    assert "2 failed, 1 passed" in printed
     assert len(started) == 2
     assert not any(map(_is_there, started))
 
 
 def test_a_test_that_nothing_interrupts_ends_the_run_and_all_stacks_are_shown(tmp_path: Path) -> None:
-    status, said, started = _pytest(tmp_path, TESTS.partition("def test_that_waits")[0] + STUBBORN)
-    assert status == 1, said
-    assert "test_that_nothing_interrupts" in said
-    assert "Stack of" in said or "Timeout" in said
+    status, printed, started = _pytest(tmp_path, TESTS.partition("def test_that_waits")[0] + STUBBORN)
+    assert status == 1, printed
+    assert "test_that_nothing_interrupts" in printed
+    assert "Stack of" in printed or "Timeout" in printed
     assert len(started) == 1
     assert not any(map(_is_there, started))

@@ -23,7 +23,7 @@ from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.messages import read_varint, send_message
 
-# Received bytes that nobody has read yet. At this limit reading stops, which stops p2pd and then the peer.
+# Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
 # Bytes that send_all may leave unsent when it returns.
 SEND_BUFFER_BYTES = 256 * 1024

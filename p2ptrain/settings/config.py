@@ -142,7 +142,7 @@ class RunConfig:
         why="DiLoCo, table 5, for Nesterov, sgdm and adam.")
     num_shards: int = setting(0, count(0, "(0: every peer trains on all of the text)"),
         help="Text shards, one per peer; 0: each peer reads all text.",
-        why="Off: when a peer leaves, nobody trains on its shard. Some of the papers' experiments need shards.")
+        why="Off: when a peer leaves, its shard is no longer trained on. Some of the papers' experiments need shards.")
     sharding: str = setting("iid", choice("iid", "unbalanced", "clusters"),
         help="Split of the text: random, unequal, or by similarity.",
         why="DiLoCo's experiments default to clusters (k-means of blocks of text), \"the more challenging use case\"; "

@@ -79,7 +79,7 @@ class PageConfig:
     # fmt: off
     host: str = setting(LOOPBACK, metavar="ADDRESS",
         help="Address to serve the page on; 0.0.0.0 for all networks.",
-        why="Everyone who can reach the page sees the run, so other machines are not allowed by default.")
+        why="Anyone who can reach the page can see the run, so other machines are not allowed by default.")
     port: int = setting(8080, PORT, metavar="PORT",
         help="Port to serve the page on; 0 for any free one.",
         why="A usual port for local pages.")

@@ -104,7 +104,7 @@ def _usage(**more: float) -> list[Usage]:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "resource"),
     [
         ({"resident_bytes": 101e6}, "memory: 500 → 601 MB (rule: ≤ 20% more)"),
         ({"files": 11}, "open files: 40 → 51 (rule: ≤ 10 more)"),
@@ -113,10 +113,10 @@ def _usage(**more: float) -> list[Usage]:
         ({"resident_bytes": 99e6, "files": 10, "threads": 10, "disk_bytes": 1.3e6}, ""),
     ],
 )
-def test_a_peer_that_needs_more_and_more_fails_a_soak(more: dict[str, float], said: str) -> None:
+def test_a_peer_that_needs_more_and_more_fails_a_soak(more: dict[str, float], resource: str) -> None:
     soak = _soak(("a", "x", 2, 5.0), ("b", "x", 2, 5.0))
     soak.peers[-1].usage = _usage(**more)
-    assert failures(soak) == ([f"b needs more and more {said}"] if said else [])
+    assert failures(soak) == ([f"b needs more and more {resource}"] if resource else [])
 
 
 def test_nothing_is_said_of_growth_before_there_is_enough_to_say_it_by() -> None:

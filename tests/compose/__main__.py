@@ -201,9 +201,9 @@ def _stop(demo: Demo) -> float:
             if status := demo.state(container)["ExitCode"]:
                 raise CheckFailedError(f"{container} ended with exit status {status} (137: killed after {GRACE_S} s)")
             # The last line but for what is logged beside it.
-            said = demo.docker("logs", "--tail", "10", container)
-            if service == "worker" and not re.search(r"^interrupted at step \d+, saved in ", said, re.MULTILINE):
-                raise CheckFailedError(f"{container} stopped without a checkpoint; it says: {said}")
+            output = demo.docker("logs", "--tail", "10", container)
+            if service == "worker" and not re.search(r"^interrupted at step \d+, saved in ", output, re.MULTILINE):
+                raise CheckFailedError(f"{container} stopped without a checkpoint; its last lines: {output}")
     return took_s
 
 
@@ -214,7 +214,7 @@ def _check_continued(before: list[Worker], after: list[Worker]) -> None:
 
 
 def _last_lines(demo: Demo) -> str:
-    """What every container printed last, for whoever looks into a failure."""
+    """The last lines of every container, for the message of a failure."""
     with contextlib.suppress(CheckFailedError):
         return demo.compose("logs", "--no-color", f"--tail={LAST_LINES}")
     return "(there are no logs)"

@@ -13,7 +13,7 @@ from tests.swarm.processes import Swarm, assert_anchors_agree
 
 @pytest.mark.long
 def test_two_private_peers_train_together_through_a_public_one(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
-    """It relays for nobody: fragments and rounds find their way by whom each can reach."""
+    """The public peer relays no connection: each peer sends fragments and rounds to the peers that it can reach."""
     machines = [net.machine(), net.behind_nat(), net.behind_nat()]
     peers = join_all(swarm, tmp_path / "peers", machines, relay_peers=0)
     public, *private = peers

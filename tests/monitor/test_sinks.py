@@ -1,4 +1,4 @@
-"""A sink that fails loses its own events; the others, and whoever writes, go on."""
+"""A sink that fails loses its own events; the other sinks and the caller go on."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def test_a_real_peer_refuses_to_dial_an_address_that_is_not_public(run: Callable
     async def main() -> None:
         async with open_pair() as (first, second):
             control_path = second.transport.control_path
-            result, said = await dial_back(control_path, first.peer_id, second.peer_id, second.maddrs)
+            result, detail = await dial_back(control_path, first.peer_id, second.peer_id, second.maddrs)
             assert result is DialBack.UNKNOWN
-            assert "refusing to dial peer with blocked observed address" in said
+            assert "refusing to dial peer with blocked observed address" in detail
 
     run(main)

@@ -39,12 +39,14 @@ OPEN = "/ip4/5.188.7.1/tcp/4001"
 
 def answer(status: int, *, limit_s: int = 0, limit_bytes: int = 0) -> HopMessage:
     """A relay's answer to a reservation request."""
-    said = HopMessage(type=HopMessage.STATUS, status=status, reservation=Reservation(expire=10**9, voucher=b"voucher"))
+    message = HopMessage(
+        type=HopMessage.STATUS, status=status, reservation=Reservation(expire=10**9, voucher=b"voucher")
+    )
     if limit_s:
-        said.limit.duration = limit_s
+        message.limit.duration = limit_s
     if limit_bytes:
-        said.limit.data = limit_bytes
-    return said
+        message.limit.data = limit_bytes
+    return message
 
 
 def read_message(data: bytes) -> HopMessage:
@@ -230,7 +232,7 @@ def test_an_exception_in_a_renewal_costs_that_renewal_only(
         nonlocal renewals
         renewals += 1
         if 1 < renewals < 5:
-            raise IndexError("an answer that nobody expected")
+            raise IndexError("an unexpected answer")
 
     async def main() -> None:
         async with open_network(config()) as network:

@@ -217,7 +217,7 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
 
                 def tell_and_fail(event: str, /, **fields: object) -> None:
                     tell(event, **fields)
-                    raise LookupError("whoever is told has a bug as well")
+                    raise LookupError("the listener has a bug as well")
 
                 network.on_event = tell_and_fail
                 for count, bug in enumerate(bugs, start=1):

@@ -277,8 +277,8 @@ def test_ctrl_c_while_arms_start_ends_all_of_them(
     tmp_path: Path, when: str, moment: str, number: signal.Signals
 ) -> None:
     with simulating(tmp_path, "-c", AT_A_MOMENT, when, moment, str(int(number))) as process:
-        _, said = process.communicate()
-        assert (process.returncode, said.strip()) == (130, "p2ptrain: interrupted")
+        _, output = process.communicate()
+        assert (process.returncode, output.strip()) == (130, "p2ptrain: interrupted")
         wait_for(lambda: not all_of(process.pid))
 
 
@@ -290,11 +290,11 @@ def test_whatever_ends_the_command_ends_its_arms(tmp_path: Path, number: signal.
         wait_for(lambda: len(all_of(process.pid)) >= min(4, 2 + (os.cpu_count() or 1)))
         assert process.poll() is None
         process.send_signal(number)
-        _, said = process.communicate()
+        _, output = process.communicate()
         if number == signal.SIGKILL:
             assert process.returncode == -number
         else:
-            assert (process.returncode, said.strip()) == (130, "p2ptrain: interrupted")
+            assert (process.returncode, output.strip()) == (130, "p2ptrain: interrupted")
         wait_for(lambda: not all_of(process.pid))
 
 

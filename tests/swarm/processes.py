@@ -228,7 +228,7 @@ class Process:
         return [str(leftover) for leftover in (*sockets, *processes)]
 
     def _read_screen(self) -> None:
-        """Keep what appears on the terminal: one that nobody reads comes to a halt."""
+        """Keep what appears on the terminal: a process stops when its terminal is not read."""
         with self._output.open("ab") as output, contextlib.suppress(OSError), open(self._keyboard, "rb", 0) as screen:
             while shown := screen.read(65536):
                 output.write(shown)
@@ -306,7 +306,7 @@ class Swarm:
         assert leftovers == []
 
     def report(self) -> str:
-        """What everybody said last, for the message of a failure."""
+        """The last lines of every process, for the message of a failure."""
         parts = []
         for process in self.processes:
             status = "running" if process.running else f"exit status {process.wait()}"

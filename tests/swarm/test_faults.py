@@ -127,7 +127,7 @@ def test_a_run_whose_peers_were_all_killed_goes_on_from_their_checkpoints(swarm:
         peer.wait()
     steps = [max(int(path.name.partition("-")[2]) for path in out.glob("checkpoint-*")) for out in saved]
 
-    # The same commands again, and the founder is not the first: whoever starts first begins, and is found by the rest.
+    # The same commands again, and the founder is not the first: the first to start begins, and the rest find it.
     ids = [peer.peer_id for peer in three]
     again = [swarm.start(joining(three[0]), directory=three[1].directory)]
     swarm.until_ready(*again)
@@ -144,7 +144,7 @@ def test_a_run_whose_peers_were_all_killed_goes_on_from_their_checkpoints(swarm:
 def test_a_full_disk_is_said_and_training_goes_on(swarm: Swarm, tmp_path: Path) -> None:
     refused = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
     if refused.returncode:
-        pytest.skip(f"this machine lets nobody mount a small disk of their own: {refused.stderr.strip()}")
+        pytest.skip(f"this machine does not allow mounting a small disk: {refused.stderr.strip()}")
     (disk := tmp_path / "disk").mkdir()
     # Room for an identity and addresses, and for no checkpoint.
     mounting = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'

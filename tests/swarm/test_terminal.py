@@ -54,7 +54,7 @@ def test_a_run_from_beginning_to_end_as_its_terminal_shows_it(swarm: Swarm) -> N
     pyte.ByteStream(screen).feed(peer.typed_out)
     above = ["".join(line[column].data for column in range(80)) for line in screen.history.top]
     text = "\n".join(line.rstrip() for line in [*above, *screen.display])
-    # The log and what was said, the last frame, and the last word, in this order.
+    # The log and other lines, the last frame, and the last line, in this order.
     order = [
         "other peers join with:",
         "round 0 solo",

@@ -6,7 +6,6 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from p2ptrain.algorithms.metrics import pairwise_correlation
 from p2ptrain.demo.directory import peer_directory
 from p2ptrain.demo.orchestrator import DemoFailedError
 from p2ptrain.errors import CheckpointError
-from p2ptrain.monitor.peerview import PeerState, PeerView
+from p2ptrain.monitor.peerview import PeerState
 from p2ptrain.monitor.swarmview import BytesPerStep, SwarmView
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.settings.config import RunConfig
@@ -95,12 +94,15 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         peer = swarm.peers[number]
         model.load_state_dict(found.state["model"])
         weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
-        results.append(PeerResult(number, peer.own_steps, _before_last_round(peer), trainer.evaluate()))
+        before = [loss for t, loss in peer.held_out if t < peer.last_round_t]
+        results.append(PeerResult(number, peer.own_steps, before[-1] if before else None, trainer.evaluate()))
 
     # Use the newest, in case a peer missed the last round.
     newest = max(checkpoints.values(), key=lambda found: (found.info["round"], found.step))
-    _load_anchor(model, newest.state["peer"])
-    merged = checkpoint.Checkpoint(newest.step, _merged_info(newest.info), {"model": model.state_dict()})
+    anchor = ModelParts(model).unflatten(newest.state["peer"]["anchor"])
+    model.load_state_dict(anchor, strict=False)
+    info = {name: value for name, value in newest.info.items() if name != "peer_id"}
+    merged = checkpoint.Checkpoint(newest.step, info, {"model": model.state_dict()})
     correlations = [found.value for found in swarm.correlations() if found.step < swarm.total_steps]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Results(
@@ -119,20 +121,3 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
             generate_text(model, PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
         ),
     )  # fmt: skip
-
-
-def _before_last_round(peer: PeerView) -> float | None:
-    before = [loss for t, loss in peer.held_out if t < peer.last_round_t]
-    return before[-1] if before else None
-
-
-def _load_anchor(model: nn.Module, peer_state: dict[str, Any]) -> None:
-    anchor = ModelParts(model).unflatten(peer_state["anchor"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(anchor[name])
-
-
-def _merged_info(info: Any) -> dict[str, Any]:
-    """The information of a peer's checkpoint without its peer id."""
-    return {name: value for name, value in info.items() if name != "peer_id"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from p2ptrain.monitor.curve import Curve
@@ -15,8 +14,8 @@ from p2ptrain.protocol.event_log.events import Event
 RECENT_S = 4.0
 # Factor of the exponential moving average of the loss, per step.
 SMOOTHING = 0.98
-# Bound on counted reasons and receivers; there are ten reasons and at most 128 links.
-MOST_COUNTED = 512
+# Bound on counted reasons; there are ten.
+MOST_REASONS = 512
 
 
 class PeerState(enum.Enum):
@@ -44,13 +43,12 @@ class PeerView:
         adopted: whether it has adopted the run's state since its start.
         step: the step of the run that it has reached.
         own_steps: inner steps that it made itself.
-        tokens: tokens that it trained on.
         parameters: number of trained weights; 0 unknown.
         loss: smoothed training loss in nats; None before its first step.
         losses, held_out: training and held-out loss over time; seconds since the epoch, nats.
         round: number of rounds that it has resolved.
         sent, merged, skipped: counts of fragments; `skipped` by reason.
-        sent_to: fragments by receiver, in total; `recent_to`: the same in its last report (about two seconds).
+        recent_to: fragments by receiver in its last report (about two seconds).
         alive: ids of the other peers that it is linked to.
         fragment_bytes, round_bytes: bytes that it sent.
         discarded: tokens whose training was discarded because rounds left it out.
@@ -67,14 +65,12 @@ class PeerView:
     step: int = 0
     own_steps: int = 0
     total_steps: int = 0
-    tokens: int = 0
     parameters: int = 0
     loss: float | None = None
     round: int = 0
     sent: int = 0
     merged: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    sent_to: Counter[str] = field(default_factory=Counter)
     recent_to: dict[str, int] = field(default_factory=dict)
     fragment_bytes: int = 0
     round_bytes: int = 0
@@ -84,7 +80,6 @@ class PeerView:
     began_t: float = 0.0
     heard_t: float = 0.0
     alive: frozenset[str] = frozenset()
-    maddrs: tuple[str, ...] = ()
     losses: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
     _recent: deque[tuple[float, int, float, int]] = field(default_factory=deque)
@@ -130,8 +125,7 @@ class PeerView:
         self.heard_t = event["t"]
         match event["event"]:
             case "start":
-                self.peer_id, self.maddrs = event["peer_id"], tuple(event["maddrs"])
-                self.total_steps = event["run"]["total_steps"]
+                self.peer_id, self.total_steps = event["peer_id"], event["run"]["total_steps"]
                 self.parameters = event.get("parameters", 0)
                 self.state, self.adopted = PeerState.JOINING, False
             case "adopt":
@@ -144,9 +138,10 @@ class PeerView:
                 self.counted_t = event["t"]
                 self.sent += event["sent"]
                 self.merged += event["merged"]
-                _count_up(self.skipped, event["skipped"])
+                for reason, number in event["skipped"].items():
+                    if reason in self.skipped or len(self.skipped) < MOST_REASONS:
+                        self.skipped[reason] += number
                 self.recent_to = event.get("to", {})
-                _count_up(self.sent_to, self.recent_to)
                 self.fragment_bytes += event["bytes_sent"]
             case "round":
                 self.round = max(self.round, event["round"] + 1)
@@ -167,7 +162,6 @@ class PeerView:
         steps = event.get("steps", 1)  # more than one if the event log merged steps
         self.step = event["step"]
         self.own_steps += steps
-        self.tokens += event["tokens"]
         self.state = PeerState.LAST_ROUND if self.step >= self.total_steps > 0 else PeerState.TRAINING
         if event["loss"] is not None and math.isfinite(event["loss"]):
             smoothing = SMOOTHING**steps if self.loss is not None else 0.0
@@ -177,7 +171,3 @@ class PeerView:
         # Keep at least two: a step of a large model may take longer than the window.
         while len(self._recent) > 2 and self._recent[0][0] < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
             self._recent.popleft()
-
-
-def _count_up(counter: Counter[str], more: Mapping[str, int]) -> None:
-    counter.update({name: n for name, n in more.items() if name in counter or len(counter) < MOST_COUNTED})

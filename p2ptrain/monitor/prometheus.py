@@ -7,20 +7,47 @@ it a few additions: 2.5 µs per step (measured).
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.peer_config import LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge
-
-# An exchange takes 0.2 to 5 ms (docs/BENCHMARKS.md); the upper buckets are for machines that swap.
-EXCHANGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-# From a demo on one machine to half an hour, the default time limit of an attempt.
-ROUND_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1800.0)
+# By name, without the prefix p2ptrain_: help and, for a counter of several series, its label.
+COUNTERS = {
+    "steps": ("Inner steps that this peer has made.",),
+    "tokens": ("Tokens, or other samples, that this peer has trained on.",),
+    "fragments_sent": ("Fragments sent.",),
+    "fragments_merged": ("Fragments of other peers that were merged.",),
+    "fragments_skipped": ("Fragments skipped, by reason (docs/metrics.md).", "reason"),
+    "sent_bytes": ("Bytes sent, for fragments and for rounds.", "traffic"),
+    "received_bytes": ("Bytes received, for fragments and for rounds.", "traffic"),
+    "rounds": ("Rounds applied here (committed, solo) or skipped.", "status"),
+    "rounds_late": ("Committed rounds without this peer's outer gradient.",),
+    "daemon_restarts": ("Restarts of the libp2p daemon.",),
+}
+GAUGES = {
+    "loss": "Training loss of this peer's last step, in nats.",
+    "eval_loss": "Newest loss on held-out data, in nats.",
+    "run_step": "The run's step that this peer has reached.",
+    "step_seconds": "Moving average of the time of an inner step without its exchange.",
+    "round_contributors": "Contributors of the last round applied here.",
+    "round": "Number of the last round applied here.",
+    "peers": "Live peers of the run, this one included.",
+}
+HISTOGRAMS = {
+    # 0.2 to 5 ms (docs/BENCHMARKS.md); the upper buckets are for machines that swap.
+    "exchange_seconds": (
+        "Time per step that the exchange blocked the training thread.",
+        (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
+    ),
+    # From a demo on one machine to half an hour, the default time limit of an attempt.
+    "round_seconds": (
+        "Duration of a round, from joining it to applying its result.",
+        (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 1800.0),
+    ),
+}
 # Time for running scrapes to end when the peer leaves.
 CLOSE_TIMEOUT_S = 2.0
 
@@ -42,18 +69,37 @@ class PrometheusSink:
             ConfigError: `endpoint` is invalid or cannot be listened on, or prometheus_client is not installed.
         """
         require_extra("dashboard", "--prometheus")
-        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, start_http_server
+        import prometheus_client as client
 
         parsed = parse_endpoint(endpoint)
         if parsed is None:
             raise ConfigError(f"prometheus = {endpoint!r}: must be PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100")
         host, port = parsed
-        self._registry = CollectorRegistry()
-        self._figures = _Figures(self._registry)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
+        registry = client.CollectorRegistry()
+        self._info = client.Info("p2ptrain", "This peer and its run.", registry=registry)
+        self._counters = {
+            name: client.Counter(f"p2ptrain_{name}", text, labels, registry=registry)
+            for name, (text, *labels) in COUNTERS.items()
+        }
+        self._gauges = {
+            name: client.Gauge(f"p2ptrain_{name}", text, registry=registry) for name, text in GAUGES.items()
+        }
+        self._histograms = {
+            name: client.Histogram(f"p2ptrain_{name}", text, buckets=buckets, registry=registry)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        client.ProcessCollector(registry=registry)
+        client.PlatformCollector(registry=registry)
+        # Create all series at 0, so that rates are right from the first event on.
+        for status in ("committed", "solo", "skipped"):
+            self._counters["rounds"].labels(status)
+        for traffic in ("fragment", "round"):
+            self._count_bytes(traffic, {"bytes_sent": 0, "bytes_received": 0})
+        self._gauges["peers"].set(1)
+        for unknown in ("loss", "eval_loss", "round"):
+            self._gauges[unknown].set(float("nan"))
         try:
-            self._server, self._thread = start_http_server(port, host, self._registry)
+            self._server, self._thread = client.start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--prometheus {endpoint}: {_explain(error)}") from None
         self._thread.name = "p2ptrain-prometheus"
@@ -62,8 +108,49 @@ class PrometheusSink:
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Count one event; ignore events without metrics."""
-        if (take := getattr(self._figures, f"on_{event}", None)) is not None:
-            take(fields)
+        counters, gauges = self._counters, self._gauges
+        match event:
+            case "start":
+                self._info.info(
+                    {
+                        "version": __version__,
+                        "run_id": fields["run_id"],
+                        "run_digest": fields["run_digest"][:12],
+                        "peer_id": fields["peer_id"],
+                        "model": fields["run"]["model"],
+                    }
+                )
+            case "adopt":
+                gauges["run_step"].set(fields["run_step"])
+                gauges["round"].set(fields["round"])
+            case "step":
+                counters["steps"].inc()
+                counters["tokens"].inc(fields["tokens"])
+                gauges["run_step"].set(fields["step"])
+                gauges["step_seconds"].set(fields["step_s"])
+                gauges["loss"].set(_number(fields["loss"]))
+                self._histograms["exchange_seconds"].observe(fields["exchange_s"])
+            case "fragments":
+                counters["fragments_sent"].inc(fields["sent"])
+                counters["fragments_merged"].inc(fields["merged"])
+                for reason, number in fields["skipped"].items():
+                    counters["fragments_skipped"].labels(reason).inc(number)
+                self._count_bytes("fragment", fields)
+            case "round":
+                counters["rounds"].labels(fields["status"]).inc()
+                self._count_bytes("round", fields)
+                if fields["status"] != "skipped":
+                    counters["rounds_late"].inc(fields["late"])
+                    gauges["round"].set(fields["round"])
+                    gauges["round_contributors"].set(fields["group_size"])
+                    self._histograms["round_seconds"].observe(fields["wall_s"])
+            case "eval":
+                # Training loops of users record this event too, with any fields.
+                gauges["eval_loss"].set(_number(fields.get("loss")))
+            case "peers":
+                gauges["peers"].set(1 + len(fields["alive"]))
+            case "daemon":
+                counters["daemon_restarts"].inc(fields["status"] == "restarted")
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
@@ -72,106 +159,9 @@ class PrometheusSink:
             self._thread.join(CLOSE_TIMEOUT_S)
         self._server.server_close()
 
-
-class _Figures:
-    """The metrics, and one handler per event: `on_<event>` takes the fields of one."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        from prometheus_client import Counter, Gauge, Histogram, Info
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"p2ptrain_{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"p2ptrain_{name}", text, registry=registry)
-
-        self._info = Info("p2ptrain", "This peer and its run.", registry=registry)
-        self._steps = counter("steps", "Inner steps that this peer has made.")
-        self._tokens = counter("tokens", "Tokens, or other samples, that this peer has trained on.")
-        self._loss = gauge("loss", "Training loss of this peer's last step, in nats.")
-        self._eval_loss = gauge("eval_loss", "Newest loss on held-out data, in nats.")
-        self._run_step = gauge("run_step", "The run's step that this peer has reached.")
-        self._step_s = gauge("step_seconds", "Moving average of the time of an inner step without its exchange.")
-        self._exchange_s = Histogram(
-            "p2ptrain_exchange_seconds", "Time per step that the exchange blocked the training thread.",
-            buckets=EXCHANGE_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._sent = counter("fragments_sent", "Fragments sent.")
-        self._merged = counter("fragments_merged", "Fragments of other peers that were merged.")
-        self._skipped = counter("fragments_skipped", "Fragments skipped, by reason (docs/metrics.md).", "reason")
-        self._sent_bytes = counter("sent_bytes", "Bytes sent, for fragments and for rounds.", "traffic")
-        self._received_bytes = counter("received_bytes", "Bytes received, for fragments and for rounds.", "traffic")
-        self._rounds = counter("rounds", "Rounds applied here (committed, solo) or skipped.", "status")
-        self._late = counter("rounds_late", "Committed rounds without this peer's outer gradient.")
-        self._contributors = gauge("round_contributors", "Contributors of the last round applied here.")
-        self._round = gauge("round", "Number of the last round applied here.")
-        self._round_s = Histogram(
-            "p2ptrain_round_seconds", "Duration of a round, from joining it to applying its result.",
-            buckets=ROUND_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._peers = gauge("peers", "Live peers of the run, this one included.")
-        self._restarts = counter("daemon_restarts", "Restarts of the libp2p daemon.")
-        # Create all series at 0, so that rates are right from the first event on.
-        for status in ("committed", "solo", "skipped"):
-            self._rounds.labels(status)
-        for traffic in ("fragment", "round"):
-            self._sent_bytes.labels(traffic)
-            self._received_bytes.labels(traffic)
-        self._peers.set(1)
-        for nothing_yet in (self._loss, self._eval_loss, self._round):
-            nothing_yet.set(float("nan"))
-
-    def on_start(self, fields: dict[str, Any]) -> None:
-        self._info.info(
-            {
-                "version": __version__,
-                "run_id": fields["run_id"],
-                "run_digest": fields["run_digest"][:12],
-                "peer_id": fields["peer_id"],
-                "model": fields["run"]["model"],
-            }
-        )
-
-    def on_adopt(self, fields: dict[str, Any]) -> None:
-        self._run_step.set(fields["run_step"])
-        self._round.set(fields["round"])
-
-    def on_step(self, fields: dict[str, Any]) -> None:
-        self._steps.inc()
-        self._tokens.inc(fields["tokens"])
-        self._run_step.set(fields["step"])
-        self._step_s.set(fields["step_s"])
-        self._exchange_s.observe(fields["exchange_s"])
-        self._loss.set(_number(fields["loss"]))
-
-    def on_fragments(self, fields: dict[str, Any]) -> None:
-        self._sent.inc(fields["sent"])
-        self._merged.inc(fields["merged"])
-        for reason, number in fields["skipped"].items():
-            self._skipped.labels(reason).inc(number)
-        self._sent_bytes.labels("fragment").inc(fields["bytes_sent"])
-        self._received_bytes.labels("fragment").inc(fields["bytes_received"])
-
-    def on_round(self, fields: dict[str, Any]) -> None:
-        self._rounds.labels(fields["status"]).inc()
-        self._sent_bytes.labels("round").inc(fields["bytes_sent"])
-        self._received_bytes.labels("round").inc(fields["bytes_received"])
-        if fields["status"] == "skipped":
-            return
-        self._late.inc(fields["late"])
-        self._round.set(fields["round"])
-        self._contributors.set(fields["group_size"])
-        self._round_s.observe(fields["wall_s"])
-
-    def on_eval(self, fields: dict[str, Any]) -> None:
-        # Training loops of users record this event too, with any fields.
-        self._eval_loss.set(_number(fields.get("loss")))
-
-    def on_peers(self, fields: dict[str, Any]) -> None:
-        self._peers.set(1 + len(fields["alive"]))
-
-    def on_daemon(self, fields: dict[str, Any]) -> None:
-        self._restarts.inc(fields["status"] == "restarted")
+    def _count_bytes(self, traffic: str, fields: dict[str, Any]) -> None:
+        self._counters["sent_bytes"].labels(traffic).inc(fields["bytes_sent"])
+        self._counters["received_bytes"].labels(traffic).inc(fields["bytes_received"])
 
 
 def _number(value: object) -> float:

@@ -70,8 +70,7 @@ def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
-            Middleware(_SafeHeaders),
-            Middleware(_KnownHosts, names=frozenset(name.lower() for name in names)),
+            Middleware(_Guard, names=frozenset(name.lower() for name in names)),
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
         ],
     )
@@ -91,11 +90,12 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
             quiet_s += LOOK_S
 
 
-class _SafeHeaders:
-    """Adds HEADERS to every response."""
+class _Guard:
+    """Accepts only requests for an address, localhost or an allowed host name, and adds HEADERS to every response."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
         self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -103,26 +103,14 @@ class _SafeHeaders:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
-
-
-class _KnownHosts:
-    """Accepts only requests for an address, localhost, or an allowed host name."""
-
-    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
-        self._app = app
-        self._names = names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else "localhost"
-        answer: ASGIApp = self._app
-        if not is_known_host(host, self._names):
+        answer = self._app
+        if scope["type"] == "http" and not is_known_host(Headers(scope=scope).get("host", ""), self._names):
             answer = PlainTextResponse(
                 "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
                 "with --page-names NAME.\n",
                 403,
             )
-        await answer(scope, receive, send)
+        await answer(scope, receive, send_with_headers)
 
 
 def is_known_host(host: str, names: frozenset[str]) -> bool:

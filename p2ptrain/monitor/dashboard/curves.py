@@ -42,47 +42,31 @@ def curves(live: LiveSwarm, range_s: int, now_s: float) -> Json:
     start = max(min(begun, default=now_s - 60), now_s - range_s if range_s else 0.0)
     width = max(FINEST_S, (now_s - start) / POINTS)
     # Align to multiples of the width, so that points do not move between updates.
-    first = np.floor(start / width)
-    count = int(np.floor(now_s / width) - first) + 1
-    grid = _Grid(first * width, width, count)
+    bins = np.arange(np.floor(start / width), np.floor(now_s / width) + 1)
     correlations = ((found.t, found.value) for found in live.swarm.correlations())
     return {
         "range": range_s,
-        "t": [round(t, 1) for t in grid.times],
-        "loss": {peer.number: grid.values(peer.losses) for peer in peers},
-        "held_out": {peer.number: grid.values(peer.held_out, bridge=True) for peer in peers},
-        "correlation": grid.values(correlations, bridge=True, digits=5),
+        "t": [round(t, 1) for t in (bins + 0.5) * width],
+        "loss": {peer.number: _means(peer.losses, bins, width) for peer in peers},
+        "held_out": {peer.number: _means(peer.held_out, bins, width, bridge=True) for peer in peers},
+        "correlation": _means(correlations, bins, width, bridge=True, digits=5),
     }
 
 
-class _Grid:
-    """Times `width` seconds apart."""
-
-    def __init__(self, start: float, width: float, count: int) -> None:
-        self._start, self._width, self._count = start, width, count
-
-    @property
-    def times(self) -> list[float]:
-        return [self._start + (n + 0.5) * self._width for n in range(self._count)]
-
-    def values(
-        self, points: Iterable[tuple[float, float]], *, bridge: bool = False, digits: int = 4
-    ) -> list[float | None]:
-        """Means of the points around each time; interpolates short gaps, or all gaps if `bridge`."""
-        known = np.asarray(list(points), np.float64).reshape(-1, 2)
-        places = np.floor((known[:, 0] - self._start) / self._width).astype(np.int64)
-        inside = (places >= 0) & (places < self._count)
-        places, values = places[inside], known[inside, 1]
-        counts = np.bincount(places, minlength=self._count)
-        sums = np.bincount(places, weights=values, minlength=self._count)
-        filled = np.flatnonzero(counts)
-        means = np.full(self._count, np.nan)
-        means[filled] = sums[filled] / counts[filled]
-        self._fill(means, filled, bridge)
-        return [None if np.isnan(mean) else round(float(mean), digits) for mean in means]
-
-    def _fill(self, means: Floats, filled: npt.NDArray[np.int64], bridge: bool) -> None:
-        longest = max(HOLE_POINTS, HOLE_S / self._width)
-        for left, right in itertools.pairwise(filled):
-            if right - left > 1 and (bridge or right - left <= longest):
-                means[left : right + 1] = np.linspace(means[left], means[right], right - left + 1)
+def _means(
+    points: Iterable[tuple[float, float]], bins: Floats, width: float, *, bridge: bool = False, digits: int = 4
+) -> list[float | None]:
+    """Means of the points in each bin; interpolates short gaps, or all gaps if `bridge`."""
+    known = np.asarray(list(points), np.float64).reshape(-1, 2)
+    places = (np.floor(known[:, 0] / width) - bins[0]).astype(np.int64)
+    inside = (places >= 0) & (places < len(bins))
+    places, values = places[inside], known[inside, 1]
+    counts = np.bincount(places, minlength=len(bins))
+    filled = np.flatnonzero(counts)
+    means = np.full(len(bins), np.nan)
+    means[filled] = np.bincount(places, weights=values, minlength=len(bins))[filled] / counts[filled]
+    longest = max(HOLE_POINTS, HOLE_S / width)
+    for left, right in itertools.pairwise(filled):
+        if right - left > 1 and (bridge or right - left <= longest):
+            means[left : right + 1] = np.linspace(means[left], means[right], right - left + 1)
+    return [None if np.isnan(mean) else round(float(mean), digits) for mean in means]

@@ -12,10 +12,11 @@ from rich.text import Text
 from p2ptrain.monitor.formatting import clock, count, size
 from p2ptrain.monitor.frame import Row, loss_text, peer_table, progress, state_style
 from p2ptrain.monitor.peerview import PeerState, PeerView
-from p2ptrain.monitor.swarmview import SwarmView
+from p2ptrain.monitor.swarmview import SwarmView, Tone
 from p2ptrain.monitor.terminal import Drawing, open_terminal
 
 PROGRESS_LINE_EVERY_S = 10.0
+TONE_STYLES = {Tone.PLAIN: "", Tone.GOOD: "green", Tone.BAD: "bold red"}
 # The first of these that fit are shown.
 COLUMNS = (
     "step", "loss", "tokens/s", "frag out", "in", "rounds", "sent", "exch ms", "held-out", "skipped", "id",
@@ -62,7 +63,7 @@ class _Lines:
     def show(self, swarm: SwarmView) -> None:
         for notice in swarm.notices:
             if notice.number >= self._next_notice:
-                self._say(f"{clock(notice.at_s):>5}  {notice.text}", notice.style)
+                self._say(f"{clock(notice.at_s):>5}  {notice.text}", TONE_STYLES[notice.tone])
                 self._next_notice = notice.number + 1
 
     def show_with_progress(self, swarm: SwarmView) -> None:

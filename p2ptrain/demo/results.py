@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from p2ptrain.algorithms.metrics import pairwise_correlation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p2ptrain.monitor.peerview import PeerState, PeerView
-from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
+from p2ptrain.monitor.swarmview import SwarmView, Tone
 from p2ptrain.protocol.event_log.observer import Sighting, View
 
 # Peers to remember, with their curves; beyond that the peer that has been gone for longest is forgotten.
@@ -73,7 +73,7 @@ class LiveSwarm:
     def _on_linked(self, peer: PeerView, now_s: float) -> None:
         if peer.state in (PeerState.GONE, PeerState.LEFT):
             peer.state = PeerState.TRAINING if peer.own_steps else PeerState.JOINING
-            self.swarm.add_notice(now_s, f"{peer.name} is back", GOOD)
+            self.swarm.add_notice(now_s, f"{peer.name} is back", Tone.GOOD)
 
     def _on_lost(self, peer: PeerView, now_s: float) -> None:
         if peer.state is PeerState.FINISHED or self.sightings[peer.number].left:
@@ -81,4 +81,4 @@ class LiveSwarm:
             self.swarm.add_notice(now_s, f"{peer.name} left the run at step {peer.step:,}")
         else:
             peer.state = PeerState.GONE
-            self.swarm.add_notice(now_s, f"{peer.name} is gone at step {peer.step:,}: connection lost", BAD)
+            self.swarm.add_notice(now_s, f"{peer.name} is gone at step {peer.step:,}: connection lost", Tone.BAD)

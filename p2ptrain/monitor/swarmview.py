@@ -5,6 +5,7 @@ The demo shows it on a terminal, the dashboard in a browser. Memory is bounded.
 
 from __future__ import annotations
 
+import enum
 import statistics
 from dataclasses import dataclass, field
 
@@ -17,7 +18,6 @@ from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.rounds import RoundTable
 from p2ptrain.protocol.event_log.events import Event
 
-PLAIN, GOOD, BAD = "", "green", "bold red"
 # Bounds: rounds of a day at one per minute, notices, samples of 30 peers in 15 MB.
 MOST_ROUNDS = 1500
 MOST_NOTICES = 1000
@@ -26,14 +26,22 @@ MOST_CORRELATIONS = 2048
 Values = npt.NDArray[np.float32]
 
 
+class Tone(enum.Enum):
+    """Whether a notice is good or bad news."""
+
+    PLAIN = "plain"
+    GOOD = "good"
+    BAD = "bad"
+
+
 @dataclass(frozen=True)
 class Notice:
-    """One line for the user, `at_s` seconds after the view began; `style` is PLAIN, GOOD or BAD."""
+    """One line for the user, `at_s` seconds after the view began."""
 
     number: int
     at_s: float
     text: str
-    style: str = PLAIN
+    tone: Tone
 
 
 @dataclass(frozen=True)
@@ -90,8 +98,8 @@ class SwarmView:
 
     # --- from the owner of the view -------------------------------------------------------------------------------
 
-    def add_notice(self, now_s: float, text: str, style: str = PLAIN) -> None:
-        self.notices.append(Notice(self._next_notice, now_s - self.began_s, text, style))
+    def add_notice(self, now_s: float, text: str, tone: Tone = Tone.PLAIN) -> None:
+        self.notices.append(Notice(self._next_notice, now_s - self.began_s, text, tone))
         self._next_notice += 1
         del self.notices[:-MOST_NOTICES]
 
@@ -104,7 +112,7 @@ class SwarmView:
         """Note that a peer was killed at `now_s`, in seconds since the epoch."""
         self.peers[number].state = PeerState.KILLED
         self.killed_at = (number, now_s)
-        self.add_notice(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}", BAD)
+        self.add_notice(now_s, f"peer {number} killed (SIGKILL) at step {self.step:,}", Tone.BAD)
 
     # --- from the peers -------------------------------------------------------------------------------------------
 
@@ -137,7 +145,7 @@ class SwarmView:
             self.add_notice(
                 event["t"],
                 f"{peer.name} joined late: adopted the swarm's weights {where}, step {event['run_step']:,}",
-                GOOD,
+                Tone.GOOD,
             )
 
     def _on_round(self, peer: PeerView, event: Event) -> None:
@@ -147,14 +155,14 @@ class SwarmView:
         is_new, agreed = known is None or not known.applied, known is None or known.agreed
         round_ = self.rounds.note(peer.number, event)
         if event["status"] == "skipped":
-            self.add_notice(t, f"{peer.name} skipped round {number}: {event['reason']}", BAD)
+            self.add_notice(t, f"{peer.name} skipped round {number}: {event['reason']}", Tone.BAD)
         elif is_new and key in self.rounds.by_key:
             by = "one peer alone" if event["status"] == "solo" else count(len(round_.contributors), "peer")
             took = "" if round_.wall_s is None else f" in {round_.wall_s:.1f} s"
             sent, anchor = size(event["bytes_sent"]), event["anchor_sha256"][:8]
             self.add_notice(t, f"round {number} committed by {by}{took} · {sent} sent · anchor {anchor}")
         elif agreed and not round_.agreed:
-            self.add_notice(t, f"round {number}: {peer.name} has a different state than other peers", BAD)
+            self.add_notice(t, f"round {number}: {peer.name} has a different state than other peers", Tone.BAD)
 
     def _on_peers(self, peer: PeerView, event: Event) -> None:
         if self.killed_at is None:

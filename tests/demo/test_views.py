@@ -10,7 +10,7 @@ import pytest
 from p2ptrain.demo.processes import EventReader
 from p2ptrain.monitor import swarmview
 from p2ptrain.monitor.peerview import PeerState, PeerView
-from p2ptrain.monitor.swarmview import BAD, GOOD, SwarmView
+from p2ptrain.monitor.swarmview import SwarmView, Tone
 from tests.demo import metrics
 from tests.demo.metrics import BEGAN_S, TOTAL_STEPS, small_swarm
 
@@ -93,7 +93,7 @@ def test_notices_are_in_order() -> None:
         "round 1 committed by 3 peers in 0.4 s · 500 B sent · anchor bbbbbbbb",
     ]
     assert [notice.at_s for notice in swarm.notices] == pytest.approx([2, 5, 8, 8.4, 10, 17])
-    assert [notice.style for notice in swarm.notices][2:5] == [BAD, "", GOOD]
+    assert [notice.tone for notice in swarm.notices][2:5] == [Tone.BAD, Tone.PLAIN, Tone.GOOD]
     assert swarm.killed_at == (1, 1008.0)
     assert swarm.joined_at == (4, 1010)
     assert [len(round_.contributors) for round_ in swarm.rounds.applied] == [3, 3]
@@ -113,7 +113,7 @@ def test_a_different_anchor_is_reported_once() -> None:
         swarm.started(number)
         swarm.apply(number, metrics.round_(7, 1001, by=("Qm1", "Qm2", "Qm3"), anchor=anchor))
     assert _texts(swarm)[1:] == ["round 7: peer 2 has a different state than other peers"]
-    assert swarm.notices[-1].style == BAD
+    assert swarm.notices[-1].tone is Tone.BAD
     assert not swarm.rounds.by_key["0-x", 7].agreed
 
 

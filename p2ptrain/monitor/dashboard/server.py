@@ -1,24 +1,57 @@
-"""Serves the page with uvicorn during a `with` block, while a second thread updates it."""
+"""Serves the page with uvicorn: static files, curves on request, all other state as server-sent events.
+
+It is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not for
+unknown host names: otherwise a foreign web page could read it (DNS rebinding).
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+import anyio
 import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.dashboard.app import make_app
+from p2ptrain.monitor.dashboard.curves import RANGES
 from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.settings.peer_config import PageConfig
 
-STOP_S = 3.0
-# Bound on concurrent connections; a browser opens a few.
+STATIC = Path(__file__).parent / "static"
+LOOK_S = 0.25
+# Interval of keep-alive comments, which reveal dead connections.
+ALIVE_S = 15.0
+# Bounds on concurrent event streams, and on connections: a browser opens a few.
+MOST_STREAMS = 32
 MOST_CONNECTIONS = 200
+STOP_S = 3.0
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
+}
 
 
 @contextmanager
@@ -75,3 +108,90 @@ def _shown_host(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return "localhost"
     return f"[{host}]" if ":" in host else host
+
+
+def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
+    """The application that shows `page_state`; `names` are host names to accept besides localhost and addresses."""
+    streams = anyio.CapacityLimiter(MOST_STREAMS)
+
+    async def index(_: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def state(request: Request) -> Response:
+        if streams.available_tokens < 1:
+            return PlainTextResponse(f"too many open dashboards: {MOST_STREAMS} are allowed", 503)
+        return StreamingResponse(_stream(page_state, streams), media_type="text/event-stream")
+
+    def curves(request: Request) -> Response:  # not async: starlette runs it in a worker thread
+        given = request.query_params.get("range", "0")
+        if given not in map(str, RANGES):
+            return PlainTextResponse(f"range: must be one of {', '.join(map(str, RANGES))}", 400)
+        return Response(page_state.curves(int(given)), media_type="application/json")
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/api/state", state),
+            Route("/api/curves", curves),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[
+            Middleware(_Guard, names=frozenset(name.lower() for name in names)),
+            Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
+        ],
+    )
+
+
+async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> AsyncIterator[bytes]:
+    async with streams:
+        version, quiet_s = 0, 0.0
+        while not page_state.closing.is_set():
+            for at, name, data in page_state.since(version):
+                version, quiet_s = at, 0.0
+                yield b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+            if quiet_s >= ALIVE_S:
+                quiet_s = 0.0
+                yield b": keep-alive\n\n"
+            await anyio.sleep(LOOK_S)
+            quiet_s += LOOK_S
+
+
+class _Guard:
+    """Accepts only requests for an address, localhost or an allowed host name, and adds HEADERS to every response."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        answer = self._app
+        if scope["type"] == "http" and not is_known_host(Headers(scope=scope).get("host", ""), self._names):
+            answer = PlainTextResponse(
+                "This page is served for addresses and localhost only. To open it under a host name, start p2ptrain "
+                "with --page-names NAME.\n",
+                403,
+            )
+        await answer(scope, receive, send_with_headers)
+
+
+def is_known_host(host: str, names: frozenset[str]) -> bool:
+    """Whether a Host header is an address, localhost, or an allowed name."""
+    name = host.lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") <= 1:
+        name = name.partition(":")[0]
+    return name == "localhost" or name in names or _is_address(name)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

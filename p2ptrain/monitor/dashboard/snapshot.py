@@ -11,7 +11,6 @@ from p2ptrain.monitor.formatting import short_id
 from p2ptrain.monitor.liveswarm import LiveSwarm
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.rounds import RoundView
-from p2ptrain.monitor.swarmview import BAD, GOOD, PLAIN
 
 Json = dict[str, Any]
 
@@ -21,7 +20,6 @@ MOST_TEXT = 240
 # A fragment report covers two seconds (FRAGMENTS_COUNT_S); reports older than TRAFFIC_S are not live traffic.
 TRAFFIC_S = 8.0
 FRAGMENTS_COUNT_S = 2.0
-STYLES = {PLAIN: "plain", GOOD: "good", BAD: "bad"}
 
 
 def overview(live: LiveSwarm, now_s: float) -> Json:
@@ -64,12 +62,9 @@ def notices(live: LiveSwarm) -> list[Json]:
     """The last notices, newest first."""
     newest = sorted(live.swarm.notices, key=lambda notice: (notice.at_s, notice.number))[-SHOWN_NOTICES:]
     return [
-        {
-            "id": notice.number, "t": round(notice.at_s, 1), "text": notice.text[:MOST_TEXT],
-            "style": STYLES[notice.style],
-        }
-        for notice in reversed(newest)
-    ]  # fmt: skip
+        {"id": n.number, "t": round(n.at_s, 1), "text": n.text[:MOST_TEXT], "style": n.tone.value}
+        for n in reversed(newest)
+    ]
 
 
 def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:

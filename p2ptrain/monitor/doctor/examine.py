@@ -10,7 +10,7 @@ import torch
 
 from p2ptrain.errors import ConfigError, P2PTrainError
 from p2ptrain.monitor.doctor import reach
-from p2ptrain.monitor.doctor.finding import Finding, Mark
+from p2ptrain.monitor.doctor.finding import Finding, failed
 from p2ptrain.monitor.doctor.local import check_machine
 from p2ptrain.monitor.doctor.machine import read_machine
 from p2ptrain.network.addresses import check_host_maddrs
@@ -83,8 +83,7 @@ def _look_around(network: NetworkConfig) -> tuple[Probe | None, Finding | None]:
     try:
         return thread.run(lambda: probe(network, mapping_s=mapping_s), timeout_s=PROBE_TIMEOUT_S), None
     except (P2PTrainError, TimeoutError) as error:
-        text, _, remedy = str(error).partition("; ")
-        return None, Finding("libp2p daemon", Mark.FAILED, text, remedy or "pip install --force-reinstall hivemind")
+        return None, failed("libp2p daemon", error, "pip install --force-reinstall hivemind")
     finally:
         thread.stop(PROBE_TIMEOUT_S)
 
@@ -98,9 +97,9 @@ def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tup
             run = session.find_run(run_id)
             members = len(session.members(run_id)) if run else 0
     except ConfigError as error:  # a wrong clock; check_clock reports it too
-        return None, reach.check_run(run_id, None, 0, error)
+        return None, failed("run", error)
     try:
         settings.resolve_run(run)
     except ConfigError as error:
-        return run, reach.check_run(run_id, run, members, error)
-    return run, reach.check_run(run_id, run, members, None)
+        return run, failed("run", error)
+    return run, reach.check_run(run_id, run, members)

@@ -35,6 +35,12 @@ class Finding:
         return {"check": self.check, "result": self.mark.name.lower(), "found": self.text, "remedy": self.remedy}
 
 
+def failed(check: str, error: Exception, remedy: str = "") -> Finding:
+    """A failed check, from an error that ends with what to do after a semicolon; or else `remedy`."""
+    text, _, advice = str(error).partition("; ")
+    return Finding(check, Mark.FAILED, text, advice or remedy)
+
+
 def works(findings: Sequence[Finding]) -> bool:
     """Whether a peer would work."""
     return all(finding.mark is not Mark.FAILED for finding in findings)

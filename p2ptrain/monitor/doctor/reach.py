@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.doctor.finding import Finding, Mark
+from p2ptrain.monitor.doctor.finding import Finding, Mark, failed
 from p2ptrain.monitor.formatting import count, short_id
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.dialback import DialBack
@@ -68,8 +68,7 @@ def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
     """
     wanted = ", ".join(config.host_maddrs)
     if refusal is not None:
-        _, _, remedy = str(refusal).partition("; ")
-        return Finding("port", Mark.FAILED, str(refusal).partition(";")[0], remedy)
+        return failed("port", refusal)
     if all(maddr.rstrip("/").endswith("/0") for maddr in config.host_maddrs):
         return Finding("port", Mark.OK, f"{wanted}: a free port, chosen at each start")
     return Finding("port", Mark.OK, f"{wanted}: free")
@@ -166,17 +165,8 @@ def check_clock(peers: Sequence[InitialPeer]) -> Finding:
     return Finding("clock", Mark.OK, f"within {max(abs(worst), 0.1):.1f} s of {count(len(skews), 'peer')}")
 
 
-def check_run(run_id: str, found: RunConfig | None, members: int, refusal: ConfigError | None) -> Finding:
-    """Check whether the run can be joined with the given settings.
-
-    Args:
-        run_id: name of the run.
-        found: settings of the run; None if no peer answered.
-        members: number of its peers.
-        refusal: the error that joining would raise; None if it would succeed.
-    """
-    if refusal is not None:
-        return Finding("run", Mark.FAILED, str(refusal).partition(";")[0], str(refusal).partition("; ")[2])
+def check_run(run_id: str, found: RunConfig | None, members: int) -> Finding:
+    """Describe a run that can be joined: its settings, None if no peer answered, and the number of its peers."""
     if found is None:
         return Finding(
             "run", Mark.WARNING, f"no peers found for run {run_id!r}: join would start it",

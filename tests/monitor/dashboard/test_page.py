@@ -21,7 +21,7 @@ from p2ptrain.monitor.dashboard.server import showing
 from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.browser import CHROMIUM, DRIVER, MISSING, REQUIRED, browser, look, screenshot
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids, of_a_day
-from tests.monitor.dashboard.test_app import stream
+from tests.monitor.dashboard.test_server import stream
 from tests.swarm.processes import Process, Swarm
 
 pytestmark = pytest.mark.skipif(not REQUIRED and (CHROMIUM is None or DRIVER is None), reason=MISSING)

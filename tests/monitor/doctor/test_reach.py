@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.doctor.finding import Finding, Mark
+from p2ptrain.monitor.doctor.finding import Finding, Mark, failed
 from p2ptrain.monitor.doctor.reach import (
     AddressKind,
     check_addresses,
@@ -135,6 +135,6 @@ def test_clocks(ahead_s: float | None, mark: Mark, text: str) -> None:
 
 
 def test_runs() -> None:
-    assert check_run("r", RunConfig(model="gpt-demo"), 3, None).text == "'r': 3 peers, model gpt-demo"
-    assert check_run("r", None, 0, None).mark is Mark.WARNING
-    assert check_run("r", None, 0, ConfigError("lr: you gave 1; leave it out")).remedy == "leave it out"
+    assert check_run("r", RunConfig(model="gpt-demo"), 3).text == "'r': 3 peers, model gpt-demo"
+    assert check_run("r", None, 0).mark is Mark.WARNING
+    assert failed("run", ConfigError("lr: you gave 1; leave it out")).remedy == "leave it out"

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.dashboard.app import HEADERS, STATIC, is_known_host
 from p2ptrain.monitor.dashboard.page_state import PageState
-from p2ptrain.monitor.dashboard.server import showing
+from p2ptrain.monitor.dashboard.server import HEADERS, STATIC, is_known_host, showing
 from p2ptrain.protocol.event_log.observer import View
 from p2ptrain.settings.peer_config import PageConfig
 from tests.monitor.dashboard.madeup import MadeUpSwarm, ids

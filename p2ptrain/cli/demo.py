@@ -47,14 +47,14 @@ def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
 
     from rich.console import Console
 
-    from p2ptrain.demo.demo import DemoOptions, run_demo
+    from p2ptrain.demo.demo import run_demo
     from p2ptrain.demo.orchestrator import DemoFailedError
     from p2ptrain.monitor.terminal import is_worth_it
 
     console = Console()
-    options = DemoOptions(peers, minutes, seed, Path(out), plain or not is_worth_it(console, os.environ))
+    plain = plain or not is_worth_it(console, os.environ)
     try:
-        run_demo(options, console, began_s=began_s)
+        run_demo(console, peers=peers, minutes=minutes, seed=seed, out=Path(out), plain=plain, began_s=began_s)
     except DemoFailedError as error:
         click.echo(f"p2ptrain: error: {error}", err=True)
         sys.exit(FAILED)

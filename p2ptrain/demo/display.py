@@ -10,8 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from p2ptrain.monitor.formatting import clock, count, size
-from p2ptrain.monitor.frame import Row, loss_text, peer_table, progress, state_style
-from p2ptrain.monitor.peerview import PeerState, PeerView
+from p2ptrain.monitor.frame import Row, loss_text, peer_table, progress
+from p2ptrain.monitor.peerview import PeerView
 from p2ptrain.monitor.swarmview import SwarmView, Tone
 from p2ptrain.monitor.terminal import Drawing, open_terminal
 
@@ -108,4 +108,4 @@ def _row(peer: PeerView) -> Row:
         }  # fmt: skip
         if peer.is_up:
             numbers |= {"tokens/s": f"{peer.tokens_per_s:,.0f}", "exch ms": f"{peer.exchange_ms:.1f}"}
-    return Row(str(peer.number), peer.doing, state_style(peer.state), numbers, dim=peer.state is PeerState.KILLED)
+    return Row(str(peer.number), peer.doing, peer.state, numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from p2ptrain.protocol.event_log.downsampling import coalesce
 
@@ -13,12 +12,8 @@ MOST_POINTS = 2048
 FRESH_POINTS = 512
 
 
-class Point(NamedTuple):
-    """A value, or the mean of `weight` neighbours, at their mean time `t` (seconds)."""
-
-    t: float
-    value: float
-    weight: int = 1
+# Time in seconds, value, and of how many neighbours both are the mean.
+Point = tuple[float, float, int]
 
 
 class Curve:
@@ -31,24 +26,21 @@ class Curve:
         return len(self._points)
 
     def __iter__(self) -> Iterator[tuple[float, float]]:
-        return ((point.t, point.value) for point in self._points)
+        return ((t, value) for t, value, _ in self._points)
 
     @property
     def last(self) -> float | None:
         """The newest value."""
-        return self._points[-1].value if self._points else None
+        return self._points[-1][1] if self._points else None
 
     def add(self, t: float, value: float) -> None:
-        self._points.append(Point(t, value))
+        self._points.append((t, value, 1))
         if len(self._points) > MOST_POINTS:
             old = self._points[:-FRESH_POINTS]
-            self._points[:-FRESH_POINTS] = coalesce(old, MOST_POINTS - 2 * FRESH_POINTS, _weight, _mean)
-
-
-def _weight(point: Point) -> int:
-    return point.weight
+            self._points[:-FRESH_POINTS] = coalesce(old, MOST_POINTS - 2 * FRESH_POINTS, lambda point: point[2], _mean)
 
 
 def _mean(a: Point, b: Point) -> Point:
-    weight = a.weight + b.weight
-    return Point((a.t * a.weight + b.t * b.weight) / weight, (a.value * a.weight + b.value * b.weight) / weight, weight)
+    (t, value, weight), (t2, value2, weight2) = a, b
+    total = weight + weight2
+    return (t * weight + t2 * weight2) / total, (value * weight + value2 * weight2) / total, total

@@ -28,17 +28,12 @@ OTHER_STATE = "yellow"
 
 @dataclass(frozen=True)
 class Row:
-    """One peer in the table: its name, what it does in words and in which style, and its numbers by column."""
+    """One peer in the table: its name, what it does in words, its state for the colour, and its numbers by column."""
 
     name: str
     doing: str
-    style: str
+    state: PeerState
     numbers: Mapping[str, str]
-    dim: bool = False
-
-
-def state_style(state: PeerState) -> str:
-    return STATE_STYLES.get(state, OTHER_STATE)
 
 
 def peer_table(rows: Sequence[Row], columns: Iterable[str], width: int) -> Table:
@@ -59,9 +54,9 @@ def peer_table(rows: Sequence[Row], columns: Iterable[str], width: int) -> Table
     for title, columns_wide in shown.items():
         table.add_column(title, width=columns_wide, justify="right", no_wrap=True)
     for row in rows:
-        doing = Text(row.doing, row.style, no_wrap=True, overflow="ellipsis")
+        doing = Text(row.doing, STATE_STYLES.get(row.state, OTHER_STATE), no_wrap=True, overflow="ellipsis")
         numbers = [row.numbers.get(title, "") for title in shown]
-        table.add_row(row.name, doing, *numbers, style="dim" if row.dim else "")
+        table.add_row(row.name, doing, *numbers, style="dim" if row.state is PeerState.KILLED else "")
     return table
 
 

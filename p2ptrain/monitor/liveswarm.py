@@ -19,17 +19,15 @@ class LiveSwarm:
     Attributes:
         swarm: peers, rounds, correlations and notices; times of notices in seconds since the epoch.
         sightings: last sighting of each peer, by number.
+        numbers: numbers of the known peers, by id.
+        linked: numbers of the peers that the observer has a link to.
     """
 
     swarm: SwarmView = field(default_factory=lambda: SwarmView(began_s=0.0, total_steps=0))
     sightings: dict[int, Sighting] = field(default_factory=dict)
-    _numbers: dict[str, int] = field(default_factory=dict)
-    _linked: set[int] = field(default_factory=set)
+    numbers: dict[str, int] = field(default_factory=dict)
+    linked: set[int] = field(default_factory=set)
     _next: int = 1
-
-    def number_of(self, peer_id: str) -> int | None:
-        """The number of a peer; None if it was never seen."""
-        return self._numbers.get(peer_id)
 
     def take(self, view: View, now_s: float) -> None:
         """Add the next view; `now_s` in seconds since the epoch."""
@@ -44,30 +42,26 @@ class LiveSwarm:
             self.sightings[number] = sighting
             if sighting.linked:
                 linked.add(number)
-        for number in sorted(linked - self._linked):
+        for number in sorted(linked - self.linked):
             self._on_linked(self.swarm.peers[number], now_s)
-        for number in sorted(self._linked - linked):
+        for number in sorted(self.linked - linked):
             self._on_lost(self.swarm.peers[number], now_s)
-        self._linked = linked
-
-    def is_linked(self, number: int) -> bool:
-        """Whether the observer has a link to a peer."""
-        return number in self._linked
+        self.linked = linked
 
     def _peer(self, peer_id: str) -> PeerView:
-        if peer_id not in self._numbers:
-            if len(self._numbers) >= MOST_PEERS:
+        if peer_id not in self.numbers:
+            if len(self.numbers) >= MOST_PEERS:
                 self._forget_one()
-            self._numbers[peer_id] = self._next
+            self.numbers[peer_id] = self._next
             self.swarm.started(self._next)
             self.swarm.peers[self._next].peer_id = peer_id
             self._next += 1
-        return self.swarm.peers[self._numbers[peer_id]]
+        return self.swarm.peers[self.numbers[peer_id]]
 
     def _forget_one(self) -> None:
-        gone = [peer for peer in self.swarm.peers.values() if peer.number not in self._linked]
+        gone = [peer for peer in self.swarm.peers.values() if peer.number not in self.linked]
         oldest = min(gone, key=lambda peer: (peer.heard_t, peer.number))
-        del self.swarm.peers[oldest.number], self._numbers[oldest.peer_id]
+        del self.swarm.peers[oldest.number], self.numbers[oldest.peer_id]
         self.sightings.pop(oldest.number, None)
 
     def _on_linked(self, peer: PeerView, now_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from p2ptrain.monitor.formatting import count, duration, short_id, size
-from p2ptrain.monitor.frame import OTHER_STATE, Row, fitting, loss_text, peer_table, progress, state_style
+from p2ptrain.monitor.frame import Row, fitting, loss_text, peer_table, progress
 from p2ptrain.monitor.peerview import PeerState, PeerView
 from p2ptrain.monitor.terminal import Drawing
 from p2ptrain.protocol.membership.peer_status import PeerStatus
@@ -110,12 +110,7 @@ class LiveView:
             others = list(peer.others) if peer is not None else []
             doing = peer.status if peer is not None else self._doing
             lines = progress(self._headline(len(others)), me.step, me.total_steps, width)
-            if me.own_steps:
-                lines += [self._training(width), self._fragments(width)]
-            for skipped, style in ((self._skipped_fragments(), ""), (self._skipped_round, "yellow")):
-                if skipped:
-                    lines.append(Text(skipped, style, no_wrap=True, overflow="ellipsis"))
-            lines.append(Text())
+            lines += [*self._lines(width), Text()]
             paste = _pasted(self._join_line, width) if peer is not None else []
             room = height - max(LOG_LINES, height // LOG_SHARE) - len(lines) - 2
             if room - len(paste) < min(FEW_PEERS, 1 + len(others)):
@@ -127,13 +122,10 @@ class LiveView:
         me = self._me
         step = f"step {me.step:,}" + (f"/{me.total_steps:,}" if me.total_steps else "")
         parts = [f"run {self._run_id}" if self._run_id else "p2ptrain", step]
-        if (left := self._time_left_s()) is not None:
-            parts.append(f"{duration(left)} left")
+        steps_left, speed = me.total_steps - me.step, self._speed()
+        if steps_left > 0 and speed:
+            parts.append(f"{duration(steps_left / speed)} left")
         return [*parts, count(1 + others, "peer"), count(me.round, "round")]
-
-    def _time_left_s(self) -> float | None:
-        left = self._me.total_steps - self._me.step
-        return left / speed if left > 0 and (speed := self._speed()) else None
 
     def _speed(self) -> float:
         """Steps of the run per second over SPEED_WINDOW_S; 0 if unknown."""
@@ -142,28 +134,27 @@ class LiveView:
         (began_s, first), (now, last) = self._steps[0], self._steps[-1]
         return max(0, last - first) / (now - began_s)
 
-    def _training(self, width: int) -> Text:
+    def _lines(self, width: int) -> Iterator[Text]:
+        """What this peer has done so far."""
         me = self._me
-        losses = [("loss", me.loss), ("held-out", me.held_out_loss)]
-        parts = [f"{name} {loss_text(loss)}" for name, loss in losses if loss is not None]
-        if me.is_up:
-            parts += [f"{me.tokens_per_s:,.0f} tokens/s", f"exchange {me.exchange_ms:.1f} ms a step"]
-        return fitting(parts, width)
-
-    def _fragments(self, width: int) -> Text:
-        me = self._me
-        return fitting([f"fragments {me.sent:,} out, {me.merged:,} in", f"{size(me.bytes_sent)} sent"], width)
-
-    def _skipped_fragments(self) -> str:
-        skipped = self._me.skipped
-        reasons = ", ".join(f"{number:,} {REASONS.get(reason, reason)}" for reason, number in skipped.most_common())
-        return f"skipped {sum(skipped.values()):,}: {reasons}" if skipped else ""
+        if me.own_steps:
+            losses = [("loss", me.loss), ("held-out", me.held_out_loss)]
+            parts = [f"{name} {loss_text(loss)}" for name, loss in losses if loss is not None]
+            if me.is_up:
+                parts += [f"{me.tokens_per_s:,.0f} tokens/s", f"exchange {me.exchange_ms:.1f} ms a step"]
+            yield fitting(parts, width)
+            yield fitting([f"fragments {me.sent:,} out, {me.merged:,} in", f"{size(me.bytes_sent)} sent"], width)
+        if me.skipped:
+            reasons = (f"{number:,} {REASONS.get(reason, reason)}" for reason, number in me.skipped.most_common())
+            yield fitting([f"skipped {me.skipped.total():,}: {', '.join(reasons)}"], width)
+        if self._skipped_round:
+            yield Text(self._skipped_round, "yellow", no_wrap=True, overflow="ellipsis")
 
     def _table(self, doing: str, others: list[PeerStatus], rows: int, width: int) -> Table:
         me, speed = self._me, self._speed()
         numbers = {"step": f"{me.step:,}", "rounds": str(me.round), "steps/s": f"{speed:.1f}" if speed else ""}
         shown = others if len(others) < rows else others[: max(1, rows - 2)]
-        table = peer_table([Row("this one", doing, state_style(me.state), numbers), *map(_row, shown)], COLUMNS, width)
+        table = peer_table([Row("this one", doing, me.state, numbers), *map(_row, shown)], COLUMNS, width)
         if len(shown) < len(others):
             table.add_row("", Text(f"and {len(others) - len(shown)} more", "dim"))
         return table
@@ -175,8 +166,8 @@ def _row(other: PeerStatus) -> Row:
         "round trip": f"{1e3 * other.rtt_s:.0f} ms",
     }  # fmt: skip
     # Its status is only text; a peer with a speed trains.
-    style = state_style(PeerState.TRAINING) if other.speed else OTHER_STATE
-    return Row(short_id(other.peer_id), other.status, style, numbers)
+    state = PeerState.TRAINING if other.speed else PeerState.JOINING
+    return Row(short_id(other.peer_id), other.status, state, numbers)
 
 
 def _pasted(line: str, width: int) -> list[RenderableType]:

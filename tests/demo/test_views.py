@@ -126,6 +126,13 @@ def test_the_oldest_rounds_are_forgotten_in_any_order_of_reports(monkeypatch: py
     assert [round_ for _, round_ in swarm.rounds.by_key] == [8, 9, 10]
 
 
+def test_a_round_of_unknown_duration_is_reported_without_it() -> None:
+    swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
+    swarm.started(1)
+    swarm.apply(1, {**metrics.round_(2, 1001, by=("Qm1", "Qm2")), "wall_s": None})
+    assert _texts(swarm) == ["round 2 committed by 2 peers · 500 B sent · anchor aaaaaaaa"]
+
+
 def test_a_skipped_round_is_reported_with_its_reason() -> None:
     swarm = SwarmView(BEGAN_S, TOTAL_STEPS)
     swarm.started(1)

@@ -25,7 +25,7 @@ FRAGMENTS_COUNT_S = 2.0
 def overview(live: LiveSwarm, now_s: float) -> Json:
     """The state of the run and of every peer."""
     swarm = live.swarm
-    up = [peer for peer in swarm.up if live.is_linked(peer.number)]
+    up = [peer for peer in swarm.up if peer.number in live.linked]
     losses = [peer.loss for peer in up if peer.loss is not None]
     held_out = [loss for peer in up if (loss := peer.held_out_loss) is not None]
     correlations = swarm.correlations()
@@ -69,7 +69,7 @@ def notices(live: LiveSwarm) -> list[Json]:
 
 def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
     sighting = live.sightings.get(peer.number)
-    linked = live.is_linked(peer.number)
+    linked = peer.number in live.linked
     return {
         "n": peer.number,
         "id": peer.peer_id,
@@ -99,7 +99,7 @@ def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
 
 def _step(live: LiveSwarm, peer: PeerView) -> int:
     """The peer's latest step; heartbeats are up to two seconds newer than event logs."""
-    return max(peer.step, live.sightings[peer.number].step) if live.is_linked(peer.number) else peer.step
+    return max(peer.step, live.sightings[peer.number].step) if peer.number in live.linked else peer.step
 
 
 def _kind(peer: PeerView, linked: bool) -> str:
@@ -113,7 +113,7 @@ def _traffic(live: LiveSwarm, peer: PeerView, now_s: float) -> dict[int, float]:
     """Fragments per second to each peer, by number."""
     if now_s - peer.counted_t > TRAFFIC_S:
         return {}
-    numbers = ((live.number_of(peer_id), count) for peer_id, count in peer.recent_to.items())
+    numbers = ((live.numbers.get(peer_id), count) for peer_id, count in peer.recent_to.items())
     return {number: round(count / FRAGMENTS_COUNT_S, 1) for number, count in numbers if number is not None}
 
 
@@ -124,7 +124,7 @@ def _rounds_so_far(rounds: list[RoundView]) -> int:
 
 
 def _round(live: LiveSwarm, round_: RoundView) -> Json:
-    by = [live.number_of(peer_id) or short_id(peer_id) for peer_id in round_.contributors]
+    by = [live.numbers.get(peer_id) or short_id(peer_id) for peer_id in round_.contributors]
     late = sorted(number for number in round_.late if isinstance(number, int))
     skipped = {number: reason[:MOST_TEXT] for number, reason in round_.reasons.items()}
     reported = {*by, *late, *skipped}

@@ -132,7 +132,7 @@ class Orchestrator:
         """Raise DemoFailedError if a peer has failed or hangs."""
         for number, process in self._peers.items():
             peer = self._swarm.peers[number]
-            if peer.state in (PeerState.KILLED, PeerState.TOO_LATE):
+            if peer.was_killed:
                 continue
             if process.exit_status not in (None, 0):
                 raise _failure(peer.name, process)

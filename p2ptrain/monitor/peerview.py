@@ -94,6 +94,11 @@ class PeerView:
         return self.state in (PeerState.TRAINING, PeerState.LAST_ROUND)
 
     @property
+    def was_killed(self) -> bool:
+        """Whether the owner of the view killed it, or found it too late to take part."""
+        return self.state in (PeerState.KILLED, PeerState.TOO_LATE)
+
+    @property
     def doing(self) -> str:
         """What it does now, in words: its own description while it trains."""
         return self.status if self.state is PeerState.TRAINING and self.status else self.state.value

@@ -119,10 +119,10 @@ class SwarmView:
     def apply(self, number: int, event: Event) -> None:
         """Process the next event of a peer."""
         peer = self.peers[number]
-        before, adopted = peer.state, peer.adopted
+        state, was_killed, adopted = peer.state, peer.was_killed, peer.adopted
         peer.apply(event)
-        if before is PeerState.KILLED:  # its last events are still read
-            peer.state = before
+        if was_killed:  # its last events are still read
+            peer.state = state
         match event["event"]:
             case "adopt":
                 self._on_adopt(peer, event, again=adopted)

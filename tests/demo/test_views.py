@@ -100,10 +100,12 @@ def test_notices_are_in_order() -> None:
     assert swarm.step == TOTAL_STEPS
 
 
-def test_the_last_events_of_a_killed_peer_do_not_revive_it() -> None:
+@pytest.mark.parametrize("state", [PeerState.KILLED, PeerState.TOO_LATE])
+def test_the_last_events_of_a_killed_peer_do_not_revive_it(state: PeerState) -> None:
     swarm = small_swarm()
+    swarm.peers[1].state = state
     swarm.apply(1, metrics.step(41, 1008.0))
-    assert swarm.peers[1].state is PeerState.KILLED
+    assert swarm.peers[1].state is state
     assert swarm.peers[1].own_steps == 41
 
 

@@ -51,7 +51,6 @@ class PeerView:
         recent_to: fragments by receiver in its last report (about two seconds).
         alive: ids of the other peers that it is linked to.
         fragment_bytes, round_bytes: bytes that it sent.
-        discarded: tokens whose training was discarded because rounds left it out.
         counted_t: time of its last fragment report.
         began_t, heard_t: times of its first and last known event.
     """
@@ -74,7 +73,6 @@ class PeerView:
     recent_to: dict[str, int] = field(default_factory=dict)
     fragment_bytes: int = 0
     round_bytes: int = 0
-    discarded: int = 0
     last_round_t: float = 0.0
     counted_t: float = 0.0
     began_t: float = 0.0
@@ -151,7 +149,6 @@ class PeerView:
             case "round":
                 self.round = max(self.round, event["round"] + 1)
                 self.round_bytes += event["bytes_sent"] + event.get("earlier_bytes_sent", 0)
-                self.discarded += event.get("tokens_discarded", 0)
                 self.last_round_t = event["t"]
             case "eval":
                 if event["loss"] is not None:

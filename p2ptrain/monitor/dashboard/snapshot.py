@@ -91,7 +91,6 @@ def _peer(live: LiveSwarm, peer: PeerView, now_s: float) -> Json:
         "skipped": dict(peer.skipped.most_common(8)),
         "fragment_bytes": peer.fragment_bytes,
         "round_bytes": peer.round_bytes,
-        "discarded": peer.discarded,
         "heard": round(peer.heard_t, 1),
         "to": _traffic(live, peer, now_s) if linked else {},
     }
@@ -130,7 +129,6 @@ def _round(live: LiveSwarm, round_: RoundView) -> Json:
     reported = {*by, *late, *skipped}
     training = [peer.number for peer in live.swarm.peers.values() if 0 < peer.began_t < round_.t < peer.heard_t]
     return {
-        "lineage": round_.lineage,
         "round": round_.round,
         "t": round(round_.t, 1),
         "status": round_.status,

@@ -111,6 +111,7 @@ def test_plans_and_records_of_others_are_checked(name: str) -> None:
         (), plan[:1] if name == "parts" else (plan[0], plan[0]), (dataclasses.replace(plan[0], reducer="x"), *plan[1:]),
         (dataclasses.replace(plan[0], start=1), *plan[1:]),
         (*plan[:-1], dataclasses.replace(plan[-1], stop=BLOCKS + 9)),
+        (dataclasses.replace(plan[0], senders=("a", "b")), *plan[1:]),
     ]  # fmt: skip
     for parts in wrong:
         with pytest.raises(WireError):

@@ -216,7 +216,7 @@ def test_the_longest_honest_messages_fit() -> None:
         "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids), 0.5, 1.5,
     )  # fmt: skip
     attempt = Attempt(3, ids[0], "a" * 16)
-    parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64]) for i in range(512))
+    parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64], ()) for i in range(512))
     maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
     longest = [
         Propose(attempt, record),
@@ -229,3 +229,6 @@ def test_the_longest_honest_messages_fit() -> None:
         header = to_header(message)
         assert len(header) <= MAX_HEADER_BYTES / 2
         assert from_header(KIND_OF[type(message)], header) == message
+    senders = tuple(ids[:64])
+    dense = Roster("l", 1, attempt, senders, tuple(RosterPart(0, 2**40, peer, senders) for peer in senders))
+    assert len(to_header(dense)) <= MAX_HEADER_BYTES

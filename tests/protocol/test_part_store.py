@@ -113,9 +113,7 @@ def test_parts_are_asked_for_a_few_at_a_time() -> None:
 def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: tuple[str, ...]) -> None:
     averaging, state = averaging_of(dataclasses.replace(RUN, averaging="gather")), State()
     record = record_of(*[blob(0)] * len(contributors), contributors=contributors)
-    parts = tuple(
-        dataclasses.replace(part, reducer=name) for part, name in zip(record.parts, contributors, strict=True)
-    )
+    parts = tuple(dataclasses.replace(part, holder=name) for part, name in zip(record.parts, contributors, strict=True))
     with pytest.raises(WireError, match="distinct"):
         check_record(dataclasses.replace(record, parts=parts), state, averaging)  # type: ignore[arg-type]
 

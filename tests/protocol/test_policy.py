@@ -73,9 +73,20 @@ def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None
 
 
 def test_nobody_is_in_the_mean_that_is_not_whole_everywhere() -> None:
-    complete = {"a": {0, 1}, "b": {0}, "c": {0, 1}}
-    assert policy.included(["a", "b", "c", "d"], complete, [0, 1], {"c"}) == ["a"]
-    assert policy.included(["a", "b", "c", "d"], complete, [0], ()) == ["a", "b", "c"]
+    complete = {"a": {0, 1}, "b": {0}, "c": {0, 1}, "d": set[int]()}
+    sends = {name: {0, 1} for name in "abcd"}
+    assert policy.included(sends, complete, [0, 1], {"c"}) == ["a"]
+    assert policy.included(sends, complete, [0], ()) == ["a", "b", "c"]
+
+
+def test_a_member_is_whole_where_all_that_it_sends_arrived_if_anybody_has_it() -> None:
+    plan = [RosterPart(0, 9, "a", ("a", "b")), RosterPart(0, 9, "b", ("b",)), RosterPart(9, 18, "c", ())]
+    sends = policy.parts_of(["a", "b", "c"], plan)
+    assert sends == {"a": {0, 2}, "b": {0, 1, 2}, "c": {2}}
+    complete = {"a": {0, 2}, "b": {0, 2}, "c": {2}}
+    assert policy.included(sends, complete, [0, 1, 2], ()) == ["a", "c"]
+    assert policy.included(sends, complete, [0, 2], ()) == ["a", "b", "c"]
+    assert policy.included(sends, complete, [0], ()) == ["a", "b"]
 
 
 def test_incredible_speeds_and_counts_fit_the_wire() -> None:
@@ -98,28 +109,36 @@ def test_no_outer_gradient_weighs_more_than_twice_the_median(weights: str, expec
 
 
 WHOLE = {"a": {0, 1, 2}, "b": {0, 1, 2}, "c": {0, 1, 2}, "x": {0, 1, 2}}
+THREE = {name: WHOLE[name] for name in "abx"}
 
 
 def test_a_reducer_that_alone_gives_up_half_of_the_others_is_doubted() -> None:
-    members = ["a", "b", "c", "x"]
     complete = {**WHOLE, "a": {0, 1}, "b": {0, 1}}
-    assert policy.is_doubted(2, {"a", "b"}, members, complete, [0, 1, 2])
-    assert not policy.is_doubted(2, {"a"}, members, {**WHOLE, "a": {0, 1}}, [0, 1, 2])
+    assert policy.is_doubted(2, {"a", "b"}, WHOLE, complete, [0, 1, 2])
+    assert not policy.is_doubted(2, {"a"}, WHOLE, {**WHOLE, "a": {0, 1}}, [0, 1, 2])
 
 
 def test_a_member_that_nobody_receives_is_at_fault_itself() -> None:
     silent = {"a": {0, 1}, "b": {0, 1}, "x": set[int]()}
-    assert not policy.is_doubted(0, {"x"}, ["a", "b", "x"], silent, [0, 1])
-    assert policy.is_doubted(0, {"x"}, ["a", "b", "x"], {**silent, "x": {1}}, [0, 1])
+    assert not policy.is_doubted(0, {"x"}, THREE, silent, [0, 1])
+    assert policy.is_doubted(0, {"x"}, THREE, {**silent, "x": {1}}, [0, 1])
+
+
+def test_a_reducer_is_judged_by_those_who_send_to_it() -> None:
+    sends = {"a": {0, 1}, "b": {0, 1}, "c": {1}, "x": {0}}
+    assert policy.is_doubted(0, {"a"}, sends, {**sends, "a": {1}}, [0, 1])
+    assert not policy.is_doubted(0, {"a"}, {**sends, "c": {0, 1}}, {**sends, "a": {1}}, [0, 1])
 
 
 def test_an_only_reducer_is_doubted_when_it_gives_up_more_than_half() -> None:
     none: dict[str, set[int]] = {"a": set(), "b": set(), "x": {0}}
-    assert policy.is_doubted(0, {"a", "b"}, ["a", "b", "x"], none, [0])
-    assert not policy.is_doubted(0, {"a"}, ["a", "b", "x"], none, [0])
+    assert policy.is_doubted(0, {"a", "b"}, THREE, none, [0])
+    assert not policy.is_doubted(0, {"a"}, THREE, none, [0])
 
 
-ROSTER = Roster("0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0, 9, "a"), RosterPart(9, 18, "x")))
+ROSTER = Roster(
+    "0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0, 9, "a", ("b", "x")), RosterPart(9, 18, "x", ()))
+)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +148,11 @@ ROSTER = Roster("0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0
         {"members": ("b", "a", "x")},
         {"members": ("a", "a", "b", "x")},
         {"members": tuple(sorted(["a", "b", "x", *(f"m{i}" for i in range(62))]))},
-        {"parts": (RosterPart(0, 9, "a"), RosterPart(9, 18, "a"))},
-        {"parts": (RosterPart(0, 18, "y"),)},
+        {"parts": (RosterPart(0, 9, "a", ()), RosterPart(9, 18, "a", ()))},
+        {"parts": (RosterPart(0, 18, "y", ()),)},
+        {"parts": (RosterPart(0, 18, "a", ("a", "y")),)},
+        {"parts": (RosterPart(0, 18, "a", ("b", "a")),)},
+        {"parts": (RosterPart(0, 18, "a", ("a",) * 4096),)},
     ],
 )
 def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -> None:

@@ -105,34 +105,37 @@ class AveragingLeader:
         return record_of(self._context.run, head, {p: joins[p] for p in members}, contributors, conclusion)
 
     async def _await_contributions(self, members: Sequence[PeerId]) -> list[PeerId]:
-        """The contributors: members complete at every reducer. Waits until all others are excluded or time is up."""
+        """The contributors: members complete at their reducers. Waits until all others are excluded or time is up."""
+        sends = policy.parts_of(members, self._plan)
         complete: dict[PeerId, set[int]] = {member: set() for member in members}
         failed_at: dict[int, set[PeerId]] = {part: set() for part in range(len(self._plan))}
         until_s = trio.current_time() + self._sending_s
 
-        def failed() -> set[PeerId]:
-            return {member for at in failed_at.values() if not policy.fails_many(at, members) for member in at}
+        def is_anyone_awaited(parts: Collection[int]) -> bool:
+            """Whether a member can still become complete, or the fault of its reducer."""
+            hoped = {member: {i for i in parts if member not in failed_at[i]} for member in members}
+            failed = {
+                member
+                for i in parts
+                if not policy.is_doubted(i, failed_at[i], sends, hoped, parts)
+                for member in failed_at[i]
+            }
+            awaited = set(members) - failed - self._gone.keys()
+            return any(hoped[member] & sends[member] - complete[member] for member in awaited)
 
-        def is_awaited(member: PeerId, parts: Collection[int]) -> bool:
-            if member in self._gone or member in failed():
-                return False
-            return any(part not in complete[member] and member not in failed_at[part] for part in parts)
-
-        while trio.current_time() < until_s:
-            parts = self._parts_left()
-            if not any(is_awaited(member, parts) for member in members):
-                break
+        while trio.current_time() < until_s and is_anyone_awaited(self._parts_left()):
             for sender, message in await self._news(until_s):
                 if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
                     for member in message.complete:
                         complete.get(member, set()).add(message.part)
-                    failed_at[message.part].update(set(message.failed) & complete.keys() - {sender})
+                    given_up = {member for member in message.failed if message.part in sends.get(member, ())}
+                    failed_at[message.part] |= given_up - {sender}
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
-            if reducer != self._context.peer_id and policy.is_doubted(part, at, members, complete, self._parts_left()):
+            if reducer != self._context.peer_id and policy.is_doubted(part, at, sends, complete, self._parts_left()):
                 self.note_gone(reducer, f"it gives up {len(at)} members")
         all_failed = {member for part in self._parts_left() for member in failed_at[part]}
-        included = policy.included(members, complete, self._parts_left(), all_failed | self._gone.keys())
+        included = policy.included(sends, complete, self._parts_left(), all_failed | self._gone.keys())
         if not included:
             raise RoundFailedError("no member's outer gradient arrived everywhere")
         return included

@@ -27,7 +27,7 @@ WANTED_RECORDS = 2
 # Rounds whose means are kept for late members. Each takes a quarter of the model's bytes (int8); a member that is later
 # than a whole interval replaces its state instead.
 KEPT_ROUNDS = 1
-# After this long only a part's reducer keeps it: late members fetch within seconds (guess).
+# After this long only a part's holder keeps it: late members fetch within seconds (guess).
 KEEP_ALL_S = 30.0
 
 
@@ -90,9 +90,9 @@ class PartStore:
         self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
 
     def trim(self, record: Record, own: PeerId) -> None:
-        """Of the last record, keep only the parts that we averaged; late members ask the reducers first."""
+        """Of the last record, keep only the parts that we hold for all; late members ask the holders first."""
         if self._records[-1:] == [record]:
-            named = {part.sha256 for part in record.parts if part.reducer == own}
+            named = {part.sha256 for part in record.parts if part.holder == own}
             self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
 
     async def serve(self, link: Link, request: Request) -> None:
@@ -103,7 +103,7 @@ class PartStore:
         await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
 
     async def fetch(self, record: Record, others: Sequence[PeerId]) -> None:
-        """Fetch all parts of a record, each from its reducer or else from another peer. Raises PeerLostError.
+        """Fetch all parts of a record, each from its holder or else from another peer. Raises PeerLostError.
 
         Forgets parts of records before the last ones, unless those were accepted or committed.
         """
@@ -115,7 +115,7 @@ class PartStore:
                 for part in record.parts:
                     if part.sha256 not in self._parts:
                         size = self._averaging.size_bytes(record, part)
-                        nursery.start_soon(self._fetch_part, part, size, [part.reducer, *others], at_once)
+                        nursery.start_soon(self._fetch_part, part, size, [part.holder, *others], at_once)
         except* PeerLostError as errors:
             raise PeerLostError(str(errors.exceptions[0])) from None
 

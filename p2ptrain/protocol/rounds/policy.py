@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.wire.messages import Join, Roster
+from p2ptrain.protocol.wire.messages import Join, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -34,12 +34,15 @@ def check_join(join: Join) -> None:
 
 
 def check_roster(roster: Roster, own: PeerId) -> None:
-    """Raises WireError unless a leader could have chosen these members, us among them, and each averages one part."""
+    """Raises WireError unless these are possible members, us among them, who reduce at most one part each."""
     members, reducers = roster.members, [part.reducer for part in roster.parts]
     if len(members) > MAX_CONTRIBUTORS or list(members) != sorted(set(members)) or own not in members:
         raise WireError(f"a roster of {len(members)} members: at most {MAX_CONTRIBUTORS}, sorted, distinct, and us")
     if len(set(reducers)) < len(reducers) or not set(reducers) <= set(members):
         raise WireError("a roster whose parts are not each for another member")
+    for senders in {part.senders for part in roster.parts}:
+        if list(senders) != sorted(set(senders)) or not set(senders) <= set(members):
+            raise WireError("a roster part whose senders are not distinct members, sorted")
 
 
 def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
@@ -74,26 +77,33 @@ def reducers_of(
     return sorted(able, key=lambda peer_id: (-min(joins[peer_id].rate, most), peer_id))
 
 
-def fails_many(failed: Collection[PeerId], members: Collection[PeerId]) -> bool:
-    """Whether a reducer gives up at least half of the other members: the fault may be its own."""
-    return 2 * len(failed) >= max(2, len(members) - 1)
+def parts_of(members: Sequence[PeerId], plan: Sequence[RosterPart]) -> dict[PeerId, set[int]]:
+    """The numbers of the parts that each member sends, by member in the order of `members`."""
+    senders = [part.senders or members for part in plan]
+    return {member: {i for i, of_part in enumerate(senders) if member in of_part} for member in members}
 
 
 def is_doubted(
     part: int,
     failed: Collection[PeerId],
-    members: Collection[PeerId],
+    sends: Mapping[PeerId, Collection[int]],
     complete: Mapping[PeerId, Collection[int]],
     parts: Collection[int],
 ) -> bool:
     """Whether a part's reducer is at fault, and not those whom it gives up.
 
-    It is when it gives up at least half of the other members, who are complete at every other reducer. Where it is the
+    It is when it gives up at least half of its other senders, who are complete at every other reducer. Where it is the
     only reducer, it is when it gives up more than half.
+
+    Args:
+        failed: the members that it gives up.
+        sends, complete: by member, the parts that it sends, and those that have arrived.
+        parts: those whose reducers are not gone.
     """
     elsewhere = set(parts) - {part}
-    alone = [member for member in failed if elsewhere <= set(complete[member])]
-    return fails_many(alone, members) and (bool(elsewhere) or 2 * len(alone) > len(members) - 1)
+    alone = [member for member in failed if elsewhere.intersection(sends[member]) <= set(complete[member])]
+    others = sum(part in sent for sent in sends.values()) - 1
+    return 2 * len(alone) >= max(2, others) and (bool(elsewhere) or 2 * len(alone) > others)
 
 
 def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
@@ -107,8 +117,9 @@ def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
 
 
 def included(
-    members: Sequence[PeerId], complete: Mapping[PeerId, Collection[int]], parts: Collection[int],
+    sends: Mapping[PeerId, Collection[int]], complete: Mapping[PeerId, Collection[int]], parts: Collection[int],
     gone: Collection[PeerId],
 ) -> list[PeerId]:  # fmt: skip
-    """The contributors: members that are complete at all of these parts, and not gone."""
-    return [member for member in members if member not in gone and set(parts) <= set(complete.get(member, ()))]
+    """The contributors: members that are complete at all of these parts that they send, and not gone."""
+    wanted = {member: set(parts).intersection(sent) for member, sent in sends.items() if member not in gone}
+    return [member for member, of_member in wanted.items() if of_member and of_member <= set(complete[member])]

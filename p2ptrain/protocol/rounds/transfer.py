@@ -35,10 +35,12 @@ class Transfer:
         self._taker = taker
         self._tell = tell
         self._encoded = trio.Event()
-        self._to_send = self._unsent = sum(len(chunk_bounds(part.start, part.stop)) for part in roster.parts)
+        self._parts = [part for part in roster.parts if context.peer_id in (part.senders or roster.members)]
+        self._to_send = self._unsent = sum(len(chunk_bounds(part.start, part.stop)) for part in self._parts)
         self._reduced: Reduce | None = None
+        members, now = roster.members, trio.current_time()
         self._collections = [
-            Collection(i, part.start, part.stop, roster.members, context.codec, context.timeouts, trio.current_time())
+            Collection(i, part.start, part.stop, part.senders or members, context.codec, context.timeouts, now)
             for i, part in enumerate(roster.parts)
             if part.reducer == context.peer_id
         ]
@@ -88,12 +90,12 @@ class Transfer:
                 self._report(collection)
 
     async def send(self) -> None:
-        """Encode our outer gradient and stream every part to its reducer, to all reducers at once."""
+        """Encode our outer gradient and stream each of our parts to its reducer, to all reducers at once."""
         own = self._taker.own
         if own is None:
             raise RoundFailedError("on the roster without a snapshot")
         async with trio.open_nursery() as nursery:
-            for part in self._roster.parts:
+            for part in self._parts:
                 nursery.start_soon(self._send_part, part, own.chunks)
             for visit in self._visits():
                 if any(start not in own.chunks for start, _ in visit):
@@ -103,7 +105,7 @@ class Transfer:
 
     def _visits(self) -> Iterator[list[tuple[int, int]]]:
         """Chunks to encode at a time, round-robin over the parts, so that no reducer waits."""
-        lanes = [deque(chunk_bounds(*span)) for span in dict.fromkeys((p.start, p.stop) for p in self._roster.parts)]
+        lanes = [deque(chunk_bounds(*span)) for span in dict.fromkeys((p.start, p.stop) for p in self._parts)]
         while lanes:
             for lane in lanes:
                 yield [lane.popleft() for _ in range(min(CHUNKS_PER_VISIT, len(lane)))]
@@ -144,10 +146,13 @@ class Transfer:
     async def _reduce(self, collection: Collection, contributors: tuple[Contributor, ...]) -> None:
         context, roster = self._context, self._roster
         named = {c.peer_id for c in contributors}
-        if not named or len(named) < len(contributors) or not named <= collection.complete:
+        if len(named) < len(contributors) or not named <= set(roster.members):
+            raise RoundFailedError("told to average contributors that are not distinct members")
+        senders = tuple(c for c in contributors if c.peer_id in collection.chunks)
+        if not senders or not named & collection.chunks.keys() <= collection.complete:
             raise RoundFailedError("told to average a member that is not complete here")
         part, compared = roster.parts[collection.part], context.state.num_stepped
-        made = await context.compute(context.averaging.reduce, part, collection.chunks, contributors, compared)
+        made = await context.compute(context.averaging.reduce, part, collection.chunks, senders, compared)
         collection.chunks = {}
         for sha256, data in made.blobs:
             context.parts.add(sha256, data)

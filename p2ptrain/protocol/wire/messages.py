@@ -90,14 +90,14 @@ class Contributor:
 class Part:
     """Blocks [start, stop), and the hash of the blob that they are decoded from.
 
-    With the averaging strategy "parts" the blob is the encoded mean of these blocks and `reducer` averaged them; with
-    "gather" it is the outer gradient of the contributor `reducer`.
+    With the averaging strategy "parts" the blob is the encoded mean of these blocks; with "gather" it is one
+    contributor's outer gradient. `holder` has made it, and keeps it the longest.
     """
 
     start: int
     stop: int
     sha256: str
-    reducer: str
+    holder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +200,17 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class RosterPart:
-    """Blocks [start, stop) of every member's outer gradient go to this reducer."""
+    """Blocks [start, stop) of the senders' outer gradients go to this reducer. Empty `senders`: all members."""
 
     start: int
     stop: int
     reducer: str
+    senders: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The leader's plan of an attempt: its members, and who averages which blocks."""
+    """The leader's plan of an attempt: its members, and who sends which blocks to whom."""
 
     lineage: str
     round: int

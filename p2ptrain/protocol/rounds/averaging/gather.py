@@ -42,12 +42,12 @@ class Gather:
 
     def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
         """The whole vector to each reducer."""
-        return tuple(RosterPart(0, num_blocks, reducer) for reducer in reducers)
+        return tuple(RosterPart(0, num_blocks, reducer, ()) for reducer in reducers)
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
         reducers = [part.reducer for part in roster.parts]
-        if any((part.start, part.stop) != (0, num_blocks) for part in roster.parts):
-            raise WireError("a part that is not the whole vector")
+        if any((part.start, part.stop, part.senders) != (0, num_blocks, ()) for part in roster.parts):
+            raise WireError("a part that is not the whole vector from all members")
         if not reducers or len(set(reducers)) < len(reducers) or not set(reducers) <= set(roster.members):
             raise WireError("reducers that are not distinct members")
 
@@ -75,7 +75,7 @@ class Gather:
 
     def check_record(self, record: Record, num_blocks: int) -> None:
         named = [(c.peer_id, 0, num_blocks) for c in record.contributors]
-        if [(part.reducer, part.start, part.stop) for part in record.parts] != named:
+        if [(part.holder, part.start, part.stop) for part in record.parts] != named:
             raise WireError("a record whose parts are not its contributors' outer gradients")
 
     def size_bytes(self, record: Record, part: Part) -> int:

@@ -40,12 +40,14 @@ class Parts:
     def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
         """One part for each reducer, or for the best of them if the vector has fewer chunks."""
         bounds = split_parts(num_blocks, len(reducers))
-        return tuple(RosterPart(start, stop, reducers[i]) for i, (start, stop) in enumerate(bounds))
+        return tuple(RosterPart(start, stop, reducers[i], ()) for i, (start, stop) in enumerate(bounds))
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
         check_parts(((part.start, part.stop) for part in roster.parts), num_blocks)
         if not {part.reducer for part in roster.parts} <= set(roster.members):
             raise WireError("a reducer that is no member")
+        if any(part.senders for part in roster.parts):
+            raise WireError("a part that only some members send")
 
     def reduce(
         self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int

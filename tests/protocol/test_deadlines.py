@@ -39,6 +39,7 @@ from p2ptrain.protocol.wire.messages import (
     Reduce,
     Request,
     Roster,
+    RosterPart,
 )
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
@@ -223,7 +224,7 @@ def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> N
 
     def attempt() -> Collection:
         """Two chunks, the second of which takes three seconds."""
-        collection = Collection(0, 0, 2048, ["a"], codec, measured, 0.0)
+        collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a"], codec, measured, 0.0)
         collection.add("a", 0, 1024, chunk, 0.5)
         for now in (1.0, 2.0, 3.0):
             collection.give_up_stalled(now, {})

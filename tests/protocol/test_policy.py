@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.errors import WireError
+from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.record import record_of
@@ -65,11 +65,13 @@ def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None
     joins["a"] = dataclasses.replace(joins["a"], rate=8e6)
     joins["d"] = dataclasses.replace(joins["d"], rate=1e300)
     # Both count as four times the median, and then the id decides.
-    assert policy.reducers_of(names, joins) == ["a", "d", "b", "c"]
-    assert policy.reducers_of(names, joins, {"d"}) == ["a", "b", "c"]
-    assert policy.reducers_of(names, joins, set(names)) == ["a", "d", "b", "c"]
+    assert policy.reducers_of(joins, ()) == ["a", "d", "b", "c"]
+    assert policy.reducers_of(joins, {"d"}) == ["a", "b", "c"]
+    assert policy.reducers_of(joins, set(names)) == ["a", "d", "b", "c"]
     joins["b"] = dataclasses.replace(joins["b"], linked=("a", "c"))
-    assert policy.reducers_of(names, joins) == ["a", "b", "c"]
+    assert policy.reducers_of(joins, ()) == ["a", "b", "c"]
+    with pytest.raises(RoundFailedError, match="no member is linked to all others"):
+        policy.reducers_of({name: dataclasses.replace(joins[name], linked=()) for name in names}, ())
 
 
 def test_nobody_is_in_the_mean_that_is_not_whole_everywhere() -> None:

@@ -42,6 +42,7 @@ from p2ptrain.protocol.wire.messages import (
     Part,
     Request,
     Roster,
+    RosterPart,
     Withdraw,
 )
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
@@ -384,9 +385,9 @@ def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_fo
                 counter = 1 + max(p.node.engine.round_state.acceptor.promised.counter for p in s.peers.values())
                 call = x.call(counter, window_s=1e9)
                 x.tell(call)
-                parts = s.peers["a"].node.engine.context.averaging.plan(["x"], s.peers["a"].node.state.num_blocks)
                 if says != "nothing":
-                    parts = parts if says == "roster" else ()
+                    whole = RosterPart(0, s.peers["a"].node.state.num_blocks, "x", ())
+                    parts = (whole,) if says == "roster" else ()
                     x.tell(Roster(call.lineage, call.round, call.attempt, (*s.peers, "x"), parts))
                 await trio.sleep(0.1)
 
@@ -401,7 +402,7 @@ def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_fo
 @pytest.mark.parametrize("says", ["abort", "roster of others"])
 def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rounds_of_others(says: str) -> None:
     async def test(s: Swarm, x: Member) -> None:
-        engine, began = s.peers["a"].node.engine, trio.current_time()
+        began = trio.current_time()
 
         async def call_forever() -> None:
             while True:
@@ -411,7 +412,7 @@ def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rou
                 if says == "abort":
                     x.tell(Abort(call.lineage, call.round, call.attempt, "sorry"))
                 else:
-                    parts = engine.context.averaging.plan(["a"], s.peers["a"].node.state.num_blocks)
+                    parts = (RosterPart(0, s.peers["a"].node.state.num_blocks, "a", ()),)
                     x.tell(Roster(call.lineage, call.round, call.attempt, tuple(s.peers), parts))
                 await trio.sleep(0.2)
 

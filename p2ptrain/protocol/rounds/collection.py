@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.grid import check_chunk, chunk_bounds
 from p2ptrain.protocol.rounds.timeouts import Timeouts
+from p2ptrain.protocol.wire.messages import Contributor, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Chunks before the roster: at most this many encoded models in all, and one of each member.
 MOST_EARLY_MODELS = 2
+# Outer gradients are compared in pairs if there are at most MAX_COMPARED, in about SAMPLED_CHUNKS of each part.
+MAX_COMPARED = 16
+SAMPLED_CHUNKS = 8
 
 
 def check_bytes(codec: Codec, start: int, stop: int, data: bytes) -> None:
@@ -26,25 +33,25 @@ def check_bytes(codec: Codec, start: int, stop: int, data: bytes) -> None:
 
 
 class Collection:
-    """The chunks of part number `part`, blocks [start, stop), from `members`.
+    """The chunks of one part, the roster's `number`th.
 
     Attributes:
-        chunks: by member, then by first block.
-        complete, failed: members whose chunks are all here, and members that were excluded.
+        chunks: by sender, then by first block.
+        complete, failed: senders whose chunks are all here, and senders that were excluded.
     """
 
     def __init__(
-        self, part: int, start: int, stop: int, members: Sequence[PeerId], codec: Codec, timeouts: Timeouts, now: float
+        self, number: int, part: RosterPart, senders: Sequence[PeerId], codec: Codec, timeouts: Timeouts, now: float
     ) -> None:
-        self.part, self.start, self.stop = part, start, stop
+        self.number = number
+        self.part = part
         self.complete: set[PeerId] = set()
         self.failed: set[PeerId] = set()
-        self.chunks: dict[PeerId, dict[int, bytes]] = {member: {} for member in members}
+        self.chunks: dict[PeerId, dict[int, bytes]] = {sender: {} for sender in senders}
         self._codec = codec
         self._timeouts = timeouts
-        self._bounds = chunk_bounds(start, stop)
-        self._stop_of = dict(self._bounds)
-        self._progress_at = dict.fromkeys(members, now)
+        self._bounds = dict(chunk_bounds(part.start, part.stop))
+        self._progress_at = dict.fromkeys(senders, now)
 
     def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float, *, checked: bool = False) -> bool:
         """Add one chunk; True if its sender is complete now. Raises WireError if it is off the plan or does not decode.
@@ -54,8 +61,8 @@ class Collection:
         """
         if sender not in self.chunks or sender in self.failed or sender in self.complete:
             return False
-        if self._stop_of.get(start) != stop:
-            raise WireError(f"chunk [{start}, {stop}) is not of part [{self.start}, {self.stop})")
+        if self._bounds.get(start) != stop:
+            raise WireError(f"chunk [{start}, {stop}) is not of part [{self.part.start}, {self.part.stop})")
         if not checked:
             check_bytes(self._codec, start, stop, data)
         chunks = self.chunks[sender]
@@ -88,6 +95,25 @@ class Collection:
             self._timeouts.note_wait(sender, now - self._progress_at[sender])
             self.fail(sender)
         return bool(stalled)
+
+    def gram(self, contributors: Sequence[Contributor], compared: int) -> tuple[float, ...]:
+        """The inner products of the contributors' outer gradients in this part, row by row; empty if too many.
+
+        Estimated from a sample of chunks. Call it in a worker thread.
+
+        Args:
+            compared: the number of the vector's blocks, from the first, that are outer gradients.
+        """
+        if len(contributors) > MAX_COMPARED:
+            return ()
+        comparable = {start: min(stop, compared) - start for start, stop in self._bounds.items() if start < compared}
+        sampled = dict(list(comparable.items())[:: max(1, len(comparable) // SAMPLED_CHUNKS)])
+        products = np.zeros((len(contributors), len(contributors)))
+        for start, count in sampled.items():
+            encoded = [self.chunks[c.peer_id][start] for c in contributors]
+            products += encoded_gram(encoded, self._codec, self._bounds[start] - start, count)
+        products *= sum(comparable.values()) / max(1, sum(sampled.values()))
+        return tuple(products.ravel().tolist())
 
 
 class EarlyChunks:

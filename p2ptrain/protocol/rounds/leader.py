@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import trio
 
@@ -47,6 +47,7 @@ class AveragingLeader:
         self._sending_s = SENDING_SHARE * attempt_s
         self._tell = tell
         self._plan: tuple[m.RosterPart, ...] = ()
+        self._sends: dict[PeerId, set[int]] = {}
         self._gone: dict[PeerId, str] = {}
         self._heard_s: dict[PeerId, float] = {}
         self._inbox: deque[tuple[PeerId, m.Message]] = deque()
@@ -83,47 +84,42 @@ class AveragingLeader:
             raise RoundFailedError("no member has a snapshot")
         if agreed != own_state:
             raise RoundFailedError("this leader's state differs from that of most members")
-        strikes = self._context.links.strikes
-        avoided = self._backoff.backed_off(trio.current_time()) | {peer for peer in members if strikes.get(peer)}
-        reducers = policy.reducers_of(members, joins, avoided)
-        if not reducers:
-            raise RoundFailedError("no member is linked to all others, so none can average")
-        self._plan = self._context.averaging.plan(reducers, self._context.state.num_blocks)
+        joins = {peer_id: joins[peer_id] for peer_id in members}
+        struck = {peer_id for peer_id in members if self._context.links.strikes.get(peer_id)}
+        avoided = self._backoff.backed_off(trio.current_time()) | struck
+        self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.state.num_blocks))
+        self._sends = policy.parts_of(members, self._plan)
         roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
         for peer_id in members:
             self._tell(peer_id, roster)
-        included = await self._await_contributions(members)
+        included = await self._await_contributions()
         weights = policy.weights_of(self._context.run, [joins[peer_id] for peer_id in included])
         contributors = tuple(
             m.Contributor(peer_id, joins[peer_id].incarnation, weight)
             for peer_id, weight in zip(included, weights, strict=True)
         )
-        for reducer in self._heard_s:
-            self._tell(reducer, m.Reduce(head.lineage, head.round + 1, self.attempt, contributors))
+        for part in self._parts_left(included):
+            order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
+            self._tell(self._plan[part].reducer, order)
         conclusion = await self._await_reports(contributors)
-        return record_of(self._context.run, head, {p: joins[p] for p in members}, contributors, conclusion)
+        return record_of(self._context.run, head, joins, contributors, conclusion)
 
-    async def _await_contributions(self, members: Sequence[PeerId]) -> list[PeerId]:
+    async def _await_contributions(self) -> list[PeerId]:
         """The contributors: members complete at their reducers. Waits until all others are excluded or time is up."""
-        sends = policy.parts_of(members, self._plan)
-        complete: dict[PeerId, set[int]] = {member: set() for member in members}
+        sends = self._sends
+        complete: dict[PeerId, set[int]] = {member: set() for member in sends}
         failed_at: dict[int, set[PeerId]] = {part: set() for part in range(len(self._plan))}
         until_s = trio.current_time() + self._sending_s
 
         def is_anyone_awaited(parts: Collection[int]) -> bool:
             """Whether a member can still become complete, or the fault of its reducer."""
-            hoped = {member: {i for i in parts if member not in failed_at[i]} for member in members}
-            failed = {
-                member
-                for i in parts
-                if not policy.is_doubted(i, failed_at[i], sends, hoped, parts)
-                for member in failed_at[i]
-            }
-            awaited = set(members) - failed - self._gone.keys()
+            hoped = {member: {part for part in parts if member not in failed_at[part]} for member in sends}
+            blamed = [part for part in parts if not policy.is_doubted(part, failed_at[part], sends, hoped, parts)]
+            awaited = sends.keys() - self._gone.keys() - {member for part in blamed for member in failed_at[part]}
             return any(hoped[member] & sends[member] - complete[member] for member in awaited)
 
-        while trio.current_time() < until_s and is_anyone_awaited(self._parts_left()):
+        while trio.current_time() < until_s and is_anyone_awaited(self._parts_left(sends)):
             for sender, message in await self._news(until_s):
                 if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
                     for member in message.complete:
@@ -132,13 +128,12 @@ class AveragingLeader:
                     failed_at[message.part] |= given_up - {sender}
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
-            if reducer != self._context.peer_id and policy.is_doubted(part, at, sends, complete, self._parts_left()):
+            left = self._parts_left(sends)
+            if reducer != self._context.peer_id and policy.is_doubted(part, at, sends, complete, left):
                 self.note_gone(reducer, f"it gives up {len(at)} members")
-        all_failed = {member for part in self._parts_left() for member in failed_at[part]}
-        included = policy.included(sends, complete, self._parts_left(), all_failed | self._gone.keys())
-        if not included:
-            raise RoundFailedError("no member's outer gradient arrived everywhere")
-        return included
+        left = self._parts_left(sends)
+        excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}
+        return policy.included(sends, complete, left, excluded)
 
     async def _await_reports(self, contributors: Sequence[m.Contributor]) -> Conclusion:
         """The parts of the record, from the reports of the reducers."""
@@ -147,7 +142,7 @@ class AveragingLeader:
             conclusion = self._context.averaging.conclude(self._plan, contributors, reports)
             if conclusion is not None:
                 return conclusion
-            self._parts_left()
+            self._parts_left([c.peer_id for c in contributors])
             for sender, message in await self._news(trio.current_time() + self._silent_s):
                 if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
                     reports[message.part] = message
@@ -155,13 +150,17 @@ class AveragingLeader:
     def _is_of_its_part(self, sender: PeerId, part: int) -> bool:
         return 0 <= part < len(self._plan) and self._plan[part].reducer == sender
 
-    def _parts_left(self) -> list[int]:
-        """The parts whose reducers are not gone. Raises RoundFailedError if too few are left."""
-        left = [i for i, part in enumerate(self._plan) if part.reducer not in self._gone]
+    def _parts_left(self, senders: Iterable[PeerId]) -> set[int]:
+        """The parts of these senders whose reducers are not gone. Raises RoundFailedError if they do not suffice."""
+        left = {
+            part for sender in senders for part in self._sends[sender] if self._plan[part].reducer not in self._gone
+        }
+        if self._context.averaging.is_complete(self._plan, left):
+            return left
         gone = next((part.reducer for part in self._plan if part.reducer in self._gone), None)
-        if gone is not None and (self._context.averaging.needs_every_reducer or not left):
+        if gone is not None:
             raise RoundFailedError(f"reducer {gone}: {self._gone[gone]}")
-        return left
+        raise RoundFailedError("no member's outer gradient arrived everywhere")
 
     async def _news(self, until_s: float) -> list[tuple[PeerId, m.Message]]:
         """New messages; waits for a message, a lost peer, or the time-out."""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.algorithms.averaging import token_weights
-from p2ptrain.errors import WireError
+from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.wire.messages import Join, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -61,19 +61,17 @@ def members_of(lineage: str, round_: int, joins: Mapping[PeerId, Join], state_sh
     return sorted(sorted(able, key=draw)[:MAX_CONTRIBUTORS])
 
 
-def reducers_of(
-    members: Sequence[PeerId], joins: Mapping[PeerId, Join], avoided: Collection[PeerId] = ()
-) -> list[PeerId]:
-    """Members that are linked to all other members, the best-connected first; may be empty.
+def reducers_of(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> list[PeerId]:
+    """Members that are linked to all other members, the best-connected first. Raises RoundFailedError if none is.
 
     Args:
-        avoided: peers that were silent as reducers or broke the protocol; used only if no other can reduce.
+        avoided: members that were silent as reducers or broke the protocol; used only if no other can reduce.
     """
-    linked = [
-        reducer for reducer in members if all(reducer in joins[other].linked for other in members if other != reducer)
-    ]
-    able = [reducer for reducer in linked if reducer not in avoided] or linked
-    most = MOST_RATES * statistics.median_low([joins[peer].rate for peer in able] or [0.0])
+    linked = [peer for peer in joins if all(peer in join.linked for other, join in joins.items() if other != peer)]
+    if not linked:
+        raise RoundFailedError("no member is linked to all others, so none can average")
+    able = [peer_id for peer_id in linked if peer_id not in avoided] or linked
+    most = MOST_RATES * statistics.median_low([joins[peer_id].rate for peer_id in able])
     return sorted(able, key=lambda peer_id: (-min(joins[peer_id].rate, most), peer_id))
 
 

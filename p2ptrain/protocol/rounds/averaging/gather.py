@@ -7,22 +7,14 @@ Sarfi et al., 2025). All add the same bytes in the order of the record, so resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.averaging.strategy import (
-    Array,
-    Blobs,
-    Chunks,
-    Conclusion,
-    ReducedPart,
-    gram_of,
-    merge_of,
-    sha256_of,
-)
+from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds.averaging.strategy import Array, Blob, Blobs, Chunks, Conclusion, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.grid import chunk_bounds
-from p2ptrain.protocol.wire.messages import Contributor, Part, Record, Reduced, Roster, RosterPart
+from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -33,35 +25,29 @@ BLOCKS_PER_VISIT = 16 * 1024
 class Gather:
     """Every reducer receives everything; a blob is one contributor's whole encoded outer gradient."""
 
-    # A member that did not receive everything fetches the rest by hash, like a late member.
-    needs_every_reducer = False
-
     def __init__(self, run: RunConfig) -> None:
         self._codec = gradient_codec(run)
         self._merge = merge_of(run)
 
-    def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
+    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """The whole vector to each reducer."""
-        return tuple(RosterPart(0, num_blocks, reducer, ()) for reducer in reducers)
+        return [RosterPart(0, num_blocks, reducer, ()) for reducer in policy.reducers_of(joins, avoided)]
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
-        reducers = [part.reducer for part in roster.parts]
-        if any((part.start, part.stop, part.senders) != (0, num_blocks, ()) for part in roster.parts):
-            raise WireError("a part that is not the whole vector from all members")
-        if not reducers or len(set(reducers)) < len(reducers) or not set(reducers) <= set(roster.members):
-            raise WireError("reducers that are not distinct members")
+        if {(part.start, part.stop, part.senders) for part in roster.parts} != {(0, num_blocks, ())}:
+            raise WireError("a plan whose parts are not the whole vector from all members")
 
-    def reduce(
-        self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int
-    ) -> ReducedPart:
+    def is_complete(self, plan: Plan, left: Collection[int]) -> bool:
+        """One reducer is enough: who did not receive everything fetches the rest by hash, like a late member."""
+        return bool(left)
+
+    def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
         """Join each contributor's chunks to one blob, without averaging."""
         bounds = chunk_bounds(part.start, part.stop)
-        gram = gram_of(chunks, bounds, contributors, self._codec, compared)
-        wholes = [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
-        return ReducedPart([(sha256_of(whole), whole) for whole in wholes], gram)
+        return [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
 
     def conclude(
-        self, plan: Sequence[RosterPart], contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
+        self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:
         """One report is enough: members with other bytes fetch those in the record."""
         for i, report in sorted(reports.items()):

@@ -7,22 +7,14 @@ mean, whatever the number of members. The mean is encoded again.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.averaging.strategy import (
-    Array,
-    Blobs,
-    Chunks,
-    Conclusion,
-    ReducedPart,
-    gram_of,
-    merge_of,
-    sha256_of,
-)
+from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds.averaging.strategy import Array, Blob, Blobs, Chunks, Conclusion, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.grid import check_parts, chunk_bounds, split_parts
-from p2ptrain.protocol.wire.messages import Contributor, Part, Record, Reduced, Roster, RosterPart
+from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -30,38 +22,34 @@ from p2ptrain.settings.config import RunConfig
 class Parts:
     """One reducer a part; a blob is the encoded mean of one part."""
 
-    needs_every_reducer = True
-
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._codec = gradient_codec(run)
         self._merge = merge_of(run)
 
-    def plan(self, reducers: Sequence[PeerId], num_blocks: int) -> tuple[RosterPart, ...]:
+    def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """One part for each reducer, or for the best of them if the vector has fewer chunks."""
+        reducers = policy.reducers_of(joins, avoided)
         bounds = split_parts(num_blocks, len(reducers))
-        return tuple(RosterPart(start, stop, reducers[i], ()) for i, (start, stop) in enumerate(bounds))
+        return [RosterPart(start, stop, reducers[i], ()) for i, (start, stop) in enumerate(bounds)]
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
         check_parts(((part.start, part.stop) for part in roster.parts), num_blocks)
-        if not {part.reducer for part in roster.parts} <= set(roster.members):
-            raise WireError("a reducer that is no member")
         if any(part.senders for part in roster.parts):
             raise WireError("a part that only some members send")
 
-    def reduce(
-        self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor], compared: int
-    ) -> ReducedPart:
+    def is_complete(self, plan: Plan, left: Collection[int]) -> bool:
+        return len(left) == len(plan)
+
+    def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
         codec, averaged = mean_codec(self._run, len(contributors)), bytearray()
-        bounds = chunk_bounds(part.start, part.stop)
-        gram = gram_of(chunks, bounds, contributors, self._codec, compared)
-        for start, stop in bounds:
+        for start, stop in chunk_bounds(part.start, part.stop):
             encoded = [(chunks[c.peer_id].pop(start), c.weight) for c in contributors]
             averaged += codec.encode(self._merge(encoded, self._codec, stop - start))
-        return ReducedPart([(sha256_of(averaged), averaged)], gram)
+        return [averaged]
 
     def conclude(
-        self, plan: Sequence[RosterPart], contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
+        self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:
         if len(reports) < len(plan):
             return None

@@ -170,6 +170,36 @@ def test_unfinished_frames_of_many_links_hold_no_more_than_the_budget() -> None:
     run_virtual(main)
 
 
+def test_small_frames_that_expand_are_counted_as_what_they_expand_to() -> None:
+    """60 partners, each a frame of a few hundred bytes on the wire and 4 MiB in memory, none of them handled soon."""
+    message = Contribution("lineage", 0, Attempt(0, "b", "b.1"), 0, 1)
+    bomb = encode_frame(message, bytes(MAX_PAYLOAD_BYTES), bulk=True, compress=True)
+    assert len(bomb) < 1024
+
+    async def main() -> None:
+        async with endpoints(MemoryNetwork(), "a", *(f"p{number}" for number in range(60))) as (a, *others):
+            handled, most, handle = 0, 0, trio.Event()
+
+            async def on_frame(message: Message, payload: bytes) -> None:
+                nonlocal handled, most
+                if isinstance(message, Contribution):
+                    handled += 1
+                    most = max(most, handled)
+                    await handle.wait()
+                    handled -= 1
+
+            a.on_frame = on_frame
+            for other in others:
+                link = await other.links.connect("a", [])
+                await link.send_bulk(message, bytes(MAX_PAYLOAD_BYTES), Traffic.ROUND, compress=True)
+            await trio.sleep(GIVE_UP_AFTER_S)
+            assert handled == most == MAX_RECEIVE_BYTES // MAX_PAYLOAD_BYTES - 1  # each takes its wire bytes as well
+            handle.set()
+            await until(lambda: len(a.of(Contribution)) == 60)
+
+    run_virtual(main)
+
+
 def test_a_partner_is_not_silent_while_we_do_not_listen() -> None:
     """Its frame waits for the budget longer than a peer may be silent."""
 

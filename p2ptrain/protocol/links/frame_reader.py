@@ -13,14 +13,15 @@ from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Stream
 
-# Smaller bodies bypass the budget, so that heartbeats pass when it is used up. Two streams of 128 links: 16 MiB.
+# Smaller bodies bypass the budget, so that heartbeats pass when it is used up. Two streams of 256 links: 32 MiB.
 UNCOUNTED_BYTES = 64 * 1024
 
 
 class FrameReader:
     """Reads the frames of one stream; sizes are checked before the bytes are awaited.
 
-    A large frame holds a share of the budget from before its body is read until the next call of `frame`.
+    A frame that is large, or becomes large when decompressed, holds a share of the budget from before its body is read
+    until the next call of `frame`.
 
     Args:
         stream: not owned.
@@ -63,8 +64,9 @@ class FrameReader:
         size = prefix.body_bytes
         if size > self._max_body_bytes:
             raise WireError(f"frame of {size} bytes, at most {self._max_body_bytes} here")
-        if self._budget is not None and size > UNCOUNTED_BYTES:
-            share = await self._take_share(self._budget, size)
+        held_bytes = size + (prefix.raw_payload_bytes if prefix.compressed else 0)
+        if self._budget is not None and held_bytes > UNCOUNTED_BYTES:
+            share = await self._take_share(self._budget, held_bytes)
             if len(self._buffer) < size:
                 assert share.receiving is not None
                 await self._fill_in_time(size, share.receiving)

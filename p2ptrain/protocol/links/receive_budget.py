@@ -1,4 +1,4 @@
-"""Limits the bytes of received frames that all links together hold.
+"""Limits the bytes of received frames that all links together hold, compressed and decompressed.
 
 Shares are granted first come, first served. While a reader waits, the oldest incomplete frame is cancelled after
 `GIVE_UP_AFTER_S` and its link closed, so that a sender that never completes its frame cannot keep its share.

@@ -94,6 +94,32 @@ def test_streams_that_say_no_hello_are_few_of_one_peer_and_of_all(monkeypatch: p
     run_virtual(main)
 
 
+def test_links_are_bounded_and_the_refused_side_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(links, "MAX_LINKS", 2)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with endpoints(network, "a", "b", "c") as (a, b, c), trio.open_nursery() as nursery:
+            d = await start_endpoint(network, nursery, hello_of("d"), chosen=["a"])
+            for peer in (b, c):
+                await peer.links.connect("a", [])
+            for _ in range(2 * links.MAX_STRIKES):
+                with pytest.raises(PeerLostError, match="a refused the link: 'it has 2 links, and accepts no more'"):
+                    await d.links.connect("a", [])
+            assert "a refused the link: 'it has 2 links" in caplog.text
+            assert set(a.links.live) == {"b", "c"}
+            assert not a.links.strikes
+            assert not d.links.strikes
+            b.links.close_all("enough")
+            await until(lambda: "b" in a.lost)
+            await d.links.connect("a", [])
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("complete", [True, False])
 def test_before_its_hello_a_peer_may_send_little(complete: bool) -> None:
     async def main() -> None:

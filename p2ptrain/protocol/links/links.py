@@ -24,7 +24,7 @@ from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Message, Request
+from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
 from p2ptrain.protocol.wire.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,9 @@ MAX_HELLO_BYTES = 16 * 1024
 # Streams before their Hello, in all and of one peer; more are refused. A hundred peers may start at once.
 MAX_GREETING = 128
 MAX_GREETING_OF_ONE = 2
+# Links, after which no other peer's stream is accepted. Our own side dials at most 128 peers, as do joining peers; the
+# rest is for those and for observers. The small frames of all links take 32 MiB at most.
+MAX_LINKS = 256
 # Answers received and not yet taken; beyond it the link is closed.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 # A request waits at most so many times its time-out, however many other answers come before its own (guess).
@@ -220,6 +223,9 @@ class Links:
                 raise PeerLostError("refused")
             with trio.fail_after(HELLO_TIMEOUT_S):
                 hello, reader = await self._receive_hello(stream)
+                if len(self.live) >= MAX_LINKS and stream.remote not in self.live:
+                    await stream.send_all(encode_frame(Leave(f"it has {MAX_LINKS} links, and accepts no more")))
+                    raise PeerLostError("too many links")
                 await stream.send_all(encode_frame(self._hello()))
             await self._register(stream.remote, hello, stream, reader.read_ahead)
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
@@ -252,6 +258,10 @@ class Links:
     async def _receive_hello(self, stream: Stream) -> tuple[Hello, FrameReader]:
         reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
         _, hello, _ = await reader.frame()
+        if isinstance(hello, Leave):
+            if stream.remote in self._chosen:
+                logger.warning("%s refused the link: %.100r", stream.remote, hello.reason)
+            raise PeerLostError(f"{stream.remote} refused the link: {hello.reason[:100]!r}")
         if not isinstance(hello, Hello):
             raise WireError(f"first frame is {type(hello).__name__}, not Hello")
         if (hello.role == OBSERVER) != (not hello.digest):

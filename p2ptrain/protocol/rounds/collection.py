@@ -51,6 +51,7 @@ class Collection:
         self._codec = codec
         self._timeouts = timeouts
         self._bounds = dict(chunk_bounds(part.start, part.stop))
+        # Of senders whose chunks are awaited.
         self._progress_at = dict.fromkeys(senders, now)
 
     def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float, *, checked: bool = False) -> bool:
@@ -59,7 +60,7 @@ class Collection:
         Args:
             checked: the bytes were checked before, or are our own.
         """
-        if sender not in self.chunks or sender in self.failed or sender in self.complete:
+        if sender not in self._progress_at:
             return False
         if self._bounds.get(start) != stop:
             raise WireError(f"chunk [{start}, {stop}) is not of part [{self.part.start}, {self.part.stop})")
@@ -71,25 +72,27 @@ class Collection:
         self._progress_at[sender] = now
         if len(chunks) == len(self._bounds):
             self.complete.add(sender)
-            return True
-        return False
+            del self._progress_at[sender]
+        return sender in self.complete
 
     def fail(self, sender: PeerId) -> bool:
         """Exclude a sender; True if it was awaited."""
-        if sender not in self.chunks or sender in self.complete or sender in self.failed:
+        if self._progress_at.pop(sender, None) is None:
             return False
         self.failed.add(sender)
         self.chunks[sender] = {}
         return True
 
+    def clear(self) -> None:
+        """Drop all chunks, and await no more."""
+        self.chunks, self._progress_at = {}, {}
+
     def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
         """Exclude awaited senders that made no progress for too long; True if there were any."""
-        awaited = self.chunks.keys() - self.complete - self.failed
         stalled = [
             sender
             for sender, at in self._progress_at.items()
-            if sender in awaited
-            and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), first=not self.chunks[sender])
+            if now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), first=not self.chunks[sender])
         ]
         for sender in stalled:
             self._timeouts.note_wait(sender, now - self._progress_at[sender])
@@ -120,7 +123,7 @@ class EarlyChunks:
     """Chunks received before the roster, bounded by `MOST_EARLY_MODELS`.
 
     Attributes:
-        overrun: members of which a chunk was dropped for lack of room; they cannot become complete.
+        overrun: members whose chunk was dropped for lack of room, or whose link broke; they cannot become complete.
     """
 
     def __init__(self, codec: Codec, num_blocks: int) -> None:

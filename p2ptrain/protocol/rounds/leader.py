@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 import trio
 
 from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 # Contributions get this share of an attempt's time; then incomplete ones are left out. Fetching the mean takes about as
 # long as sending.
 SENDING_SHARE = 0.5
-# Woken this much too late, this process was held up, and messages of other peers wait to be read.
-HELD_UP_S = 1.0
 MAX_INBOX = 1024
 
 

@@ -55,7 +55,6 @@ class Participation:
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
         self._early = EarlyChunks(context.codec, context.state.num_blocks)
         self._transfer: Transfer | None = None
-        self._lost: set[PeerId] = set()
         self._fetching = self._held = False
 
     @property
@@ -69,8 +68,7 @@ class Participation:
             return "gathering"
         if self._transfer.reducing:
             return "averaging"
-        sent, to_send = self._transfer.sent
-        return f"sending {sent}/{to_send}"
+        return f"sending {self._transfer.num_sent}/{self._transfer.num_chunks}"
 
     def deliver(self, order: Order) -> None:
         """Queue an order of the leader or of the consensus."""
@@ -88,9 +86,10 @@ class Participation:
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
-        self._lost.add(peer_id)
         if self._transfer is not None:
             self._transfer.note_lost(peer_id)
+        else:
+            self._early.overrun.add(peer_id)
 
     def give_up_stalled(self) -> None:
         """Exclude senders that make no progress; called a few times a second."""
@@ -114,8 +113,6 @@ class Participation:
                                 self._transfer = transfer = Transfer(
                                     self._context, order, self._taker, self._early, self._tell
                                 )
-                                for peer_id in self._lost:
-                                    transfer.note_lost(peer_id)
                                 nursery.start_soon(self._send, transfer, sending)
                                 nursery.start_soon(transfer.report_forever)
                             case Reduce() if self._transfer is not None:

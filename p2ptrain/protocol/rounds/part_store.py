@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import trio
 
+from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
@@ -24,15 +25,15 @@ PIECE_TIMEOUT_S = 20.0
 PARTS_AT_ONCE = 8
 # Records whose parts were fetched last, which may be needed whether they were accepted or not.
 WANTED_RECORDS = 2
-# Rounds whose means are kept for late members. Each takes a quarter of the model's bytes (int8); a member that is later
-# than a whole interval replaces its state instead.
-KEPT_ROUNDS = 1
 # After this long only a part's holder keeps it: late members fetch within seconds (guess).
 KEEP_ALL_S = 30.0
 
 
 class PartStore:
     """Owns the bytes. Parts of unfinished attempts are dropped when a round commits, and bounded before that.
+
+    Only the last round is kept for late members: a mean takes a quarter of the model's bytes (int8), and a member that
+    is later than a whole interval replaces its state instead.
 
     Args:
         spare_bytes: at most so much is kept of what we reduced in attempts that ended without an outcome.
@@ -50,7 +51,7 @@ class PartStore:
         self._compute = compute
         self._averaging = averaging
         self._parts: dict[str, bytes | bytearray] = {}
-        self._records: list[Record] = []
+        self._committed: Record | None = None
 
     def add(self, sha256: str, data: bytes | bytearray) -> None:
         """Keep a part that we reduced, whose hash is known to be right."""
@@ -61,15 +62,15 @@ class PartStore:
         return self._parts[sha256]
 
     def record(self, lineage: str, round_: int) -> Record | None:
-        """A kept record, or None."""
-        return next((r for r in self._records if (r.lineage, r.round) == (lineage, round_)), None)
+        """The last committed record, if it is of this round."""
+        last = self._committed
+        return last if last is not None and (last.lineage, last.round) == (lineage, round_) else None
 
     def keep(self, record: Record) -> None:
-        """Keep a committed record, and drop parts that no kept record names."""
-        self._records = [*self._records, record][-KEPT_ROUNDS:]
+        """Keep a committed record, and drop all parts that it does not name."""
+        self._committed = record
         self._wanted, self._reduced = [], []
-        named = {part.sha256 for kept in self._records for part in kept.parts}
-        self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
+        self._drop_all_but(part.sha256 for part in record.parts)
 
     def end_attempt(self) -> None:
         """An attempt ended without an outcome: of what we reduced, keep the newest within bounds."""
@@ -83,17 +84,18 @@ class PartStore:
         self._reduced = kept
         self._forget_unneeded()
 
-    def _forget_unneeded(self) -> None:
-        accepted = self.accepted()
-        records = [*self._records, *self._wanted, *([accepted] if accepted is not None else [])]
-        named = {part.sha256 for record in records for part in record.parts}.union(self._reduced)
-        self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
-
     def trim(self, record: Record, own: PeerId) -> None:
         """Of the last record, keep only the parts that we hold for all; late members ask the holders first."""
-        if self._records[-1:] == [record]:
-            named = {part.sha256 for part in record.parts if part.holder == own}
-            self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
+        if self._committed == record:
+            self._drop_all_but(part.sha256 for part in record.parts if part.holder == own)
+
+    def _forget_unneeded(self) -> None:
+        records = [record for record in (self._committed, *self._wanted, self.accepted()) if record is not None]
+        self._drop_all_but([*self._reduced, *(part.sha256 for record in records for part in record.parts)])
+
+    def _drop_all_but(self, sha256s: Iterable[str]) -> None:
+        named = set(sha256s)
+        self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one piece of a part."""
@@ -117,7 +119,7 @@ class PartStore:
                         size = self._averaging.size_bytes(record, part)
                         nursery.start_soon(self._fetch_part, part, size, [part.holder, *others], at_once)
         except* PeerLostError as errors:
-            raise PeerLostError(str(errors.exceptions[0])) from None
+            raise innermost(errors) from None
 
     async def _fetch_part(
         self, part: Part, size: int, holders: Sequence[PeerId], at_once: trio.CapacityLimiter
@@ -137,34 +139,25 @@ class PartStore:
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
-        count = -(-size // PIECE_BYTES)
         data = bytearray()
-        limit = trio.CapacityLimiter(PIPELINE)
+        indices = iter(range(-(-size // PIECE_BYTES)))
 
-        async def fetch_piece(index: int) -> None:
-            answer, payload = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
-            start = index * PIECE_BYTES
-            if not answer.found:
-                raise PeerLostError(f"{link.peer_id} does not have the part")
-            if len(payload) != min(PIECE_BYTES, size - start):
-                raise WireError(f"piece {index} has {len(payload)} bytes")
-            if not data:
-                data.extend(bytes(size))  # only now: who has none of it costs no memory
-            data[start : start + len(payload)] = payload
-
-        async def worker(index: int) -> None:
-            try:
-                await fetch_piece(index)
-            finally:
-                limit.release_on_behalf_of(index)
+        async def fetch_pieces() -> None:
+            for index in indices:
+                answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
+                start = index * PIECE_BYTES
+                if not answer.found:
+                    raise PeerLostError(f"{link.peer_id} does not have the part")
+                if len(piece) != min(PIECE_BYTES, size - start):
+                    raise WireError(f"piece {index} has {len(piece)} bytes")
+                if not data:
+                    data.extend(bytes(size))  # only now: who has none of it costs no memory
+                data[start : start + len(piece)] = piece
 
         try:
             async with trio.open_nursery() as nursery:
-                for index in range(count):
-                    await limit.acquire_on_behalf_of(index)
-                    nursery.start_soon(worker, index)
-        except* PeerLostError as errors:
-            raise PeerLostError(str(errors.exceptions[0])) from None
-        except* WireError as errors:
-            raise WireError(str(errors.exceptions[0])) from None
+                for _ in range(PIPELINE):
+                    nursery.start_soon(fetch_pieces)
+        except* (PeerLostError, WireError) as errors:
+            raise innermost(errors) from None
         return data

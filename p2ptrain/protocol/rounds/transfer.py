@@ -26,7 +26,12 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 
 class Transfer:
-    """Carries out one roster. Async methods raise RoundFailedError, PeerLostError or WireError."""
+    """Carries out one roster. Async methods raise RoundFailedError, PeerLostError or WireError.
+
+    Attributes:
+        num_chunks, num_sent: chunks to send in all, and those sent.
+        reducing: whether our part is being reduced now.
+    """
 
     def __init__(
         self, context: RoundContext, roster: Roster, taker: SnapshotTaker, early: EarlyChunks, tell: Tell
@@ -40,8 +45,8 @@ class Transfer:
         self._encoded = trio.Event()
         self._to_send = sorted(parts_of(roster.members, roster.parts)[context.peer_id])
         self._parts_left = set(range(len(roster.parts)))
-        self._num_chunks = sum(len(self._chunks_of(part)) for part in self._to_send)
-        self._num_sent = 0
+        self.num_chunks = sum(len(self._chunks_of(part)) for part in self._to_send)
+        self.num_sent = 0
         self._reduced: Reduce | None = None
         self._collection: Collection | None = None
         for number, part in enumerate(roster.parts):
@@ -52,11 +57,6 @@ class Transfer:
             self.collect(sender, start, stop, data, checked=True)
         for sender in early.overrun:
             self.note_lost(sender)
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        """Chunks sent, and chunks to send in all."""
-        return self._num_sent, self._num_chunks
 
     def collect(self, sender: PeerId, start: int, stop: int, data: bytes, *, checked: bool = False) -> None:
         """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan or does not decode."""
@@ -131,7 +131,7 @@ class Transfer:
                 else:
                     message = Contribution(roster.lineage, roster.round, roster.attempt, start, stop)
                     await link.send_bulk(message, encoded[start], Traffic.ROUND, compress=True)
-                self._num_sent += 1
+                self.num_sent += 1
         except PeerLostError:
             self._parts_left.remove(number)
             if not context.averaging.is_complete(roster.parts, self._parts_left):
@@ -161,7 +161,7 @@ class Transfer:
         self.reducing = True
         blobs, gram = await context.compute(work)
         self.reducing = False
-        collection.chunks = {}
+        collection.clear()
         for sha256, blob in blobs:
             context.parts.add(sha256, blob)
         sha256s = tuple(sha256 for sha256, _ in blobs)

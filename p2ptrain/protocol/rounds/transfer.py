@@ -40,6 +40,7 @@ class Transfer:
         self.reducing = False
         self._context = context
         self._roster = roster
+        self._attempt = roster.lineage, roster.round, roster.attempt
         self._taker = taker
         self._tell = tell
         self._encoded = trio.Event()
@@ -78,12 +79,8 @@ class Transfer:
             self._report(self._collection)
 
     def _report(self, collection: Collection) -> None:
-        roster = self._roster
         complete, failed = tuple(sorted(collection.complete)), tuple(sorted(collection.failed))
-        self._tell(
-            roster.attempt.leader,
-            Arrived(roster.lineage, roster.round, roster.attempt, collection.number, complete, failed),
-        )
+        self._tell(self._roster.attempt.leader, Arrived(*self._attempt, collection.number, complete, failed))
 
     async def report_forever(self) -> None:
         """Report our part to the leader at intervals, also without news, to show that we are alive."""
@@ -118,7 +115,7 @@ class Transfer:
             lanes = [lane for lane in lanes if lane]
 
     async def _send_part(self, number: int, encoded: dict[int, bytes]) -> None:
-        context, roster, reducer = self._context, self._roster, self._roster.parts[number].reducer
+        context, reducer = self._context, self._roster.parts[number].reducer
         link = context.links.get(reducer)
         try:
             if link is None and reducer != context.peer_id:
@@ -129,12 +126,12 @@ class Transfer:
                 if link is None:
                     self.collect(context.peer_id, start, stop, encoded[start], checked=True)
                 else:
-                    message = Contribution(roster.lineage, roster.round, roster.attempt, start, stop)
+                    message = Contribution(*self._attempt, start, stop)
                     await link.send_bulk(message, encoded[start], Traffic.ROUND, compress=True)
                 self.num_sent += 1
         except PeerLostError:
             self._parts_left.remove(number)
-            if not context.averaging.is_complete(roster.parts, self._parts_left):
+            if not context.averaging.is_complete(self._roster.parts, self._parts_left):
                 raise
 
     async def reduce(self, order: Reduce) -> None:
@@ -145,10 +142,10 @@ class Transfer:
         if self._reduced is not None or collection is None:
             return
         self._reduced = order
-        context, roster = self._context, self._roster
+        context = self._context
         named = {c.peer_id for c in order.contributors}
         contributors = tuple(c for c in order.contributors if c.peer_id in collection.chunks)
-        if len(named) < len(order.contributors) or not named <= set(roster.members):
+        if len(named) < len(order.contributors) or not named <= set(self._roster.members):
             raise RoundFailedError("told to average contributors that are not distinct members")
         if not contributors or not {c.peer_id for c in contributors} <= collection.complete:
             raise RoundFailedError("told to average a member that is not complete here")
@@ -165,7 +162,4 @@ class Transfer:
         for sha256, blob in blobs:
             context.parts.add(sha256, blob)
         sha256s = tuple(sha256 for sha256, _ in blobs)
-        self._tell(
-            roster.attempt.leader,
-            Reduced(roster.lineage, roster.round, roster.attempt, collection.number, sha256s, gram),
-        )
+        self._tell(self._roster.attempt.leader, Reduced(*self._attempt, collection.number, sha256s, gram))

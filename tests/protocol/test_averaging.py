@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import types
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -14,16 +15,17 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT, disjoint_mean, weighted_
 from p2ptrain.errors import WireError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.averaging.gather import Gather
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, Plan
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.commit import check_decodes
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.policy import check_roster
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire import messages
-from p2ptrain.protocol.wire.messages import Attempt, Contributor, Record, Reduced, Roster, RosterPart
-from p2ptrain.settings.config import AVERAGINGS, RunConfig
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart
+from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_policy import join_of
 from tests.protocol.test_round_faults import after, when
@@ -216,6 +218,55 @@ def test_a_run_that_gathers_loses_a_member_and_no_round(kind: type[messages.Mess
             s.network.fault = lambda *_: PacketFault.NONE
             died = trio.current_time()
             await s.until(lambda: after(s, died, 2), within_s=40)
+
+    run_virtual(main)
+
+
+class Pairs(Gather):
+    """Groups of two: each sends to its partner alone, so that no reducer has all outer gradients."""
+
+    def plan(self, joins: Mapping[str, Join], avoided: Iterable[str], num_blocks: int) -> Plan:
+        names = list(joins)
+        pairs = [tuple(names[i : i + 2]) for i in range(0, len(names), 2)]
+        return [RosterPart(0, num_blocks, name, pair) for pair in pairs for name in pair]
+
+    def check_plan(self, roster: Roster, num_blocks: int) -> None:
+        assert all(part.reducer in part.senders for part in roster.parts)
+
+    def conclude(
+        self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
+    ) -> Conclusion | None:
+        hashes: dict[str, str] = {}
+        for i, report in reports.items():
+            sent = (c.peer_id for c in contributors if c.peer_id in plan[i].senders)
+            hashes.update(zip(sent, report.sha256s, strict=True))
+        if len(hashes) < len(contributors):
+            return None
+        return Conclusion(tuple(Part(0, plan[0].stop, hashes[c.peer_id], c.peer_id) for c in contributors), ((),))
+
+
+def test_a_strategy_may_say_who_sends_to_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES, "gather", Pairs)
+
+    async def main() -> None:
+        witness, received = Witness(), set[tuple[str, str]]()
+
+        def note(source: str, target: str, packet: bytes) -> Fault:
+            if packet[1] == messages.KIND_OF[messages.Contribution]:
+                received.add((source, target))
+            return Fault.NONE
+
+        async with swarm(dataclasses.replace(GATHER, round_codec="none")) as s:
+            start_all(s, "abcd", witness)
+            await s.until(lambda: common(s, 1, 4))
+            began, s.network.fault = trio.current_time(), note
+            await s.until(lambda: sum(r["t"] > began for r in s.peers["d"].rounds("committed")) >= 3)
+            assert received == {("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")}
+            assert witness.check_values() > 0
+            # The pair of a lost member goes on.
+            s.kill("d")
+            died = trio.current_time()
+            await s.until(lambda: sum(r["group_size"] == 3 for r in s.peers["a"].rounds() if r["t"] > died) >= 2)
 
     run_virtual(main)
 

@@ -25,7 +25,7 @@ from p2ptrain.protocol.rounds.policy import check_roster
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.config import AVERAGINGS, RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_policy import join_of
 from tests.protocol.test_round_faults import after, when

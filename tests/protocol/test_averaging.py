@@ -251,10 +251,10 @@ def test_a_strategy_may_say_who_sends_to_whom(monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         witness, received = Witness(), set[tuple[str, str]]()
 
-        def note(source: str, target: str, packet: bytes) -> Fault:
+        def note(source: str, target: str, packet: bytes) -> PacketFault:
             if packet[1] == messages.KIND_OF[messages.Contribution]:
                 received.add((source, target))
-            return Fault.NONE
+            return PacketFault.NONE
 
         async with swarm(dataclasses.replace(GATHER, round_codec="none")) as s:
             start_all(s, "abcd", witness)

@@ -12,8 +12,7 @@ import torch
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.state_sync.state_sync import Restored
-from p2ptrain.protocol.wire.messages import Head
-from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
+from p2ptrain.protocol.wire.messages import Head, pack, unpack
 
 Array = npt.NDArray[np.float32]
 
@@ -21,7 +20,7 @@ Array = npt.NDArray[np.float32]
 def to_dict(head: Head, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
     """The result of `Peer.state_dict`. Its tensors share the memory of `vectors`: anchor, then moments."""
     anchor, *moments = map(torch.from_numpy, vectors)
-    return {"head": pack_value(head).hex(), "run_step": run_step, "anchor": anchor, "moments": moments}
+    return {"head": pack(head).hex(), "run_step": run_step, "anchor": anchor, "moments": moments}
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
@@ -32,7 +31,7 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
     try:
         vectors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
         shapes = [tuple(vector.shape) for vector in vectors]
-        head = unpack_head(bytes.fromhex(state["head"]))
+        head = unpack(Head, bytes.fromhex(state["head"]))
     except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
         raise ConfigError(
             f"the state to resume from cannot be read ({error!r}); give the result of a peer's state_dict()"

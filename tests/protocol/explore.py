@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from p2ptrain.protocol.rounds import consensus, round_state
 from p2ptrain.protocol.rounds.events import (
     Average,
@@ -282,7 +284,7 @@ class Explorer:
                 pass
             case Send(to, Abort() | Withdraw() as message):
                 # Why is for people.
-                yield Envelope(to, Received(me, dataclasses.replace(message, reason="")))
+                yield Envelope(to, Received(me, msgspec.structs.replace(message, reason="")))
             case Send("liar", _):
                 pass
             case Send(to, message):

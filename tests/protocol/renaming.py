@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from p2ptrain.protocol.wire.messages import Head, Record
 
 # Fields that are sorted by peer.
@@ -64,6 +66,8 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
         return tuple(renamed(item, names) for item in value)
     if isinstance(value, frozenset):
         return frozenset(renamed(item, names) for item in value)
+    if isinstance(value, msgspec.Struct):
+        return type(value)(*(renamed(getattr(value, name), names) for name in value.__struct_fields__))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: renamed(getattr(value, f.name), names) for f in dataclasses.fields(value)}
         for name in fields.keys() & SORTED:

@@ -7,6 +7,7 @@ import hashlib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 import trio
@@ -130,17 +131,18 @@ def test_plans_and_records_of_others_are_checked(name: str) -> None:
     averaging, record, _ = whole_round(RUNS[name])
     plan = plan_of(RUNS[name])
     wrong: list[tuple[RosterPart, ...]] = [
-        (), plan[:1] if name == "parts" else (plan[0], plan[0]), (dataclasses.replace(plan[0], reducer="x"), *plan[1:]),
-        (dataclasses.replace(plan[0], start=1), *plan[1:]),
-        (*plan[:-1], dataclasses.replace(plan[-1], stop=BLOCKS + 9)),
-        (dataclasses.replace(plan[0], senders=("b",)), *plan[1:]),
+        (), plan[:1] if name == "parts" else (plan[0], plan[0]),
+        (msgspec.structs.replace(plan[0], reducer="x"), *plan[1:]),
+        (msgspec.structs.replace(plan[0], start=1), *plan[1:]),
+        (*plan[:-1], msgspec.structs.replace(plan[-1], stop=BLOCKS + 9)),
+        (msgspec.structs.replace(plan[0], senders=("b",)), *plan[1:]),
     ]  # fmt: skip
     for parts in wrong:
         with pytest.raises(WireError):
             check_plan(averaging, parts)
-    for changed in (record.parts[1:], (dataclasses.replace(record.parts[0], stop=7), *record.parts[1:])):
+    for changed in (record.parts[1:], (msgspec.structs.replace(record.parts[0], stop=7), *record.parts[1:])):
         with pytest.raises(WireError):
-            averaging.check_record(dataclasses.replace(record, parts=changed), BLOCKS)
+            averaging.check_record(msgspec.structs.replace(record, parts=changed), BLOCKS)
 
 
 @pytest.mark.parametrize("codec", ["none", "int8"])

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from p2ptrain.protocol.rounds import consensus
@@ -100,7 +101,7 @@ def begin_again(state: State) -> State:
 def count_whom_we_ignore(state: State, joins: Joins) -> Joins:
     """A READY record that could not be had is left out, and the promise of who reported it is not."""
     return tuple(
-        (peer, dataclasses.replace(join, ready=None, ready_attempt=None))
+        (peer, msgspec.structs.replace(join, ready=None, ready_attempt=None))
         if join.ready is not None and record_sha256(join.ready) in state.unheld
         else (peer, join)
         for peer, join in joins

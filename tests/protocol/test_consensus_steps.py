@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from p2ptrain.errors import WireError
@@ -71,7 +71,7 @@ FIRST, SECOND = Attempt(1, "a", "1"), Attempt(2, "b", "1")
 
 def record(name: str = "sgd", **changes: Any) -> Record:
     plain = Record("genesis", "0-x", 5, "state", (), (), name, 1.0, 0.0, 110, 1100, (), 0.0, 0.0)
-    return dataclasses.replace(plain, **changes)
+    return msgspec.structs.replace(plain, **changes)
 
 
 def call(attempt: Attempt, window_s: float = 1.0) -> Call:
@@ -637,7 +637,7 @@ def test_a_voter_says_what_it_accepted_and_what_it_committed() -> None:
     committed = [Send("x", Accepted("0-x", 5, "1", None, sha256))]
     assert run.hears("x", Inquire("0-x", 5)) == committed
     # Also when it stands at the next round.
-    after = Run(State("c", "1", dataclasses.replace(HEAD, round=5, record=of), LIMITS))
+    after = Run(State("c", "1", msgspec.structs.replace(HEAD, round=5, record=of), LIMITS))
     assert after.hears("x", Inquire("0-x", 5)) == committed
     assert after.hears("x", Inquire("0-x", 6)) == []
 

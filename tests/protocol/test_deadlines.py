@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -360,7 +361,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                     plans.append([part.reducer for part in message.parts])
 
             joins = {name: join_of(name, Attempt(1, "a", "a.1")) for name in "abc"}
-            joins["c"] = dataclasses.replace(joins["c"], rate=1e300)
+            joins["c"] = msgspec.structs.replace(joins["c"], rate=1e300)
             for counter in (1, 2):
                 attempt = Attempt(counter, "a", "a.1")
                 head = Host(nursery).head

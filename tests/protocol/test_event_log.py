@@ -211,6 +211,24 @@ def test_nonsense_is_refused(payload: bytes) -> None:
         parse_page(payload, now_s=1000)
 
 
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        ({**STOP, "reason": 5}, "stop with a bad reason: Expected `str`, got `int`"),
+        ({"event": "stop", "t": 1000}, "stop without reason"),
+        ({"event": "eval", "t": 1000, "step": -1, "loss": 1.0}, "eval with a bad step: Expected `int` >= 0"),
+        ({**STOP, "t": 1e9}, "impossible time 1000000000.0"),
+        (
+            {"event": "start", "t": 1000, "peer_id": "x", "run_id": "r", "maddrs": [], "run": {"a": 1}},
+            "settings without total_steps",
+        ),
+    ],
+)
+def test_an_error_names_the_field_and_the_rule(event: Event, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        parse_page(page_of(event), now_s=1000)
+
+
 def test_every_kind_is_in_the_documentation() -> None:
     with open("docs/metrics.md", encoding="utf-8") as file:
         text = file.read()

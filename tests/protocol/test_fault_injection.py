@@ -16,7 +16,6 @@ from p2ptrain.protocol.node import runner as node_runner
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import RESTART_AFTER_S
 from p2ptrain.protocol.wire.messages import KINDS, Hello, Message
-from p2ptrain.protocol.wire.serialization import _fields
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 
 NAMES = "abc"
@@ -34,7 +33,7 @@ def blank(kind: type[Any]) -> Any:
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return () if inner[-1] is Ellipsis else tuple(map(blank, inner))
-    return None if inner else kind(*(blank(hint) for _, hint in _fields(kind)))
+    return None if inner else kind(*(blank(hint) for _, hint in typing.get_type_hints(kind).items()))
 
 
 def committed_after(s: Swarm, now: float, *names: str) -> bool:

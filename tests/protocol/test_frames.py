@@ -23,14 +23,7 @@ from p2ptrain.protocol.wire.frames import (
     decode_prefix,
     encode_frame,
 )
-from p2ptrain.protocol.wire.messages import (
-    KINDS,
-    Ack,
-    Answer,
-    Leave,
-    Message,
-)
-from p2ptrain.protocol.wire.serialization import to_header
+from p2ptrain.protocol.wire.messages import KINDS, Ack, Answer, Leave, Message, pack
 
 PREFIX = struct.Struct("!BBBxIIIQ")
 ANSWER = Answer(5, True, "chunk")
@@ -45,7 +38,7 @@ def decode(frame: bytes) -> tuple[Prefix, Message, bytes]:
 
 def frame_of(packed: bytes, raw_bytes: int) -> bytes:
     """A frame with a hand-made compressed payload that claims to hold `raw_bytes`."""
-    header = to_header(ANSWER)
+    header = pack(ANSWER)
     return PREFIX.pack(WIRE_VERSION, ANSWER_KIND, COMPRESSED, len(header), len(packed), raw_bytes, 0) + header + packed
 
 
@@ -73,7 +66,7 @@ def test_a_frame_comes_back_as_it_was(payload: bytes, acked: int, bulk: bool, co
     assert (message, received) == (ANSWER, payload)
     assert (prefix.acked_bytes, prefix.bulk, prefix.raw_payload_bytes) == (acked, bulk, len(payload))
     assert PREFIX_BYTES + prefix.body_bytes == len(frame)
-    assert len(frame) <= PREFIX_BYTES + len(to_header(ANSWER)) + len(payload)
+    assert len(frame) <= PREFIX_BYTES + len(pack(ANSWER)) + len(payload)
 
 
 def test_compression_is_kept_where_it_pays() -> None:

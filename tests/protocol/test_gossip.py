@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,8 +29,7 @@ from p2ptrain.protocol.faults import NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
-from p2ptrain.protocol.wire.messages import Fragment
-from p2ptrain.protocol.wire.serialization import to_header
+from p2ptrain.protocol.wire.messages import Fragment, pack
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, inline, run_virtual, swarm
 
@@ -111,7 +111,7 @@ def test_a_fragment_costs_what_the_paper_says(fragment_fraction: float) -> None:
         wanted = fragment_fraction * peer.exchange.space.numel * (1 + 2 / 64)
         assert np.mean(sizes) == pytest.approx(wanted, rel=0.08)
         assert max(sizes) - min(sizes) <= 66
-        assert max(PREFIX_BYTES + len(to_header(message)) for message, _ in peer.sent) < 100
+        assert max(PREFIX_BYTES + len(pack(message)) for message, _ in peer.sent) < 100
 
     run_virtual(main)
 
@@ -329,8 +329,8 @@ async def receive(changes: dict[str, Any], payload: Callable[[bytes], bytes] = b
     receiver.exchange.step(1)
     message, honest = await one_push(sender)
     link = Mailbox("a", rtt_s=rtt_s)
-    message = dataclasses.replace(message, age_s=0.0)
-    await receiver.gossip.on_fragment(link, dataclasses.replace(message, **changes), payload(honest))  # type: ignore[arg-type]
+    message = msgspec.structs.replace(message, age_s=0.0)
+    await receiver.gossip.on_fragment(link, msgspec.structs.replace(message, **changes), payload(honest))  # type: ignore[arg-type]
     return receiver
 
 

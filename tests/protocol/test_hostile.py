@@ -31,8 +31,8 @@ from p2ptrain.protocol.wire.messages import (
     Message,
     Record,
     Request,
+    pack,
 )
-from p2ptrain.protocol.wire.serialization import _fields, pack_value
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.wiring import start_endpoint
 
@@ -81,12 +81,12 @@ class Babbler:
         if typing.get_origin(kind) is tuple:
             count = rng.randrange(4) if inner[-1] is Ellipsis else len(inner)
             return tuple(self.make(inner[0] if inner[-1] is Ellipsis else inner[i]) for i in range(count))
-        return kind(*(self.make(hint, field) for field, hint in _fields(kind)))
+        return kind(*(self.make(hint, field) for field, hint in typing.get_type_hints(kind).items()))
 
     def payload(self) -> bytes:
         rng = self._rng
         if rng.random() < 0.2:
-            return pack_value(self._head())
+            return pack(self._head())
         return rng.randbytes(rng.choice([0, 1, 66, 66 * 8, 5000, 128 * 1024]))
 
     async def talk(self) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -30,12 +31,12 @@ class LyingDonor:
         node._server._head = lambda: self._head(node.engine.head)
 
     def _beat(self, beat: Beat) -> Beat:
-        return dataclasses.replace(beat, **self.beat(beat))
+        return msgspec.structs.replace(beat, **self.beat(beat))
 
     def _head(self, head: Head) -> Head:
         lie = self.head(head)
         self.asked += bool(lie)
-        return dataclasses.replace(head, **lie)
+        return msgspec.structs.replace(head, **lie)
 
 
 def places_of(node: Node) -> list[tuple[str, int]]:
@@ -99,12 +100,12 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
             await s.until(lambda: common(s, 2, 2))
             engine = s.peers["b"].node.engine
             head = engine.head
-            earlier = dataclasses.replace(head, round=head.round - 1)
+            earlier = msgspec.structs.replace(head, round=head.round - 1)
             assert not engine.history.may_adopt(earlier)
-            assert engine.history.may_adopt(dataclasses.replace(head, lineage="5-new"))
+            assert engine.history.may_adopt(msgspec.structs.replace(head, lineage="5-new"))
             for place in (head, earlier):
                 with pytest.raises(AssertionError, match="our head before"):
-                    engine.set_head(dataclasses.replace(place, tokens_total=10**15))
+                    engine.set_head(msgspec.structs.replace(place, tokens_total=10**15))
             assert engine.head is head
 
     run_virtual(main)
@@ -122,7 +123,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(a
                 nonlocal lies
                 if isinstance(message, Join):
                     lies += 1
-                    message = dataclasses.replace(
+                    message = msgspec.structs.replace(
                         message, ready_attempt=Attempt(0, "x", "z"), ready=unheld(engine.head, lies if another else 0)
                     )
                 honest(to, message)
@@ -144,7 +145,7 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(a
 def unheld(head: Head, number: int) -> Record:
     """A well-formed record of the round after a head, with parts that do not exist."""
     assert head.record is not None
-    parts = tuple(dataclasses.replace(part, sha256=f"{number:064x}") for part in head.record.parts)
-    return dataclasses.replace(
+    parts = tuple(msgspec.structs.replace(part, sha256=f"{number:064x}") for part in head.record.parts)
+    return msgspec.structs.replace(
         head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256, parts=parts
     )

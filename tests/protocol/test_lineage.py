@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import trio
 
 from p2ptrain.protocol.rounds.lineage import MAX_JUMPS, QUORUM_LOST_S, HeadHistory, LineageWatch
@@ -105,7 +105,7 @@ def test_of_several_survivors_the_lowest_id_goes_on() -> None:
 
 
 def at(lineage: str, round_: int) -> Head:
-    return dataclasses.replace(HEAD, lineage=lineage, round=round_)
+    return msgspec.structs.replace(HEAD, lineage=lineage, round=round_)
 
 
 def test_no_head_is_had_twice() -> None:

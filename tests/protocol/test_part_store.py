@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -113,9 +114,11 @@ def test_parts_are_asked_for_a_few_at_a_time() -> None:
 def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: tuple[str, ...]) -> None:
     averaging, state = averaging_of(dataclasses.replace(RUN, averaging="gather")), State()
     record = record_of(*[blob(0)] * len(contributors), contributors=contributors)
-    parts = tuple(dataclasses.replace(part, holder=name) for part, name in zip(record.parts, contributors, strict=True))
+    parts = tuple(
+        msgspec.structs.replace(part, holder=name) for part, name in zip(record.parts, contributors, strict=True)
+    )
     with pytest.raises(WireError, match="distinct"):
-        check_record(dataclasses.replace(record, parts=parts), state, averaging)  # type: ignore[arg-type]
+        check_record(msgspec.structs.replace(record, parts=parts), state, averaging)  # type: ignore[arg-type]
 
 
 class State:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.record import record_of
-from p2ptrain.protocol.wire.messages import Attempt, Contributor, Head, Join, Roster, RosterPart
-from p2ptrain.protocol.wire.serialization import pack_value, unpack_record
+from p2ptrain.protocol.wire.messages import (
+    Attempt,
+    Contributor,
+    Head,
+    Join,
+    Record,
+    Roster,
+    RosterPart,
+    pack,
+    unpack,
+)
 from p2ptrain.settings.config import RunConfig
 
 ATTEMPT = Attempt(1, "a", "a.1")
@@ -24,7 +33,7 @@ def join_of(peer_id: str, linked: tuple[str, ...] = (), **fields: object) -> Joi
     join = Join(
         "0-g", 1, ATTEMPT, f"{peer_id}.1", "state", True, 100, 0, 20, 10.0, 1e6, linked, False, None, None
     )  # fmt: skip
-    return dataclasses.replace(join, **fields)
+    return msgspec.structs.replace(join, **fields)
 
 
 def test_of_more_than_64_members_a_sample_contributes_another_in_each_round() -> None:
@@ -62,16 +71,16 @@ def test_a_join_with_an_impossible_claim_is_refused(name: str, value: float) -> 
 def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None:
     names = ("a", "b", "c", "d")
     joins = {name: join_of(name, tuple(other for other in names if other != name)) for name in names}
-    joins["a"] = dataclasses.replace(joins["a"], rate=8e6)
-    joins["d"] = dataclasses.replace(joins["d"], rate=1e300)
+    joins["a"] = msgspec.structs.replace(joins["a"], rate=8e6)
+    joins["d"] = msgspec.structs.replace(joins["d"], rate=1e300)
     # Both count as four times the median, and then the id decides.
     assert policy.reducers_of(joins, ()) == ["a", "d", "b", "c"]
     assert policy.reducers_of(joins, {"d"}) == ["a", "b", "c"]
     assert policy.reducers_of(joins, set(names)) == ["a", "d", "b", "c"]
-    joins["b"] = dataclasses.replace(joins["b"], linked=("a", "c"))
+    joins["b"] = msgspec.structs.replace(joins["b"], linked=("a", "c"))
     assert policy.reducers_of(joins, ()) == ["a", "b", "c"]
     with pytest.raises(RoundFailedError, match="no member is linked to all others"):
-        policy.reducers_of({name: dataclasses.replace(joins[name], linked=()) for name in names}, ())
+        policy.reducers_of({name: msgspec.structs.replace(joins[name], linked=()) for name in names}, ())
 
 
 def test_nobody_is_in_the_mean_that_is_not_whole_everywhere() -> None:
@@ -95,7 +104,7 @@ def test_incredible_speeds_and_counts_fit_the_wire() -> None:
     joins = {"a": join_of("a"), "b": join_of("b"), "c": join_of("c", speed=1e300, tokens=2**53, run_step=2**53)}
     contributors = [Contributor(name, f"{name}.1", 1.0) for name in joins]
     record = record_of(RunConfig(), HEAD, joins, contributors, Conclusion((), ((1e300,) * 9,)))
-    assert unpack_record(pack_value(record)) == record
+    assert unpack(Record, pack(record)) == record
     assert dict(record.intervals)["c"] == 1000 * RunConfig().sync_every
 
 
@@ -160,4 +169,4 @@ ROSTER = Roster(
 def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -> None:
     policy.check_roster(ROSTER, "a")
     with pytest.raises(WireError):
-        policy.check_roster(dataclasses.replace(ROSTER, **fields), "a")
+        policy.check_roster(msgspec.structs.replace(ROSTER, **fields), "a")

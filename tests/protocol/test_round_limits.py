@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import trio
@@ -322,7 +323,7 @@ class Member(Endpoint):
             call.lineage, call.round, call.attempt, "x.1", self.head.state_sha256, True, 100, 0, 20, 10.0, 1e300,
             tuple(self.swarm.peers), False, None, None,
         )  # fmt: skip
-        return dataclasses.replace(join, **fields)
+        return msgspec.structs.replace(join, **fields)
 
 
 @asynccontextmanager
@@ -510,7 +511,7 @@ def test_a_commit_counts_only_when_the_voters_say_so() -> None:
         for _ in range(30):
             head = x.head
             assert head.record is not None
-            forged = dataclasses.replace(
+            forged = msgspec.structs.replace(
                 head.record, round=head.round + 1, parent_sha256=head.state_sha256, tokens_total=2**50,
                 parts=(Part(0, blocks, sha256, "x"),),
             )  # fmt: skip

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -37,8 +38,8 @@ from p2ptrain.protocol.wire.messages import (
     Part,
     Record,
     Request,
+    pack,
 )
-from p2ptrain.protocol.wire.serialization import pack_value
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint, until
 
@@ -97,7 +98,7 @@ class Donor:
         )
         step_chunks(self.state, averaging_of(RUN), Progress(record), self.parts.get, (0, BLOCKS), None)
         self.state.rehash()
-        self.head = dataclasses.replace(head_of(self.state, round_=round_), record=record)
+        self.head = msgspec.structs.replace(head_of(self.state, round_=round_), record=record)
 
     async def serve(self, link: Link, request: Request) -> None:
         self.asked[request.what] += 1
@@ -449,7 +450,7 @@ def test_a_record_that_no_peer_could_commit_rolls_nothing_forward(bad: dict[str,
             donor.chunks.clear()
             donor.resolve_round()
             assert donor.head.record is not None
-            donor.head = dataclasses.replace(donor.head, record=dataclasses.replace(donor.head.record, **bad))
+            donor.head = msgspec.structs.replace(donor.head, record=msgspec.structs.replace(donor.head.record, **bad))
             await download.run(donor.head, links)
             check_equal(state, donor.state)
             assert len(donor.chunks) == CHUNKS
@@ -537,7 +538,7 @@ def test_what_there_is_not_is_not_found(what: str, index: int) -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("head", [b"", b"\x90", pack_value(head_of(some_state(num_blocks=1)))[:-1]])
+@pytest.mark.parametrize("head", [b"", b"\x90", pack(head_of(some_state(num_blocks=1)))[:-1]])
 def test_a_head_that_is_none_is_refused(head: bytes) -> None:
     async def main() -> None:
         async with donors_and_joiner("a") as (_, donors, joiner, links):
@@ -829,7 +830,7 @@ def test_peers_that_only_claim_to_have_a_state_keep_nobody_from_joining(says: st
                 async def answer(link: Link, request: Request, head: Head = head) -> None:
                     if says == "nothing" or (says == "a head and no more" and request.what != "head"):
                         return
-                    payload = pack_value(head) if says != "nonsense" else b"nonsense"
+                    payload = pack(head) if says != "nonsense" else b"nonsense"
                     await link.send_bulk(Answer(request.request, True, request.what), payload, Traffic.STATE)
 
                 liar.on_request = answer

@@ -11,9 +11,11 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-import msgpack
+import msgspec
 import trio
+from msgspec import Meta
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
@@ -44,6 +46,8 @@ PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
 MAX_MADDRS = 16
 MAX_MADDR_LENGTH = 512
 
+Maddrs = Annotated[tuple[Annotated[str, Meta(max_length=MAX_MADDR_LENGTH)], ...], Meta(max_length=MAX_MADDRS)]
+
 
 @dataclass(slots=True)
 class Member:
@@ -73,18 +77,15 @@ def bucket_of(peer_id: PeerId) -> int:
 
 
 def encode_record(maddrs: list[str], role: str) -> bytes:
-    return msgpack.packb([maddrs[:MAX_MADDRS], role])  # type: ignore[no-any-return]
+    return msgspec.msgpack.encode((maddrs[:MAX_MADDRS], role))
 
 
 def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
     """Addresses and role of an announced record; None if malformed."""
     try:
-        maddrs, role = msgpack.unpackb(value, max_str_len=MAX_MADDR_LENGTH, max_array_len=MAX_MADDRS)
-    except Exception:  # msgpack raises several unrelated types on bad input
+        return msgspec.msgpack.decode(value, type=tuple[Maddrs, str])
+    except ValueError:
         return None
-    if not isinstance(role, str) or not isinstance(maddrs, list) or not all(isinstance(m, str) for m in maddrs):
-        return None
-    return tuple(maddrs), role
 
 
 class Membership:

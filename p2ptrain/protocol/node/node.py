@@ -29,8 +29,18 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
-from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Message, Request
-from p2ptrain.protocol.wire.serialization import pack_value
+from p2ptrain.protocol.wire.messages import (
+    Ack,
+    Answer,
+    Beat,
+    Contribution,
+    Fragment,
+    Hello,
+    Leave,
+    Message,
+    Request,
+    pack,
+)  # fmt: skip
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
 
@@ -319,7 +329,7 @@ class Node:
             await self.engine.context.parts.serve(link, request)
         elif request.what == "record":
             record = self.engine.context.parts.record(request.subject, request.index)
-            payload = pack_value(record) if record else b""
+            payload = pack(record) if record else b""
             await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
         else:
             async with self._state_answers:

@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import events as ev
 from p2ptrain.protocol.rounds.learner import Learner
@@ -185,7 +187,7 @@ def _join(state: State, attempt: m.Attempt, join: m.Join) -> Result:
     member, acceptor = _member_of(state, attempt), state.acceptor
     if member is None or member.joined:
         return state, ()
-    join = replace(
+    join = msgspec.structs.replace(
         join, attempt=attempt, incarnation=state.incarnation, ready_attempt=acceptor.attempt, ready=acceptor.record
     )
     return replace(state, member=replace(member, joined=True)), (ev.Send(attempt.leader, join),)

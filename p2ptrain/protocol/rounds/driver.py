@@ -7,12 +7,12 @@ costs that attempt, a decided round that cannot be applied costs a download of t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
@@ -139,7 +139,7 @@ class RoundDriver:
         own = self.context.liveness.own
         lineage = new_lineage(head.lineage, head.round, *own)
         logger.info("the voters of lineage %s are gone: beginning lineage %s", head.lineage, lineage)
-        self.set_head(dataclasses.replace(head, lineage=lineage, voters=(own,)))
+        self.set_head(msgspec.structs.replace(head, lineage=lineage, voters=(own,)))
         self._exchange.epoch = Epoch(lineage, head.round)
 
     @asynccontextmanager

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 
-from p2ptrain.protocol.wire.messages import Join, Record
-from p2ptrain.protocol.wire.serialization import pack_value
+from p2ptrain.protocol.wire.messages import Join, Record, pack
 from p2ptrain.protocol.wire.transport import PeerId
 
 Voter = tuple[PeerId, str]
@@ -20,7 +19,7 @@ MAX_VOTERS = 31
 
 def record_sha256(record: Record) -> str:
     """The hash of a record, which names it."""
-    return hashlib.sha256(pack_value(record)).hexdigest()
+    return hashlib.sha256(pack(record)).hexdigest()
 
 
 def voters_of(record: Record) -> tuple[Voter, ...]:

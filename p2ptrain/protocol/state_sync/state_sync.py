@@ -28,8 +28,7 @@ from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.lineage import new_lineage
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
-from p2ptrain.protocol.wire.messages import Beat, Head
-from p2ptrain.protocol.wire.serialization import unpack_record
+from p2ptrain.protocol.wire.messages import Beat, Head, Record, unpack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -309,7 +308,7 @@ class StateSync:
             answer, payload = await self._host.links.request(link, "record", lineage, round_, timeout_s=10.0)
             if not answer.found:
                 return False
-            record = unpack_record(payload)
+            record = unpack(Record, payload)
             if (record.lineage, record.round) != (lineage, round_):
                 raise WireError("not the requested record")
             head = engine.head

@@ -23,8 +23,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, check_record, step_chunks
 from p2ptrain.protocol.rounds.part_store import PartStore
-from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request
-from p2ptrain.protocol.wire.serialization import pack_value, unpack_head
+from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack, unpack
 from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class StateServer:
         current = request.subject == self._head().state_sha256
         match request.what:
             case "head":
-                return pack_value(self._head())
+                return pack(self._head())
             case "manifest" if current and 0 <= request.index < num_pages(self._state.num_chunks):
                 start = request.index * MANIFEST_PAGE_HASHES
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
@@ -120,7 +119,7 @@ async def ask_head(links: Links, link: Link) -> Head:
     answer, payload = await links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
     if not answer.found:
         raise PeerLostError(f"{link.peer_id} cannot send its state now")
-    return unpack_head(payload)
+    return unpack(Head, payload)
 
 
 async def ask_buffers(links: Links, link: Link) -> bytes:

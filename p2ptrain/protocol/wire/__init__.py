@@ -1,1 +1,1 @@
-"""Messages, their serialization, frames, and the interface of a transport."""
+"""Messages and their bytes, frames, and the interface of a transport."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import zstandard
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Message
-from p2ptrain.protocol.wire.serialization import from_header, to_header
+from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Message, pack, unpack
 
 WIRE_VERSION = 1
 # A roster of 64 members and their parts takes a few KiB, a record with 512 part hashes 40 KiB.
@@ -54,7 +53,7 @@ def encode_frame(
     compress: bool = False,
 ) -> bytes:
     """One frame as bytes. `compress` tries zstd and keeps it only if the payload shrinks by at least 3 %."""
-    header = to_header(message)
+    header = pack(message)
     raw_bytes = len(payload)
     assert len(header) <= MAX_HEADER_BYTES, f"{type(message).__name__} header of {len(header)} bytes"
     assert raw_bytes <= MAX_PAYLOAD_BYTES, f"{type(message).__name__} payload of {raw_bytes} bytes"
@@ -91,7 +90,7 @@ def decode_prefix(data: bytes) -> Prefix:
 def decode_body(prefix: Prefix, body: bytes) -> tuple[Message, bytes]:
     """The message and the raw payload of a complete frame. Raises WireError."""
     assert len(body) == prefix.body_bytes
-    message = from_header(prefix.kind, body[: prefix.header_bytes])
+    message = unpack(KINDS[prefix.kind], body[: prefix.header_bytes])
     payload = body[prefix.header_bytes :]
     return message, _decompress(payload, prefix.raw_payload_bytes) if prefix.compressed else payload
 

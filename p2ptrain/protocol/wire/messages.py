@@ -1,107 +1,121 @@
-"""All messages between peers. `docs/protocol.md` describes them, `serialization` encodes them."""
+"""All messages between peers, and their bytes. `docs/protocol.md` describes them.
+
+A message is packed as the msgpack list of its fields. Unpacking checks the number, types and sizes of all fields, and
+refuses floats that are not finite.
+"""
 
 from __future__ import annotations
 
+import sys
 import typing
-from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from p2ptrain.errors import WireError
+
+T = TypeVar("T")
+MAX_STRING = 4096
+MAX_LIST = 4096
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Text = Annotated[str, Meta(max_length=MAX_STRING)]
+Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Packed as a list of the fields in their order."""
+
+
+class Hello(_Struct, frozen=True):
     """First frame of every stream. Observers send an empty digest and may only request settings and events."""
 
-    run_id: str
-    digest: str
-    incarnation: str
-    role: str
-    maddrs: tuple[str, ...]
+    run_id: Text
+    digest: Text
+    incarnation: Text
+    role: Text
+    maddrs: Items[Text]
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(_Struct, frozen=True):
     """Sent every second: a heartbeat with the sender's position, which also measures the round trip.
 
     `echo_s` is the `sent_s` of the last beat received from the other side and `held_s` how long ago that was. `reach`
     is the number of voters of its head that the sender is linked with, including itself.
     """
 
-    sent_s: float
-    echo_s: float
-    held_s: float
-    genesis: str
-    lineage: str
-    round: int
-    tokens_total: int
-    step: int
-    status: str
-    speed: float
-    members: tuple[tuple[str, tuple[str, ...]], ...]
-    reach: int
+    sent_s: Float
+    echo_s: Float
+    held_s: Float
+    genesis: Text
+    lineage: Text
+    round: Int
+    tokens_total: Int
+    step: Int
+    status: Text
+    speed: Float
+    members: Items[tuple[Text, Items[Text]]]
+    reach: Int
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(_Struct, frozen=True):
     """Has no fields: its frame's prefix acknowledges the bulk bytes received."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(_Struct, frozen=True):
     """The sender leaves the run on purpose."""
 
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+class Fragment(_Struct, frozen=True):
     """Slots of the sender's weights (payload: their blocks, encoded). `age_s`: seconds from gathering to sending."""
 
-    lineage: str
-    round: int
-    selection: str
-    cycle: int
-    slot: int
-    slot_count: int
-    num_slots: int
-    age_s: float
+    lineage: Text
+    round: Int
+    selection: Text
+    cycle: Int
+    slot: Int
+    slot_count: Int
+    num_slots: Int
+    age_s: Float
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Attempt:
+class Attempt(_Struct, frozen=True, order=True):
     """A proposal number; ordered by counter, then by the leader's id and incarnation.
 
     The incarnation prevents a restarted leader from using one number for two records.
     """
 
-    counter: int
-    leader: str
-    incarnation: str
+    counter: Int
+    leader: Text
+    incarnation: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Contributor:
+class Contributor(_Struct, frozen=True):
     """A peer whose outer gradient is in a round's mean. `weight` is relative to the record's other contributors."""
 
-    peer_id: str
-    incarnation: str
-    weight: float
+    peer_id: Text
+    incarnation: Text
+    weight: Float
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(_Struct, frozen=True):
     """Blocks [start, stop), and the hash of the blob that they are decoded from.
 
     With the averaging strategy "parts" the blob is the encoded mean of these blocks; with "gather" it is one
     contributor's outer gradient. `holder` has made it, and keeps it the longest.
     """
 
-    start: int
-    stop: int
-    sha256: str
-    holder: str
+    start: Int
+    stop: Int
+    sha256: Text
+    holder: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(_Struct, frozen=True):
     """The decision of a round, named by the hash of its packed form.
 
     The order of `contributors` matters for quorums. `parent_sha256` is the hash of the state (anchor and moments) that
@@ -109,247 +123,227 @@ class Record:
     of the outer gradients, `mean_norm` the norm of their mean; 0 if unknown.
     """
 
-    genesis: str
-    lineage: str
-    round: int
-    parent_sha256: str
-    contributors: tuple[Contributor, ...]
-    parts: tuple[Part, ...]
-    outer_optimizer: str
-    outer_lr: float
-    outer_momentum: float
-    run_step: int
-    tokens_total: int
-    intervals: tuple[tuple[str, int], ...]
-    cosine: float
-    mean_norm: float
+    genesis: Text
+    lineage: Text
+    round: Int
+    parent_sha256: Text
+    contributors: Items[Contributor]
+    parts: Items[Part]
+    outer_optimizer: Text
+    outer_lr: Float
+    outer_momentum: Float
+    run_step: Int
+    tokens_total: Int
+    intervals: Items[tuple[Text, Int]]
+    cosine: Float
+    mean_norm: Float
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(_Struct, frozen=True):
     """The last resolved round of a lineage, and what is needed to decide the next one.
 
     `record` is the last committed one, None at genesis; after a new lineage began it is still that of the lineage
     before. `voters` decide the next.
     """
 
-    genesis: str
-    lineage: str
-    round: int
-    state_sha256: str
-    anchor_sha256: str
-    voters: tuple[tuple[str, str], ...]
-    run_step: int
-    tokens_total: int
+    genesis: Text
+    lineage: Text
+    round: Int
+    state_sha256: Text
+    anchor_sha256: Text
+    voters: Items[tuple[Text, Text]]
+    run_step: Int
+    tokens_total: Int
     record: Record | None
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
+class Due(_Struct, frozen=True):
     """To all peers: the sender has done its inner steps. `counter` is that of the attempt it expects next."""
 
-    lineage: str
-    round: int
-    counter: int
+    lineage: Text
+    round: Int
+    counter: Int
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(_Struct, frozen=True):
     """From a leader to every live peer: join this attempt within the window."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    window_s: float
+    window_s: Float
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(_Struct, frozen=True):
     """A promise to refuse lower attempts, and what the leader needs to plan the round.
 
     `tokens`: trained on since the sender's last inclusion; `shard_tokens`: the size of its shard (0: none).
     `at_length`: the sender has reached the run's length and asks for the last, plain-average round.
     """
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    incarnation: str
-    state_sha256: str
+    incarnation: Text
+    state_sha256: Text
     has_snapshot: bool
-    tokens: int
-    shard_tokens: int
-    run_step: int
-    speed: float
-    rate: float
-    linked: tuple[str, ...]
+    tokens: Int
+    shard_tokens: Int
+    run_step: Int
+    speed: Float
+    rate: Float
+    linked: Items[Text]
     at_length: bool
     ready_attempt: Attempt | None
     ready: Record | None
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(_Struct, frozen=True):
     """The receiver's attempt is below the sender's promise."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
     promised: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class RosterPart:
+class RosterPart(_Struct, frozen=True):
     """Blocks [start, stop) of the senders' outer gradients go to this reducer. Empty `senders`: all members."""
 
-    start: int
-    stop: int
-    reducer: str
-    senders: tuple[str, ...]
+    start: Int
+    stop: Int
+    reducer: Text
+    senders: Items[Text]
 
 
-@dataclass(frozen=True, slots=True)
-class Roster:
+class Roster(_Struct, frozen=True):
     """The leader's plan of an attempt: its members, and who sends which blocks to whom."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    members: tuple[str, ...]
-    parts: tuple[RosterPart, ...]
+    members: Items[Text]
+    parts: Items[RosterPart]
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(_Struct, frozen=True):
     """To a reducer: blocks [start, stop) of the sender's encoded outer gradient (payload)."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    start: int
-    stop: int
+    start: Int
+    stop: Int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(_Struct, frozen=True):
     """Reducer to leader: the members whose chunks are complete, and those that stalled or were lost."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    part: int
-    complete: tuple[str, ...]
-    failed: tuple[str, ...]
+    part: Int
+    complete: Items[Text]
+    failed: Items[Text]
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(_Struct, frozen=True):
     """Leader to reducers: average exactly these contributors."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    contributors: tuple[Contributor, ...]
+    contributors: Items[Contributor]
 
 
-@dataclass(frozen=True, slots=True)
-class Reduced:
+class Reduced(_Struct, frozen=True):
     """Reducer to leader: the hashes of the blobs that it now serves for its part.
 
     `gram` holds the inner products of the contributors' outer gradients in this part, row by row; empty when there are
     too many contributors.
     """
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    part: int
-    sha256s: tuple[str, ...]
-    gram: tuple[float, ...]
+    part: Int
+    sha256s: Items[Text]
+    gram: Items[Float]
 
 
-@dataclass(frozen=True, slots=True)
-class Propose:
+class Propose(_Struct, frozen=True):
     """Leader to members: fetch the parts of this record, store it as READY, and reply with Ready."""
 
     attempt: Attempt
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(_Struct, frozen=True):
     """Member to leader: it holds all parts of the record and has stored READY."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    incarnation: str
-    record_sha256: str
+    incarnation: Text
+    record_sha256: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(_Struct, frozen=True):
     """A quorum is READY: the record is the round's outcome."""
 
     record: Record
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(_Struct, frozen=True):
     """The leader ends this attempt."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Withdraw:
+class Withdraw(_Struct, frozen=True):
     """Member to leader: it cannot go on with this attempt."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
     attempt: Attempt
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Inquire:
+class Inquire(_Struct, frozen=True):
     """To a voter: which record of this round has it accepted or committed? There is no answer when it has none."""
 
-    lineage: str
-    round: int
+    lineage: Text
+    round: Int
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(_Struct, frozen=True):
     """Answers Inquire: the record that the sender accepted in `attempt`, or (None) knows to be committed."""
 
-    lineage: str
-    round: int
-    incarnation: str
+    lineage: Text
+    round: Int
+    incarnation: Text
     attempt: Attempt | None
-    record_sha256: str
+    record_sha256: Text
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(_Struct, frozen=True):
     """A request; `docs/protocol.md` lists each `what` with its `subject` and `index`."""
 
-    request: int
-    what: str
-    subject: str
-    index: int
+    request: Int
+    what: Text
+    subject: Text
+    index: Int
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(_Struct, frozen=True):
     """The payload answers a request; `found` is False if the sender does not have it now."""
 
-    request: int
+    request: Int
     found: bool
-    note: str
+    note: Text
 
 
 Message = (
@@ -360,3 +354,16 @@ Message = (
 # The numbers on the wire: add at the end, never reorder.
 KINDS: dict[int, type[Message]] = dict(enumerate(typing.get_args(Message), start=1))
 KIND_OF: dict[type[Message], int] = {cls: kind for kind, cls in KINDS.items()}
+
+
+def pack(value: msgspec.Struct) -> bytes:
+    """The bytes of a message or a part of one, the same on every peer."""
+    return msgspec.msgpack.encode(value)
+
+
+def unpack(kind: type[T], data: bytes) -> T:
+    """Rebuild a message or a part of one from untrusted bytes. Raises WireError."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except ValueError as error:
+        raise WireError(f"bad {kind.__name__}: {error}") from None

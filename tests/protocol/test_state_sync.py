@@ -787,7 +787,7 @@ def test_an_observer_cannot_download() -> None:
                 observer = await start_endpoint(
                     s.network,
                     nursery,
-                    dataclasses.replace(hello_of("g", digest="", role="observer"), run_id=RUN.run_id),
+                    msgspec.structs.replace(hello_of("g", digest="", role="observer"), run_id=RUN.run_id),
                 )
                 link = await observer.links.connect("a", [])
                 for what in ("head", "manifest", "chunk", "buffers", "part", "record"):

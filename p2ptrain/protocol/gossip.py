@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,13 @@ import trio
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
-from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
-from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Fragment
-from p2ptrain.protocol.wire.transport import Compute, PeerId
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.protocol.wire.transport import PeerId
 
 # At most about 20 pushes a second (measured): faster steps share one push.
 MIN_PUSH_INTERVAL_S = 0.05
@@ -42,32 +39,21 @@ ERROR_PAUSE_S = 1.0
 T = TypeVar("T")
 
 
-class GossipHost(Protocol):
-    """The members of a node that gossip uses."""
-
-    run: RunConfig
-    peer_id: PeerId
-    compute: Compute
-    faults: Faults
-
-    def trainers(self) -> Sequence[PeerId]: ...
-
-    def link(self, peer_id: PeerId) -> Link | None: ...
-
-
 class Gossip:
     """Plans and sends this peer's fragments, checks and queues those of other peers.
 
-    Raises ConfigError if the fragments of this model do not fit into a frame.
+    `trainers` gives the live peers of our lineage. Raises ConfigError if the fragments of this model do not fit into a
+    frame.
     """
 
-    def __init__(self, host: GossipHost, exchange: Exchange, rng: random.Random, errors: ErrorLog) -> None:
-        self._host = host
-        self._errors = errors
-        self._exchange = exchange
+    def __init__(self, context: RoundContext, trainers: Callable[[], Sequence[PeerId]], rng: random.Random) -> None:
+        self._context = context
+        self._run = run = context.run
+        self._exchange = exchange = context.exchange
+        self._trainers = trainers
         self._rng = rng
-        self._codec = codec_named(host.run.fragment_codec)
-        self._walk = Walk.of(host.run.fragment_fraction)
+        self._codec = codec_named(run.fragment_codec)
+        self._walk = Walk.of(run.fragment_fraction)
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
         # One: the next plan is offered after the push of the last one.
@@ -78,9 +64,9 @@ class Gossip:
         if not self._most_steps:
             step_bytes = slot_bytes * self._walk.per_step
             raise ConfigError(
-                f"fragment_fraction = {host.run.fragment_fraction:g}: fragments of this model have "
+                f"fragment_fraction = {run.fragment_fraction:g}: fragments of this model have "
                 f"{step_bytes / 1e6:.1f} MB, at most {MAX_PAYLOAD_BYTES / 1e6:.1f} MB fit into a frame; must be at "
-                f"most {0.95 * host.run.fragment_fraction * MAX_PAYLOAD_BYTES / step_bytes:.2g}"
+                f"most {0.95 * run.fragment_fraction * MAX_PAYLOAD_BYTES / step_bytes:.2g}"
             )
 
     async def run_forever(self) -> None:
@@ -89,7 +75,7 @@ class Gossip:
         self._position = self._rng.randrange(self._walk.steps)
         waiting: deque[Push] = deque()
         while True:
-            if not self._host.trainers():
+            if not self._trainers():
                 await trio.sleep(0.5)
                 continue
             try:
@@ -97,16 +83,16 @@ class Gossip:
                 plan = await self._off_loop(slots * self._blocks_per_slot, self._plan)
                 self._exchange.offer_push(plan)
                 waiting.append(await self._pushes.receive())
-                while waiting and self._exchange.steps - waiting[0].steps >= self._host.run.fragment_delay:
+                while waiting and self._exchange.steps - waiting[0].steps >= self._run.fragment_delay:
                     await self._send(waiting.popleft())
             except Exception as error:
-                self._errors.note("pushing a fragment; it is skipped", error)
+                self._context.errors.note("pushing a fragment; it is skipped", error)
                 await trio.sleep(ERROR_PAUSE_S)
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""
         self._check(message, payload)
-        if self._host.faults.loses_fragment():
+        if self._exchange.loses_fragment():
             self._exchange.inbox.count_skipped("lost")
             return
         epoch = Epoch(message.lineage, message.round)
@@ -135,32 +121,32 @@ class Gossip:
         return min(steps, self._most_steps, self._walk.steps - self._position % self._walk.steps)
 
     def _plan(self) -> PushPlan:
-        if self._host.run.topology != "push":
+        if self._run.topology != "push":
             # These topologies pair peers by the step; partners then push the same slot.
             self._position = self._exchange.run_step
         cycle, step = divmod(self._position, self._walk.steps)
         steps = self._step_count()
         self._position += steps
         slot, count = step * self._walk.per_step, steps * self._walk.per_step
-        selection = self._host.run.fragment_selection
+        selection = self._run.fragment_selection
         return PushPlan(selection, cycle, slot, count, self._num_slots, self._exchange.space.plan(
             self._blocks(selection, cycle, slot, count)
         ))  # fmt: skip
 
     def _blocks(self, selection: str, cycle: int, slot: int, count: int) -> npt.NDArray[np.int64]:
-        seed, blocks = self._host.run.run_seed, self._exchange.space.num_blocks
+        seed, blocks = self._run.run_seed, self._exchange.space.num_blocks
         if selection == "cyclic":
             return slot_blocks(seed, cycle, slot, count, self._num_slots, blocks)
         return fresh_blocks(seed, cycle * self._num_slots + slot, count, self._num_slots, blocks)
 
     def _partners(self, push: Push) -> list[Link]:
         """The receivers of a push, by the run's topology."""
-        run, plan = self._host.run, push.plan
+        run, plan = self._run, push.plan
         chosen = partners(
-            run.topology, self._host.peer_id, self._host.trainers(), fan_out=run.fan_out, seed=run.run_seed,
+            run.topology, self._context.peer_id, self._trainers(), fan_out=run.fan_out, seed=run.run_seed,
             step=plan.cycle * self._walk.steps + plan.slot // self._walk.per_step, rng=self._rng,
         )  # fmt: skip
-        links = (self._host.link(peer_id) for peer_id in chosen)
+        links = (self._context.links.get(peer_id) for peer_id in chosen)
         return [link for link in links if link is not None]
 
     async def _send(self, push: Push) -> None:
@@ -183,7 +169,7 @@ class Gossip:
             partner.send_fragment(make, payload, until_s=until_s)
 
     def _check(self, message: Fragment, payload: bytes) -> None:
-        if message.selection != self._host.run.fragment_selection or message.num_slots != self._num_slots:
+        if message.selection != self._run.fragment_selection or message.num_slots != self._num_slots:
             raise WireError(f"fragment of {message.selection} selection in {message.num_slots} slots")
         if not (0 <= message.slot < message.num_slots and 1 <= message.slot_count <= message.num_slots - message.slot):
             raise WireError(f"fragment of slots {message.slot} + {message.slot_count} of {message.num_slots}")
@@ -204,4 +190,4 @@ class Gossip:
 
     async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> T:
         """Run `work` in the worker thread if it is long, else here."""
-        return await self._host.compute(work, *args) if blocks > INLINE_BLOCKS else work(*args)
+        return await self._context.compute(work, *args) if blocks > INLINE_BLOCKS else work(*args)

@@ -58,6 +58,9 @@ class SimulatedPeer:
         )
         self._exchange.shard_tokens = shard_tokens
         name = f"{self.peer_id}.{incarnation}"
+        losses = random.Random(f"weather/{experiment.seed}/{name}")
+        self._exchange.loses_fragment = lambda: experiment.loss > 0 and losses.random() < experiment.loss
+        self._exchange.loses_gradient = lambda: losses.random() < experiment.drop
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
             incarnation=name, parameters=parts.space.numel, run=run.to_dict(),
@@ -67,7 +70,6 @@ class SimulatedPeer:
             network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, parts, run,
             incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
             events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
-            faults=_RandomLosses(experiment, name),
         )  # fmt: skip
         self._scope = trio.CancelScope()
 
@@ -140,20 +142,6 @@ class SimulatedPeer:
                 self._exchange.idle()
                 await trio.sleep(self._experiment.step_s)
         record_evaluation(self, self.trainer, self._experiment.eval_every)
-
-
-class _RandomLosses:
-    """Implements `protocol.faults.Faults` with the experiment's rates."""
-
-    def __init__(self, experiment: Experiment, name: str) -> None:
-        self._experiment = experiment
-        self._rng = random.Random(f"weather/{experiment.seed}/{name}")
-
-    def loses_fragment(self) -> bool:
-        return self._experiment.loss > 0 and self._rng.random() < self._experiment.loss
-
-    def loses_gradient(self) -> bool:
-        return self._rng.random() < self._experiment.drop
 
 
 async def _inline(work: Callable[..., Any], /, *args: Any) -> Any:

@@ -21,8 +21,7 @@ from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
-from p2ptrain.protocol.faults import Faults
-from p2ptrain.protocol.node.node import NO_FAULTS, Node
+from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
@@ -128,7 +127,7 @@ class Swarm:
 
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
-        run: RunConfig | None = None, faults: Faults = NO_FAULTS, restarts: bool = False,
+        run: RunConfig | None = None, restarts: bool = False,
     ) -> TestPeer:  # fmt: skip
         """Put a peer into the swarm; `restarts` as a `NodeRunner` keeps it, so that its errors are not the test's."""
         generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
@@ -159,7 +158,7 @@ class Swarm:
             return Node(
                 transport, self.network.directory(peer_id), exchange, NoBuffers(), run,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
-                compute=compute, events=record, event_log=event_log, rng=rng, faults=faults,
+                compute=compute, events=record, event_log=event_log, rng=rng,
             )  # fmt: skip
 
         if restarts:

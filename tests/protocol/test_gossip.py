@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,9 +26,9 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch
-from p2ptrain.protocol.faults import NoFaults
 from p2ptrain.protocol.gossip import Gossip
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import Fragment, pack
 from p2ptrain.settings.config import RunConfig
@@ -50,15 +51,11 @@ class Mailbox:
 
 
 class Peer:
-    """One peer's gossip and exchange, without a node; implements `GossipHost`."""
+    """One peer's gossip and exchange, without a node."""
 
     def __init__(
         self, run: RunConfig, partners: tuple[str, ...] = ("b",), *, seed: int = 0, shapes: list[Any] = SHAPES
     ) -> None:
-        self.run = run
-        self.peer_id = "a"
-        self.compute = inline
-        self.faults = NoFaults()
         self.mailboxes = {name: Mailbox(name) for name in partners}
         generator = torch.Generator().manual_seed(seed)
         self.tensors = [torch.randn(shape, generator=generator) for _, shape in shapes]
@@ -66,13 +63,12 @@ class Peer:
             IndexSpace(shapes), self.tensors, run, clock=trio.current_time, post=lambda work: work()
         )
         self.exchange.epoch = Epoch("L", 3)
-        self.gossip = Gossip(self, self.exchange, random.Random(seed), ErrorLog(logging.getLogger("test")))
-
-    def trainers(self) -> list[str]:
-        return list(self.mailboxes)
-
-    def link(self, peer_id: str) -> Link | None:
-        return self.mailboxes.get(peer_id)  # type: ignore[return-value]
+        links: Any = SimpleNamespace(get=self.mailboxes.get, peer_timeout_s=30.0)
+        host: Any = SimpleNamespace(
+            peer_id="a", incarnation="1", run=run, links=links, state=self.exchange.new_state(), compute=inline
+        )
+        context = RoundContext(host, self.exchange, ErrorLog(logging.getLogger("test")))
+        self.gossip = Gossip(context, lambda: list(self.mailboxes), random.Random(seed))
 
     @property
     def sent(self) -> list[tuple[Fragment, bytes]]:

@@ -208,25 +208,13 @@ def test_at_unequal_speeds_nobody_is_idle_and_nobody_is_alone() -> None:
     run_virtual(main)
 
 
-class Lossy:
-    """Implements `protocol.faults.Faults`: some fragments do not arrive."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        self._share, self._rng = share, random.Random(seed)
-
-    def loses_fragment(self) -> bool:
-        return self._rng.random() < self._share
-
-    def loses_gradient(self) -> bool:
-        return False
-
-
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3])
 def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> None:
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, sync_every=50), shapes=SMALL) as s:
-            for i, name in enumerate("abc"):
-                s.start(name, founder=i == 0, faults=Lossy(share, i))
+            rng = random.Random(0)
+            for name in "abc":
+                s.start(name, founder=name == "a").exchange.loses_fragment = lambda: rng.random() < share
             await s.until(lambda: common(s, 1, 3))
             before = {name: peer.exchange.steps for name, peer in s.peers.items()}
             await trio.sleep(40)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ import torch
 
 from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
@@ -48,25 +48,13 @@ logger = logging.getLogger(__name__)
 STEP_TIME_DECAY = 0.9
 
 
-class Averaged(Protocol):
-    """The vector that rounds average: the parameters, and optionally the inner optimizer's moments."""
-
-    space: IndexSpace
-
-    def read(self, out: torch.Tensor) -> None: ...
-
-    def write(self, flat: torch.Tensor) -> None: ...
-
-    def add(self, flat: torch.Tensor) -> None: ...
-
-
 class Exchange:
     """Connects a model's parameters to a node.
 
     Args:
         space: index space of `tensors`.
         tensors: the live trainable parameters; changed in place, inside `step()` only.
-        averaged: what rounds average, the blocks of `space` first; None: only these.
+        averaged: what rounds average: `tensors` and the inner optimizer's moments; None: only `tensors`.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
 
@@ -75,6 +63,8 @@ class Exchange:
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
         on_failure: likewise, if `on_landed` has raised.
+        loses_fragment, loses_gradient: whether a received fragment, and the outer gradient of an interval, is lost;
+            set by simulations (the latter: DiLoCo, figure 8).
     """
 
     def __init__(
@@ -83,13 +73,13 @@ class Exchange:
         tensors: Sequence[torch.Tensor],
         run: RunConfig,
         *,
-        averaged: Averaged | None = None,
+        averaged: MomentView | None = None,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
     ) -> None:
         self.space = space
         self.view = ParameterView(space, tensors)
-        self.averaged = averaged or self.view
+        self.averaged: ParameterView | MomentView = averaged or self.view
         self.inbox = Inbox()
         self.finished = False
         self.step_s = 0.0
@@ -98,6 +88,8 @@ class Exchange:
         self.on_snapshot: Callable[[Snapshot], None]
         self.on_landed: Callable[[Landing, float], None]
         self.on_failure: Callable[[Exception], None]
+        self.loses_fragment: Callable[[], bool] = lambda: False
+        self.loses_gradient: Callable[[], bool] = lambda: False
         # Tokens in this peer's shard, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
         self._num_moments = OUTER_OPTIMIZERS[run.outer_optimizer].num_moments

@@ -33,8 +33,8 @@ HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
-# Observers do not know the run's settings yet, so their Hello has no run digest.
-OBSERVER = "observer"
+# Roles in a Hello. Observers do not know the run's settings yet, so their Hello has no run digest.
+TRAINER, OBSERVER = "trainer", "observer"
 # A peer that broke the wire format this often is refused for good; old software is excluded by the wire version.
 MAX_STRIKES = 3
 # Peers whose strikes are remembered; bounded, as identities are free.
@@ -111,6 +111,15 @@ class Links:
 
     def get(self, peer_id: PeerId) -> Link | None:
         return self.live.get(peer_id)
+
+    def trainers(self) -> list[Link]:
+        """Live links to training peers, with or without the run's state."""
+        return [link for link in list(self.live.values()) if link.hello.role == TRAINER]
+
+    def announce(self) -> None:
+        """Send a heartbeat to all peers now."""
+        for link in self.live.values():
+            link.make_beat(self._events.make_beat)
 
     async def connect(self, peer_id: PeerId, maddrs: list[str]) -> Link:
         """The live link to a peer, opened if there is none. Raises PeerLostError, RunMismatchError."""

@@ -10,8 +10,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 import trio
 
@@ -20,10 +19,9 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
-from p2ptrain.protocol.faults import Faults, NoFaults
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
-from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.links import TRAINER, Links
 from p2ptrain.protocol.membership.membership import Membership, encode_record
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.rounds.driver import RoundDriver
@@ -40,7 +38,7 @@ from p2ptrain.protocol.wire.messages import (
     Message,
     Request,
     pack,
-)  # fmt: skip
+)
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
 
@@ -57,20 +55,12 @@ MAX_SERVED_TO_OBSERVER = 2
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
-TRAINER = "trainer"
-NO_FAULTS = NoFaults()
-
-
-class Events(Protocol):
-    """Takes records for the metrics stream."""
-
-    def __call__(self, event: str, /, **fields: object) -> None: ...
-
 
 class Node:
     """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
 
     Args:
+        events: takes records for the metrics stream: a name, and fields by keyword.
         may_found: whether to found the run at once: there is no peer to ask.
         restored: state from a checkpoint, used if the swarm has nothing newer.
         event_log: served to observers.
@@ -92,10 +82,9 @@ class Node:
         may_found: bool,
         restored: Restored | None,
         compute: Compute,
-        events: Events,
+        events: Callable[..., None],
         event_log: EventLog,
         rng: random.Random,
-        faults: Faults = NO_FAULTS,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         chosen: Collection[PeerId] = (),
         errors: ErrorLog | None = None,
@@ -105,7 +94,6 @@ class Node:
         self.peer_id: PeerId = transport.peer_id
         self.incarnation = incarnation
         self.compute = compute
-        self.faults = faults
         self.ready = trio.Event()
         self.alive: tuple[PeerId, ...] = ()
         self.alive_maddrs: tuple[str, ...] = ()
@@ -122,9 +110,11 @@ class Node:
             self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng,
             lambda: transport.maddrs,
         )  # fmt: skip
-        self.engine = RoundDriver(self, exchange, faults, rng, errors)
-        self.state_sync = StateSync(self, exchange, model, may_found=may_found, restored=restored, rng=rng)
-        self._gossip = Gossip(self, exchange, rng, errors) if run.fragment_fraction > 0 else None
+        self.engine = RoundDriver(self, exchange, rng, errors)
+        self.state_sync = StateSync(
+            self.engine, self.membership, model, record=events, may_found=may_found, restored=restored, rng=rng
+        )
+        self._gossip = Gossip(self.engine.context, self.trainers, rng) if run.fragment_fraction > 0 else None
         self._server = StateServer(
             self.state, lambda: self.engine.head, lambda: self.engine.committer.stepping, model.buffers, compute
         )
@@ -177,35 +167,27 @@ class Node:
     @property
     def others(self) -> list[PeerStatus]:
         """The other live peers of the run, by their last heartbeats. For any thread."""
-        return describe(link for link in list(self.links.live.values()) if link.hello.role == TRAINER)
+        return describe(self.links.trainers())
 
     def trainers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
         lineage = self.engine.head.lineage
         return [
-            peer_id
-            for peer_id, link in self.links.live.items()
-            if link.hello.role == TRAINER and link.beat is not None and link.beat.lineage == lineage != ""
+            link.peer_id
+            for link in self.links.trainers()
+            if link.beat is not None and link.beat.lineage == lineage != ""
         ]
 
     def joiners(self) -> Sequence[PeerId]:
         """Live peers that are downloading our state: linked, or served some of it, recently."""
         since_s = trio.current_time() - JOINER_PROGRESS_S
         return [
-            peer_id
-            for peer_id, link in self.links.live.items()
-            if link.hello.role == TRAINER
-            and link.beat is not None
+            link.peer_id
+            for link in self.links.trainers()
+            if link.beat is not None
             and not link.beat.lineage
-            and max(link.opened_s, self._served_s.get(peer_id, 0.0)) > since_s
+            and max(link.opened_s, self._served_s.get(link.peer_id, 0.0)) > since_s
         ]
-
-    def fresh_trainers(self) -> list[PeerId]:
-        """Live trainers, with or without the run's state."""
-        return [peer_id for peer_id, link in self.links.live.items() if link.hello.role == TRAINER]
-
-    def link(self, peer_id: PeerId) -> Link | None:
-        return self.links.get(peer_id)
 
     def departed(self, peer_id: PeerId) -> bool:
         return peer_id in self._departed
@@ -221,15 +203,6 @@ class Node:
     def fall_behind(self, reason: str) -> None:
         """Replace the whole state by the swarm's."""
         self.state_sync.fall_behind(reason)
-
-    def announce(self) -> None:
-        """Send our position to all peers now."""
-        for link in self.links.live.values():
-            link.make_beat(self.make_beat)
-
-    def record(self, event: str, /, **fields: object) -> None:
-        """Append an event to the metrics stream."""
-        self._events(event, **fields)
 
     def _hello(self) -> Hello:
         return Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, tuple(self._transport.maddrs))
@@ -337,9 +310,9 @@ class Node:
             self._served_s[link.peer_id] = trio.current_time()
 
     def _record_peers(self) -> None:
-        self.alive = tuple(sorted(self.fresh_trainers()))
-        links = (self.links.get(peer_id) for peer_id in self.alive)
-        self.alive_maddrs = tuple(maddr for link in links if link is not None for maddr in link.hello.maddrs)
+        links = sorted(self.links.trainers(), key=lambda link: link.peer_id)
+        self.alive = tuple(link.peer_id for link in links)
+        self.alive_maddrs = tuple(maddr for link in links for maddr in link.hello.maddrs)
         self._events("peers", alive=list(self.alive))
 
     async def _record_fragments(self) -> None:

@@ -18,7 +18,6 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch
-from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.commit import Committer
@@ -52,13 +51,11 @@ class RoundDriver:
         committer: applies decided rounds.
     """
 
-    def __init__(
-        self, host: RoundHost, exchange: Exchange, faults: Faults, rng: random.Random, errors: ErrorLog
-    ) -> None:
+    def __init__(self, host: RoundHost, exchange: Exchange, rng: random.Random, errors: ErrorLog) -> None:
         self.context = context = RoundContext(host, exchange, errors)
         self.history = HeadHistory()
         self._exchange = exchange
-        self._taker = SnapshotTaker(context, faults)
+        self._taker = SnapshotTaker(context)
         self._fetcher = RecordFetcher(context, lambda: self.head, self._wake, self._start_soon)
         self.committer = Committer(
             context, self._taker, self._fetcher,

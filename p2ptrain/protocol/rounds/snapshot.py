@@ -11,7 +11,6 @@ import trio
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
-from p2ptrain.protocol.faults import Faults
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.contribution import OwnContribution
@@ -36,16 +35,15 @@ class SnapshotTaker:
         sits_out: why we do not contribute to this round; empty if we do.
     """
 
-    def __init__(self, context: RoundContext, faults: Faults) -> None:
+    def __init__(self, context: RoundContext) -> None:
         self.own: OwnContribution | None = None
         self.sits_out = ""
         self._context = context
-        self._faults = faults
         # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
         self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
-        self._asked_faults = False
+        self._asked_loss = False
         self._began_s = 0.0
         self._traffic_before = (0, 0)
 
@@ -55,9 +53,9 @@ class SnapshotTaker:
 
     async def take(self, window_s: float) -> OwnContribution | None:
         """The snapshot of this round, taken now if needed; None if training did not take it in time."""
-        if not self._asked_faults:
-            self._asked_faults = True
-            if self._faults.loses_gradient():
+        if not self._asked_loss:
+            self._asked_loss = True
+            if self._context.exchange.loses_gradient():
                 self.sits_out = "its outer gradient was lost"
         if self.sits_out:
             return None
@@ -101,7 +99,7 @@ class SnapshotTaker:
         """The round is resolved or skipped: drop its snapshot."""
         self.own, self.sits_out = None, ""
         self._arrived = trio.Event()
-        self._asked_faults = False
+        self._asked_loss = False
         self._context.exchange.want_snapshot(None)
 
     def spent(self) -> Spent:

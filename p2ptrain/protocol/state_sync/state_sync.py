@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,17 +21,14 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch, Landing
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.lineage import new_lineage
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
 from p2ptrain.protocol.wire.messages import Beat, Head, Record, unpack
-from p2ptrain.protocol.wire.transport import Compute, PeerId
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -68,46 +66,26 @@ class Restored:
     run_step: int
 
 
-class StateSyncHost(Protocol):
-    """The parts of a node that `StateSync` uses."""
-
-    peer_id: PeerId
-    incarnation: str
-    run: RunConfig
-    links: Links
-    membership: Membership
-    engine: RoundDriver
-    state: AnchorState
-    compute: Compute
-
-    def fresh_trainers(self) -> list[PeerId]:
-        """Live trainers, with or without the run's state."""
-        ...
-
-    def announce(self) -> None:
-        """Send our new position to all partners at once."""
-        ...
-
-    def record(self, event: str, /, **fields: object) -> None: ...
-
-
 class StateSync:
     """Brings this peer to the run's newest state. `founded`: whether this peer founded the run."""
 
     def __init__(
         self,
-        host: StateSyncHost,
-        exchange: Exchange,
+        engine: RoundDriver,
+        membership: Membership,
         model: ModelAccess,
         *,
+        record: Callable[..., None],
         may_found: bool,
         restored: Restored | None,
         rng: random.Random,
     ) -> None:
-        self._host = host
-        self._exchange = exchange
-        self._model = model
         self.founded = False
+        self._engine = engine
+        self._context = engine.context
+        self._membership = membership
+        self._model = model
+        self._record = record
         self._may_found = may_found
         self._restored = restored
         self._rng = rng
@@ -127,9 +105,10 @@ class StateSync:
 
         Raises ConfigError if there is a state that cannot be downloaded, or if our weights cannot found a run.
         """
-        host = self._host
+        engine, context = self._engine, self._context
+        state, space = context.state, context.exchange.averaged.space
         started = trio.current_time()
-        while not self._may_found and not host.engine.head.lineage:
+        while not self._may_found and not engine.head.lineage:
             donors = self._donors()
             if donors and not self._is_ahead_of(donors[0]):
                 await self._adopt(donors)
@@ -139,33 +118,32 @@ class StateSync:
             await trio.sleep(0.1)
         restored = self._restored
         if restored is not None:
-            host.state.copy_from(restored.state)
-            host.engine.found_lineage(restored.head)
-            await host.engine.committer.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
+            state.copy_from(restored.state)
+            engine.found_lineage(restored.head)
+            await engine.committer.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
-        self._exchange.averaged.read(host.state.anchor_tensor())
-        await host.compute(check_founding, host.state.anchor, self._exchange.averaged.space)
-        await host.compute(host.state.rehash)
-        hashes = host.state.hashes
-        genesis = new_lineage(host.run.digest, -1, host.peer_id, host.incarnation)
-        voters = ((host.peer_id, host.incarnation),)
-        host.engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
+        context.exchange.averaged.read(state.anchor_tensor())
+        await context.compute(check_founding, state.anchor, space)
+        await context.compute(state.rehash)
+        hashes = state.hashes
+        genesis = new_lineage(context.run.digest, -1, context.peer_id, context.incarnation)
+        voters = ((context.peer_id, context.incarnation),)
+        engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
         self.founded = True
-        await host.engine.committer.land(self._arrival("keep", "founded the run"))
+        await engine.committer.land(self._arrival("keep", "founded the run"))
 
     def _should_found(self, started: float) -> bool:
         """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
-        membership, waited_s = self._host.membership, trio.current_time() - started
+        membership, waited_s = self._membership, trio.current_time() - started
         if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
             if waited_s > ADOPT_TIMEOUT_S:
                 raise ConfigError(
-                    f"run {self._host.run.run_id!r}: no answer from the DHT for {ADOPT_TIMEOUT_S:.0f} s; "
+                    f"run {self._context.run.run_id!r}: no answer from the DHT for {ADOPT_TIMEOUT_S:.0f} s; "
                     "check the initial peers"
                 )
             return False
-        return waited_s > FOUND_AFTER_S and self._host.peer_id <= min(
-            [self._host.peer_id, *self._host.fresh_trainers()]
-        )
+        fresh = (link.peer_id for link in self._context.links.trainers())
+        return waited_s > FOUND_AFTER_S and all(self._context.peer_id <= peer_id for peer_id in fresh)
 
     def _is_ahead_of(self, donor: Link) -> bool:
         assert donor.beat is not None
@@ -175,7 +153,7 @@ class StateSync:
         """Live peers with the best known state, without skipped ones."""
         stateful = [
             (link, link.beat)
-            for link in self._host.links.live.values()
+            for link in self._context.links.live.values()
             if link.beat and link.beat.lineage and link.peer_id not in self._skipped
         ]
         if not stateful:
@@ -188,17 +166,17 @@ class StateSync:
 
         Donors that send nothing are skipped if other peers have a state.
         """
-        host, restored = self._host, self._restored
+        context, restored = self._context, self._restored
         if restored is not None:
-            host.state.copy_from(restored.state)
-        download = self._download = self._new_download(host.state)
+            context.state.copy_from(restored.state)
+        download = self._download = self._new_download(context.state)
         head, progress, progress_s = None, 0, trio.current_time()
         while head is None:
             try:
                 self._rng.shuffle(donors)
-                asked = await ask_head(host.links, donors[0])
+                asked = await ask_head(context.links, donors[0])
                 await download.run(asked, donors)
-                self._model.load_buffers(await ask_buffers(host.links, donors[0]))
+                self._model.load_buffers(await ask_buffers(context.links, donors[0]))
                 head = asked
             except (PeerLostError, WireError) as error:
                 logger.info("state download: %s", error)
@@ -208,19 +186,19 @@ class StateSync:
                     progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise ConfigError(
-                        f"run {host.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
+                        f"run {context.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
                         f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again (last: {error})"
                     ) from None
                 await trio.sleep(0.5)
                 donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
-        host.engine.set_head(head)
+        self._engine.set_head(head)
         if restored is not None and restored.head.state_sha256 == head.state_sha256:
             landing = self._arrival("keep", "the swarm has the checkpoint's state", restored.run_step)
         else:
             landing = self._arrival("write", "adopted the swarm's state")
-        await host.engine.committer.land(landing)
+        await self._engine.committer.land(landing)
 
     def _skip(self, donors: list[Link]) -> bool:
         """Skip these donors if other peers have a state; else returns False."""
@@ -233,14 +211,14 @@ class StateSync:
         return False
 
     def _new_download(self, state: AnchorState) -> Download:
-        host = self._host
-        return Download(host.links, state, host.compute, host.engine.context.parts, host.engine.context.averaging)
+        context = self._context
+        return Download(context.links, state, context.compute, context.parts, context.averaging)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """The landing of the training thread on our new head; kind "write" replaces its weights by the anchor."""
-        head, run = self._host.engine.head, self._host.run
+        head, run = self._engine.head, self._context.run
         run_step = head.run_step if run_step is None else run_step
-        self._host.record(
+        self._record(
             "adopt",
             reason=reason,
             lineage=head.lineage,
@@ -249,10 +227,10 @@ class StateSync:
             anchor_sha256=head.anchor_sha256,
             state_sha256=head.state_sha256,
         )
-        self._host.announce()
+        self._context.links.announce()
         return Landing(
             kind=kind,
-            buffer=self._host.state.anchor_tensor() if kind == "write" else None,
+            buffer=self._context.state.anchor_tensor() if kind == "write" else None,
             epoch=Epoch(head.lineage, head.round),
             sync_every=run.sync_every,
             run_step=run_step,
@@ -267,7 +245,7 @@ class StateSync:
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
         async for link, reason in self._jobs:
-            with self._host.engine.context.errors.containing("catching up"):
+            with self._context.errors.containing("catching up"):
                 try:
                     if link is None:
                         await self._replace_state(reason)
@@ -281,9 +259,9 @@ class StateSync:
 
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us."""
-        head = self._host.engine.head
+        head = self._engine.head
         if beat.lineage == head.lineage:
-            if beat.round > head.round and not self._host.engine.committer.resolving:
+            if beat.round > head.round and not self._engine.committer.resolving:
                 self._begin(link, "")
         elif beat.lineage and rank_of(beat) > rank_of(head):
             self._begin(None, f"lineage {beat.lineage} has more tokens than ours")
@@ -299,13 +277,13 @@ class StateSync:
 
     async def _follow_record(self, link: Link) -> bool:
         """Apply the records of rounds that a partner has and we lack. False if the next one cannot be applied."""
-        engine = self._host.engine
+        engine = self._engine
         await trio.sleep(COMMIT_GRACE_S)
         while not engine.committer.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
             lineage, round_ = engine.head.lineage, engine.head.round + 1
             if link.beat.round < round_:
                 break
-            answer, payload = await self._host.links.request(link, "record", lineage, round_, timeout_s=10.0)
+            answer, payload = await self._context.links.request(link, "record", lineage, round_, timeout_s=10.0)
             if not answer.found:
                 return False
             record = unpack(Record, payload)
@@ -322,19 +300,19 @@ class StateSync:
 
         Our own rounds go on until the new state is complete and verified, so a false claim does not stop them.
         """
-        host, engine = self._host, self._host.engine
+        context, engine = self._context, self._engine
         donors = [donor for donor in self._donors() if donor.beat and rank_of(donor.beat) > rank_of(engine.head)]
         if not donors:
             return
         logger.info("replacing our state: %s", reason)
-        head = await ask_head(host.links, donors[0])
+        head = await ask_head(context.links, donors[0])
         if not engine.history.may_adopt(head):
             # More tokens at a place where we may have voted: no honest donor reports that.
             return
         # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
             # Into a second state, so that ours remains valid if the download fails.
-            self._download = self._download or self._new_download(host.state.blank())
+            self._download = self._download or self._new_download(context.state.blank())
             await self._download.run(head, donors)
         async with engine.paused():
             if rank_of(head) <= rank_of(engine.head) or not engine.history.may_adopt(head):
@@ -342,7 +320,7 @@ class StateSync:
             if head.state_sha256 != engine.head.state_sha256:
                 if self._download is None:
                     raise PeerLostError("a round of our own came first")
-                host.state.copy_from(self._download.state)
+                context.state.copy_from(self._download.state)
             self._download = None
             kind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.set_head(head)
@@ -350,14 +328,14 @@ class StateSync:
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours."""
-        return rank_of(restored.head) > rank_of(self._host.engine.head)
+        return rank_of(restored.head) > rank_of(self._engine.head)
 
     async def restore(self, restored: Restored) -> None:
         """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""
-        async with self._host.engine.paused():
-            self._host.state.copy_from(restored.state)
-            self._host.engine.found_lineage(restored.head)
-            await self._host.engine.committer.land(self._arrival("keep", "restored by the user", restored.run_step))
+        async with self._engine.paused():
+            self._context.state.copy_from(restored.state)
+            self._engine.found_lineage(restored.head)
+            await self._engine.committer.land(self._arrival("keep", "restored by the user", restored.run_step))
 
 
 def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:

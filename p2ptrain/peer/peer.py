@@ -29,7 +29,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.node.runner import KeptBuffers, NodeRunner
+from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
@@ -103,9 +103,9 @@ class Peer:
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             own = incarnation_of(incarnation, number)
             trains = number > 0 and self._runner.last_ready.ready.is_set()
-            model = KeptBuffers(self._parts) if trains else self._parts
             return Node(
-                network.transport, network.directory, self._exchange, model, self.run,
+                network.transport, network.directory, self._exchange, self.run,
+                buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
                 peer_timeout_s=peer_timeout_s, chosen=chosen, errors=self._errors,
@@ -378,6 +378,10 @@ class Peer:
         async with node.engine.committer.lock:
             vectors = [await self._compute(vector.copy) for vector in node.state.vectors]
             return to_dict(node.engine.head, self.run_step, vectors)
+
+
+def _keep_buffers(data: bytes) -> None:
+    """Once training has begun, buffers stay our own: a forward pass may be using them."""
 
 
 def _with_layout(run: RunConfig, layout: str) -> RunConfig:

@@ -100,7 +100,7 @@ class Gossip:
         if epoch.lineage != own.lineage or epoch.round < own.round:
             self._exchange.inbox.count_skipped("epoch")
             return
-        age_s = message.age_s + link.rtt_s / 2
+        age_s = message.age_s + link.flow.rtt_s / 2
         if self._exchange.step_s and age_s > self._exchange.max_age_s:
             self._exchange.inbox.count_skipped("too_old")
             return
@@ -128,14 +128,11 @@ class Gossip:
         steps = self._step_count()
         self._position += steps
         slot, count = step * self._walk.per_step, steps * self._walk.per_step
-        selection = self._run.fragment_selection
-        return PushPlan(selection, cycle, slot, count, self._num_slots, self._exchange.space.plan(
-            self._blocks(selection, cycle, slot, count)
-        ))  # fmt: skip
+        return PushPlan(cycle, slot, count, self._exchange.space.plan(self._blocks(cycle, slot, count)))
 
-    def _blocks(self, selection: str, cycle: int, slot: int, count: int) -> npt.NDArray[np.int64]:
+    def _blocks(self, cycle: int, slot: int, count: int) -> npt.NDArray[np.int64]:
         seed, blocks = self._run.run_seed, self._exchange.space.num_blocks
-        if selection == "cyclic":
+        if self._run.fragment_selection == "cyclic":
             return slot_blocks(seed, cycle, slot, count, self._num_slots, blocks)
         return fresh_blocks(seed, cycle * self._num_slots + slot, count, self._num_slots, blocks)
 
@@ -160,8 +157,8 @@ class Gossip:
 
         def make() -> Fragment:
             return Fragment(
-                push.epoch.lineage, push.epoch.round, plan.selection, plan.cycle, plan.slot, plan.slot_count,
-                plan.num_slots, max(0.0, trio.current_time() - push.gathered_s),
+                push.epoch.lineage, push.epoch.round, self._run.fragment_selection, plan.cycle, plan.slot,
+                plan.slot_count, self._num_slots, max(0.0, trio.current_time() - push.gathered_s),
             )  # fmt: skip
 
         until_s = push.gathered_s + self._exchange.max_age_s
@@ -183,8 +180,7 @@ class Gossip:
     def _decode(
         self, sender: PeerId, epoch: Epoch, message: Fragment, payload: bytes, age_s: float, arrived_s: float
     ) -> Arrival:
-        blocks = self._blocks(message.selection, message.cycle, message.slot, message.slot_count)
-        plan = self._exchange.space.plan(blocks)
+        plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
         values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
         return Arrival(sender, epoch, plan, values, age_s, arrived_s)
 

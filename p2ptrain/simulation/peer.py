@@ -67,7 +67,8 @@ class SimulatedPeer:
         )  # fmt: skip
         # Only peer 0 may found the run.
         self.node = Node(
-            network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, parts, run,
+            network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, run,
+            buffers=parts.buffers, load_buffers=parts.load_buffers,
             incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
             events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
         )  # fmt: skip

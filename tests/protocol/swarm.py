@@ -36,12 +36,8 @@ async def inline(work: Callable[..., Any], *args: Any) -> Any:
     return work(*args)
 
 
-class NoBuffers:
-    def buffers(self) -> bytes:
-        return b""
-
-    def load_buffers(self, data: bytes) -> None:
-        assert data == b""
+def load_no_buffers(data: bytes) -> None:
+    assert data == b""
 
 
 @dataclass
@@ -156,7 +152,7 @@ class Swarm:
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             return Node(
-                transport, self.network.directory(peer_id), exchange, NoBuffers(), run,
+                transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=event_log, rng=rng,
             )  # fmt: skip

@@ -273,7 +273,7 @@ def test_nothing_is_lost_between_two_threads() -> None:
 
 
 def push_plan(*blocks: int, slot_count: int = 1) -> PushPlan:
-    return PushPlan("cyclic", 0, 0, slot_count, 10, SPACE.plan(np.array(blocks)))
+    return PushPlan(0, 0, slot_count, SPACE.plan(np.array(blocks)))
 
 
 def test_a_push_holds_the_weights_as_they_were() -> None:

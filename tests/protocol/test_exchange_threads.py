@@ -163,7 +163,7 @@ def test_every_offered_push_is_gathered() -> None:
         if len(gathered) < len(offered):
             return False
         offered.append(len(offered))
-        sides.exchange.offer_push(PushPlan("cyclic", offered[-1], 0, 1, 2, plan))
+        sides.exchange.offer_push(PushPlan(offered[-1], 0, 1, plan))
         return True
 
     sides.run(node, times=100)
@@ -200,7 +200,7 @@ def test_after_detaching_nobody_is_told_and_a_landing_still_lands() -> None:
     sides.exchange.on_due = lambda: told.append("due")
     sides.exchange.on_push = sides.exchange.on_snapshot = told.append
     sides.exchange.on_landed = lambda landing, held_s: told.append(landing)
-    sides.exchange.offer_push(PushPlan("cyclic", 0, 0, 1, 2, SPACE.plan(np.array([1]))))
+    sides.exchange.offer_push(PushPlan(0, 0, 1, SPACE.plan(np.array([1]))))
     sides.exchange.want_snapshot(SnapshotWanted(torch.empty(2, 64), latest_s=-1.0))
     sides.exchange.land(Landing("keep", None, Epoch("L", 7), SYNC_EVERY, 5, 0, None, None, False))
     sides.exchange.step(1)  # all of it is on its way to the node's side

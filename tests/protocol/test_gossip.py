@@ -27,6 +27,7 @@ from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
@@ -44,7 +45,11 @@ class Mailbox:
 
     peer_id: str
     rtt_s: float = 0.02
+    flow: FlowControl = field(default_factory=FlowControl)
     sent: list[tuple[Fragment, bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.flow.rtt_s = self.rtt_s
 
     def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float) -> None:
         self.sent.append((make(), payload))
@@ -125,7 +130,7 @@ def test_whatever_share_is_set_is_sent(fragment_fraction: float, selection: str,
         for message, payload in sender.sent:
             assert message.slot_count / message.num_slots == pytest.approx(fragment_fraction, rel=0.02)
             receiver.gossip._check(message, payload)
-            pushed = receiver.gossip._blocks(selection, message.cycle, message.slot, message.slot_count)
+            pushed = receiver.gossip._blocks(message.cycle, message.slot, message.slot_count)
             wanted = fragment_fraction * blocks
             assert len(np.unique(pushed)) == pytest.approx(wanted, abs=1 + 0.02 * wanted)
             assert len(payload) == codec("int8").size_bytes(len(pushed))
@@ -163,7 +168,7 @@ def test_one_cycle_covers_everything_once(selection: str) -> None:
         assert len(pushes) >= 84
         seen = np.zeros((6, peer.exchange.space.num_blocks), np.int64)
         for message, _ in peer.sent:
-            blocks = peer.gossip._blocks(message.selection, message.cycle, message.slot, message.slot_count)
+            blocks = peer.gossip._blocks(message.cycle, message.slot, message.slot_count)
             seen[message.cycle, blocks] += 1
         if selection == "cyclic":
             assert (seen[1:4] == 1).all()
@@ -306,7 +311,7 @@ def test_the_receiver_finds_the_senders_blocks(selection: str, name: str) -> Non
         assert torch.equal(b.flat(), before)
         assert b.exchange.step(1).merged == 1
         blocks = np.flatnonzero((b.flat() != before).any(dim=1).numpy())
-        expected = np.sort(a.gossip._blocks(selection, message.cycle, message.slot, message.slot_count))
+        expected = np.sort(a.gossip._blocks(message.cycle, message.slot, message.slot_count))
         assert np.array_equal(blocks, expected)
         sent = codec(name).decode(codec(name).encode(a.flat().numpy()[expected]), len(expected))
         halfway = (before[expected] + torch.from_numpy(sent)) / 2
@@ -509,7 +514,7 @@ def test_a_hostile_fragment_costs_its_sender_the_link_and_us_nothing() -> None:
             link = b.node.links.get("a")
             assert link is not None
             epoch, slots = b.exchange.epoch, Walk.of(RUN.fragment_fraction).num_slots
-            blocks = len(b.node._gossip._blocks("cyclic", 0, 0, 1))  # type: ignore[union-attr]
+            blocks = len(b.node._gossip._blocks(0, 0, 1))  # type: ignore[union-attr]
             link.send_fragment(
                 lambda: Fragment(epoch.lineage, epoch.round, "cyclic", 0, 0, 1, slots, 0.0), b"\xc0\x7f" * 33 * blocks
             )

@@ -28,7 +28,12 @@ class LyingDonor:
         self.asked = 0
         beat_of = node.make_beat
         node.make_beat = lambda *times: self._beat(beat_of(*times))  # type: ignore[method-assign]
-        node._server._head = lambda: self._head(node.engine.head)
+
+        class Engine:
+            committer = node.engine.committer
+            head = property(lambda _: self._head(node.engine.head))
+
+        node._server._engine = Engine()  # type: ignore[assignment]
 
     def _beat(self, beat: Beat) -> Beat:
         return msgspec.structs.replace(beat, **self.beat(beat))

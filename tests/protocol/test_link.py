@@ -173,7 +173,7 @@ def test_a_fragment_that_would_come_too_late_is_not_sent() -> None:
     async def main() -> None:
         async with linked_pair(MemoryNetwork(latency_s=0.02, bandwidth_bytes_s=128 * KIB)) as (a, b, link, _):
             await send_chunks(link, 6)
-            assert link.rate_bytes_s
+            assert link.flow.rate_bytes_s
             for number, good_for_s in enumerate((0.3, 5.0)):
                 link.send_fragment(fragment(number), bytes(1000), until_s=trio.current_time() + good_for_s)
             await until(lambda: len(b.of(Fragment)) == 1)
@@ -272,8 +272,8 @@ def test_the_round_trip_is_measured() -> None:
     async def main() -> None:
         async with linked_pair(MemoryNetwork(latency_s=0.08)) as (_, _, link, other):
             await trio.sleep(4)
-            assert link.rtt_s == pytest.approx(0.16, abs=0.001)
-            assert other.rtt_s == pytest.approx(0.16, abs=0.001)
+            assert link.flow.rtt_s == pytest.approx(0.16, abs=0.001)
+            assert other.flow.rtt_s == pytest.approx(0.16, abs=0.001)
 
     run_virtual(main)
 
@@ -283,8 +283,8 @@ def test_the_rate_is_measured() -> None:
         async with linked_pair(MemoryNetwork(latency_s=0.05, bandwidth_bytes_s=2e6)) as (_, b, link, other):
             await send_chunks(link, 100)
             await until(lambda: len(b.of(Contribution)) == 100)
-            assert link.rate_bytes_s == pytest.approx(2e6, rel=0.05)
-            assert other.rate_bytes_s == 0
+            assert link.flow.rate_bytes_s == pytest.approx(2e6, rel=0.05)
+            assert other.flow.rate_bytes_s == 0
 
     run_virtual(main)
 

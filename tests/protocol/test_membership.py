@@ -86,8 +86,8 @@ class Town:
         hello = hello_of(peer_id, incarnation=incarnation, role=role, digest=digest)
         member.links = Links(transport, lambda: hello, member)
         member.membership = Membership(
-            member.links, self.network.directory(peer_id), "test", peer_id,
-            lambda: encode_record(transport.maddrs, role), random.Random(peer_id),
+            member.links, self.network.directory(peer_id), "test", peer_id, lambda: transport.maddrs,
+            random.Random(peer_id),
         )  # fmt: skip
         self.members[peer_id] = member
 
@@ -198,7 +198,7 @@ def test_an_announcement_that_nobody_took_is_repeated_soon() -> None:
     async def main() -> None:
         async with town() as t, trio.open_nursery() as nursery:
             member, deaf = await t.start("a"), Deaf()
-            membership = Membership(member.links, deaf, "test", "a", lambda: b"", random.Random(0))
+            membership = Membership(member.links, deaf, "test", "a", tuple, random.Random(0))
             nursery.start_soon(membership.run_forever)
             with trio.fail_after(4):
                 await membership.announced.wait()
@@ -238,9 +238,7 @@ def test_a_directory_that_raises_costs_that_refresh_only(caplog: pytest.LogCaptu
             a, b = await t.start("a"), Member("b")
             transport, broken = t.network.transport("b"), Broken(t.network.directory("b"))
             b.links = Links(transport, lambda: hello_of("b"), b)
-            b.membership = Membership(
-                b.links, broken, "test", "b", lambda: encode_record(transport.maddrs, "trainer"), random.Random(0)
-            )
+            b.membership = Membership(b.links, broken, "test", "b", lambda: transport.maddrs, random.Random(0))
             await nursery.start(b.links.run)
             nursery.start_soon(b.membership.run_forever)
             await until(lambda: b.linked == {"a"}, within_s=5)
@@ -270,7 +268,7 @@ def test_a_directory_that_never_answers_is_not_taken_for_an_empty_one() -> None:
     async def main() -> None:
         async with town() as t, trio.open_nursery() as nursery:
             member = await t.start("a")
-            membership = Membership(member.links, Dead(), "test", "a", lambda: b"", random.Random(0))
+            membership = Membership(member.links, Dead(), "test", "a", tuple, random.Random(0))
             nursery.start_soon(membership.run_forever)
             await trio.sleep(30)
             assert membership.announced.is_set()

@@ -10,7 +10,7 @@ import trio
 
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership, encode_record
+from p2ptrain.protocol.membership.membership import PRIVATE_DIALS, PRIVATE_RETRY_S, Membership
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
 from p2ptrain.protocol.rounds.schedule import ANY_LEADER_EVERY, leader_of
 from p2ptrain.protocol.wire.messages import Head
@@ -82,8 +82,7 @@ async def dials_within(own: str, theirs: str, seconds: float, *, relayed_after_s
         links = Links(transport, lambda: hello_of("a"), Endpoint("a", nursery))  # type: ignore[arg-type]
         await nursery.start(links.run)
         membership = Membership(
-            links, network.directory("a"), "test", "a", lambda: encode_record([own], "trainer"), random.Random(0),
-            lambda: [own],
+            links, network.directory("a"), "test", "a", lambda: [own], random.Random(0),
         )  # fmt: skip
         nursery.start_soon(membership.run_forever)
         with trio.move_on_after(seconds):
@@ -117,8 +116,7 @@ def test_who_cannot_be_dialled_is_told_once_and_what_to_do(caplog: pytest.LogCap
             endpoint.links = Links(network.transport("a"), lambda: hello_of("a"), endpoint)
             for own in ([PRIVATE, LOOPBACK], [PRIVATE, RELAYED, LOOPBACK], [PUBLIC, LOOPBACK], []):
                 membership = Membership(
-                    endpoint.links, network.directory("a"), "test", "a", lambda: b"", random.Random(0),
-                    lambda own=own: own,
+                    endpoint.links, network.directory("a"), "test", "a", lambda own=own: own, random.Random(0),
                 )  # fmt: skip
                 membership.welcome("QmF", (OTHER_PRIVATE,), "trainer")
                 assert not caplog.messages

@@ -8,6 +8,8 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -73,8 +75,13 @@ class Donor:
         self.instead: dict[str, bytes] = {}
         self.parts = PartStore(endpoint.links, inline, averaging_of(RUN))
         self.packed = 0
-        self.server = StateServer(state, lambda: self.head, lambda: self.busy, lambda: self.pack(buffers), inline)
+        self.context: Any = SimpleNamespace(state=state, compute=inline)
+        self.server = StateServer(self, lambda: self.pack(buffers))  # type: ignore[arg-type]
         endpoint.on_request = self.serve
+
+    @property
+    def committer(self) -> SimpleNamespace:
+        return SimpleNamespace(stepping=self.busy)
 
     def pack(self, buffers: bytes) -> bytes:
         """The model's buffers; every packing finds other values in them, as training goes on."""
@@ -127,7 +134,10 @@ async def donors_and_joiner(
 
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
-    return Download(joiner.links, state, inline, PartStore(joiner.links, inline, averaging_of(RUN)), averaging_of(RUN))
+    averaging = averaging_of(RUN)
+    parts = PartStore(joiner.links, inline, averaging)
+    context: Any = SimpleNamespace(links=joiner.links, compute=inline, parts=parts, averaging=averaging)
+    return Download(context, state)
 
 
 def check_equal(mine: AnchorState, theirs: AnchorState) -> None:
@@ -271,7 +281,8 @@ def test_a_state_that_is_not_finite_is_refused_and_another_is_taken(vector: int)
             poisoned.vectors[vector][-1, -1] = np.inf
             poisoned.rehash()
             donors["a"].head = head_of(poisoned)
-            donors["a"].server = StateServer(poisoned, lambda: donors["a"].head, lambda: False, bytes, inline)
+            donors["a"].context.state = poisoned
+            donors["a"].server = StateServer(donors["a"], bytes)  # type: ignore[arg-type]
             state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
             with pytest.raises(WireError, match="the state of round 7 contains NaN or infinity"):

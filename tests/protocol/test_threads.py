@@ -23,7 +23,7 @@ from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
-from tests.protocol.swarm import NoBuffers, Shapes
+from tests.protocol.swarm import Shapes, load_no_buffers
 
 # Large enough that codecs and plans go to the worker thread (gossip.INLINE_BLOCKS).
 SHAPES: Shapes = [("embedding", (4096, 64)), ("bias", (70,))]
@@ -69,7 +69,7 @@ class ThreadedPeer:
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             return Node(
-                transport, network.directory(name), self.exchange, NoBuffers(), RUN,
+                transport, network.directory(name), self.exchange, RUN, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(f"{name}.1", number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=EventLog(time.time), rng=random.Random(name),
             )  # fmt: skip

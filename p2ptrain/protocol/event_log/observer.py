@@ -175,7 +175,7 @@ class Observer:
             beat = link.beat
             watched.seen = Sighting(
                 peer_id, True, beat.status[:MOST_STATUS], False, beat.step, beat.round, beat.lineage, beat.speed,
-                link.rtt_s, watched.trouble,
+                link.flow.rtt_s, watched.trouble,
             )  # fmt: skip
             return watched.seen
         status = "connecting" if link is not None or watched.failures == 0 else UNREACHABLE

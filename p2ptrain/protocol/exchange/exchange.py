@@ -4,8 +4,8 @@ Only an `Exchange` changes the model, and only inside `step()`, on the training 
 network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
 one side fills and the other empties, and `post`, which runs a callable on the node's thread.
 
-The slots, the position and the epoch are written by both sides, under one lock, which is never held while tensors are
-read or written. Everything else is written by the training thread alone.
+The slots and the position are written by both sides, under one lock, which is never held while tensors are read or
+written. So is the epoch, which is one reference. Everything else is written by the training thread alone.
 """
 
 from __future__ import annotations
@@ -26,20 +26,9 @@ from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.exchange import types
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.position import Position
-from p2ptrain.protocol.exchange.types import (
-    Arrival,
-    Changes,
-    Epoch,
-    Landing,
-    Push,
-    PushPlan,
-    RoundReport,
-    Snapshot,
-    SnapshotWanted,
-    StepReport,
-)
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -59,6 +48,8 @@ class Exchange:
         post: runs a callable on the node's thread, soon.
 
     Attributes:
+        epoch: the last resolved round in the weights.
+        tokens: trained on since our outer gradient was last included.
         inbox: received fragments, and counts of merged and skipped ones.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
@@ -81,12 +72,14 @@ class Exchange:
         self.view = ParameterView(space, tensors)
         self.averaged: ParameterView | MomentView = averaged or self.view
         self.inbox = Inbox()
+        self.epoch = types.Epoch()
         self.finished = False
         self.step_s = 0.0
+        self.tokens = 0
         self.on_due: Callable[[], None]
-        self.on_push: Callable[[Push], None]
-        self.on_snapshot: Callable[[Snapshot], None]
-        self.on_landed: Callable[[Landing, float], None]
+        self.on_push: Callable[[types.Push], None]
+        self.on_snapshot: Callable[[types.Snapshot], None]
+        self.on_landed: Callable[[types.Landing, float], None]
         self.on_failure: Callable[[Exception], None]
         self.loses_fragment: Callable[[], bool] = lambda: False
         self.loses_gradient: Callable[[], bool] = lambda: False
@@ -102,37 +95,35 @@ class Exchange:
         self._clip = ClipRule()
         self._credit = 0.0
         self._last_end_s: float | None = None
-        self._tokens = 0
         self._rewritten = False
         self._mixed: list[npt.NDArray[np.int64]] = []
         # The current request for a snapshot; written by the node alone.
-        self._wish: SnapshotWanted | None = None
+        self._wish: types.SnapshotWanted | None = None
         # Written by both sides, under the lock.
         self._lock = threading.Lock()
-        self._epoch = Epoch()
         self._position = Position(run.sync_every, run.total_steps, run.sync_every)
         self._told_due = False
-        self._push_plan: PushPlan | None = None
-        self._wanted: SnapshotWanted | None = None
-        self._landing: Landing | None = None
+        self._push_plan: types.PushPlan | None = None
+        self._wanted: types.SnapshotWanted | None = None
+        self._landing: types.Landing | None = None
         self.detach()
 
     def new_state(self) -> AnchorState:
         """A zero state of the shape that rounds agree on."""
         return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks)
 
-    def offer_push(self, plan: PushPlan) -> None:
+    def offer_push(self, plan: types.PushPlan) -> None:
         """Set the next slots for the training thread to gather."""
         with self._lock:
             self._push_plan = plan
 
-    def want_snapshot(self, wanted: SnapshotWanted | None) -> None:
+    def want_snapshot(self, wanted: types.SnapshotWanted | None) -> None:
         """Request a snapshot at the next due step, or (None) withdraw the request: one already taken is dropped."""
         self._wish = wanted
         with self._lock:
             self._wanted = wanted
 
-    def land(self, landing: Landing) -> None:
+    def land(self, landing: types.Landing) -> None:
         """Set a resolved round to take effect in the next step."""
         with self._lock:
             assert self._landing is None, "one round lands at a time"
@@ -156,16 +147,6 @@ class Exchange:
             self._told_due = False
 
     @property
-    def epoch(self) -> Epoch:
-        """The last resolved round in the weights."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, epoch: Epoch) -> None:
-        with self._lock:
-            self._epoch = epoch
-
-    @property
     def steps(self) -> int:
         """Inner steps since this peer joined."""
         return self._position.steps
@@ -184,11 +165,6 @@ class Exchange:
         return self._position.due
 
     @property
-    def tokens(self) -> int:
-        """Tokens trained on since our outer gradient was last included."""
-        return self._tokens
-
-    @property
     def fragment_rate(self) -> float:
         """Slots that a step pushes on average, by the run's schedule of p."""
         position = self._position
@@ -205,7 +181,7 @@ class Exchange:
             self._position = self._position.postponed()
             self._told_due = False
 
-    def step(self, samples: int) -> StepReport:
+    def step(self, samples: int) -> types.StepReport:
         """Exchange after one optimizer step. O(pN), except for the two O(N) passes of each round."""
         start = self._clock()
         if self._last_end_s is not None:
@@ -213,7 +189,7 @@ class Exchange:
             self.step_s = took if self.step_s == 0 else STEP_TIME_DECAY * self.step_s + (1 - STEP_TIME_DECAY) * took
         with self._lock:
             self._position = self._position.stepped()
-        self._tokens += samples
+        self.tokens += samples
         self._mixed.clear()
         report = self._land()
         merged, skipped = self._merge(start)
@@ -226,23 +202,23 @@ class Exchange:
             self._tell("a round is due", lambda: self.on_due())
         end = self._clock()
         self._last_end_s = end
-        return StepReport(sent, merged, skipped, end - start, report, self.finished)
+        return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
 
-    def idle(self) -> RoundReport | None:
+    def idle(self) -> types.RoundReport | None:
         """Land a round and take a snapshot without a training step: for the wait at the end of a run."""
         report = self._land()
         self._snapshot(self._clock())
         return report
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> types.Changes:
         """The weights changed by the last step, and by landings since the last call."""
         blocks = np.unique(np.concatenate(self._mixed)) if self._mixed else np.zeros(0, np.int64)
-        changes = Changes(self._rewritten, blocks)
+        changes = types.Changes(self._rewritten, blocks)
         self._rewritten = False
         self._mixed.clear()
         return changes
 
-    def _land(self) -> RoundReport | None:
+    def _land(self) -> types.RoundReport | None:
         landing = self._landing
         if landing is None:
             return None
@@ -251,10 +227,10 @@ class Exchange:
             assert landing.buffer is not None
             (self.averaged.add if landing.kind == "add" else self.averaged.write)(landing.buffer)
         self._rewritten |= landing.kind != "keep"
-        self._tokens = 0 if landing.kind == "write" else max(0, self._tokens - landing.included_tokens)
+        self.tokens = 0 if landing.kind == "write" else max(0, self.tokens - landing.included_tokens)
         self.finished = landing.finished
         with self._lock:
-            self._epoch = landing.epoch
+            self.epoch = landing.epoch
             # Counted from the snapshot, so that the duration of a round is not added to each interval.
             self._position = self._position.landed(landing.run_step, landing.sync_every, landing.snapshot_steps)
             self._told_due = False
@@ -268,7 +244,7 @@ class Exchange:
         if not arrivals and not skipped:
             return 0, {}
         epoch = self.epoch
-        held_back: list[Arrival] = []
+        held_back: list[types.Arrival] = []
         age_steps = 0.0
         covered: dict[str, np.ndarray] = {}
         for arrival in arrivals:
@@ -288,7 +264,7 @@ class Exchange:
                 skipped["clipped"] += 1
         return len(covered), self.inbox.settle(held_back, len(covered), skipped, age_steps)
 
-    def _mix(self, arrival: Arrival, covered: list[np.ndarray]) -> bool:
+    def _mix(self, arrival: types.Arrival, covered: list[np.ndarray]) -> bool:
         weight = merge_weights(covered, arrival.plan.blocks)
         weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
         limit = self._clip.threshold(0.0 if self._clip.warm else self.view.rms(arrival.plan))
@@ -309,7 +285,7 @@ class Exchange:
             self._push_plan = None
         # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
-        push = Push(plan, self.epoch, self.view.gather(plan.plan), now, self.steps)
+        push = types.Push(plan, self.epoch, self.view.gather(plan.plan), now, self.steps)
         self._tell("a push was gathered", lambda: self.on_push(push))
         return 1
 
@@ -320,8 +296,8 @@ class Exchange:
                 return
             self._wanted = None
         self.averaged.read(wanted.buffer)
-        snapshot = Snapshot(
-            self.epoch, wanted.buffer, self._tokens, position.steps, position.run_step, position.at_length,
+        snapshot = types.Snapshot(
+            self.epoch, wanted.buffer, self.tokens, position.steps, position.run_step, position.at_length,
             self._clock() - now,
         )  # fmt: skip
 

@@ -35,11 +35,9 @@ class Arrival:
 class PushPlan:
     """Slots [slot, slot + slot_count) of a cycle; planned off the training thread."""
 
-    selection: str
     cycle: int
     slot: int
     slot_count: int
-    num_slots: int
     plan: BlockPlan
 
 

@@ -122,16 +122,6 @@ class Link:
         self._work = trio.lowlevel.ParkingLot()
         self._space = trio.lowlevel.ParkingLot()
 
-    @property
-    def rtt_s(self) -> float:
-        """Smoothed round trip; 0 if unknown."""
-        return self.flow.rtt_s
-
-    @property
-    def rate_bytes_s(self) -> float:
-        """Bulk bytes per second that the path carries; 0 if unknown."""
-        return self.flow.rate_bytes_s
-
     def send(self, message: Message) -> None:
         """Queue a control frame, which is sent before all others. Does nothing if the link is lost."""
         if self.lost.is_set():

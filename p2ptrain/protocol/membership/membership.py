@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
-from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.links import TRAINER, Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
@@ -76,7 +76,7 @@ def bucket_of(peer_id: PeerId) -> int:
     return hashlib.blake2b(peer_id.encode(), digest_size=1).digest()[0] % BUCKETS
 
 
-def encode_record(maddrs: list[str], role: str) -> bytes:
+def encode_record(maddrs: Sequence[str], role: str) -> bytes:
     return msgspec.msgpack.encode((maddrs[:MAX_MADDRS], role))
 
 
@@ -97,11 +97,10 @@ class Membership:
         directory: Directory,
         run_id: str,
         me: PeerId,
-        record: Callable[[], bytes],
+        maddrs: Callable[[], Sequence[str]],
         rng: random.Random,
-        maddrs: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """`maddrs` gives our current addresses, `record` our current record."""
+        """`maddrs` gives our current addresses."""
         self.known: dict[PeerId, Member] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
@@ -109,9 +108,8 @@ class Membership:
         self._directory = directory
         self._run_id = run_id
         self._me = me
-        self._record = record
-        self._rng = rng
         self._maddrs = maddrs
+        self._rng = rng
         self._told_private = False
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
@@ -136,7 +134,7 @@ class Membership:
         if is_public(maddrs) and not self._told_private:
             self._tell_if_private(peer_id)
 
-    def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = "trainer") -> None:
+    def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = TRAINER) -> None:
         """Remember a peer, to dial it later. With too many, the one with the oldest news is forgotten."""
         if peer_id == self._me or not peer_id or len(peer_id) > 128:
             return
@@ -179,7 +177,7 @@ class Membership:
 
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
         """A few linked peers, for other peers to learn about."""
-        linked = sorted(peer for peer in self._linked() if self.known[peer].role == "trainer")
+        linked = sorted(peer for peer in self._linked() if self.known[peer].role == TRAINER)
         chosen = self._rng.sample(linked, min(count, len(linked)))
         return tuple((peer, self.known[peer].maddrs) for peer in chosen)
 
@@ -209,7 +207,7 @@ class Membership:
         while True:
             stored = False
             with self._announcing.containing("announcing this peer"):
-                stored = await self._directory.announce(key, self._record(), RECORD_TTL_S)
+                stored = await self._directory.announce(key, encode_record(self._maddrs(), TRAINER), RECORD_TTL_S)
             if stored:
                 self.announced.set()
             await trio.sleep(ANNOUNCE_EVERY_S if stored else 1.0)

@@ -38,7 +38,7 @@ def describe(links: Iterable[Link]) -> list[PeerStatus]:
     def status(link: Link) -> PeerStatus:
         if (beat := link.beat) is None:
             return PeerStatus(link.peer_id, "", 0, 0, 0.0, 0.0)
-        return PeerStatus(link.peer_id, shown(beat.status), beat.step, beat.round + 1, beat.speed, link.rtt_s)
+        return PeerStatus(link.peer_id, shown(beat.status), beat.step, beat.round + 1, beat.speed, link.flow.rtt_s)
 
     return sorted(map(status, links), key=lambda peer: peer.peer_id)
 

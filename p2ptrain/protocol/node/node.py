@@ -22,10 +22,10 @@ from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import TRAINER, Links
-from p2ptrain.protocol.membership.membership import Membership, encode_record
+from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored, StateSync
+from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire.messages import (
     Ack,
@@ -60,6 +60,8 @@ class Node:
     """A training peer. `run_forever` joins or founds the run, then serves it until cancelled.
 
     Args:
+        buffers: serializes the model's buffers.
+        load_buffers: loads serialized buffers. Raises WireError if they do not fit.
         events: takes records for the metrics stream: a name, and fields by keyword.
         may_found: whether to found the run at once: there is no peer to ask.
         restored: state from a checkpoint, used if the swarm has nothing newer.
@@ -75,9 +77,10 @@ class Node:
         transport: Transport,
         directory: Directory,
         exchange: Exchange,
-        model: ModelAccess,
         run: RunConfig,
         *,
+        buffers: Callable[[], bytes],
+        load_buffers: Callable[[bytes], None],
         incarnation: str,
         may_found: bool,
         restored: Restored | None,
@@ -106,18 +109,14 @@ class Node:
         self._digest = run.digest
         self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors)
-        self.membership = Membership(
-            self.links, directory, run.run_id, self.peer_id, lambda: encode_record(transport.maddrs, TRAINER), rng,
-            lambda: transport.maddrs,
-        )  # fmt: skip
+        self.membership = Membership(self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng)
         self.engine = RoundDriver(self, exchange, rng, errors)
         self.state_sync = StateSync(
-            self.engine, self.membership, model, record=events, may_found=may_found, restored=restored, rng=rng
-        )
+            self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
+            restored=restored, rng=rng,
+        )  # fmt: skip
         self._gossip = Gossip(self.engine.context, self.trainers, rng) if run.fragment_fraction > 0 else None
-        self._server = StateServer(
-            self.state, lambda: self.engine.head, lambda: self.engine.committer.stepping, model.buffers, compute
-        )
+        self._server = StateServer(self.engine, buffers)
         self._departed: dict[PeerId, None] = {}  # oldest first
         self._serving: Counter[PeerId] = Counter()
         self._served_s: dict[PeerId, float] = {}

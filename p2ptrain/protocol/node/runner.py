@@ -17,7 +17,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.restarts import Restarts
-from p2ptrain.protocol.state_sync.state_sync import ModelAccess, Restored
+from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)
@@ -30,19 +30,6 @@ POLL_S = 0.05
 
 BuildNode = Callable[[bool, Restored | None, int], Node]
 """Makes a node from `may_found`, its restored state, and its number from 0."""
-
-
-class KeptBuffers:
-    """A model that is being trained: its buffers are given to joiners, and never overwritten under a forward pass."""
-
-    def __init__(self, model: ModelAccess) -> None:
-        self._model = model
-
-    def buffers(self) -> bytes:
-        return self._model.buffers()
-
-    def load_buffers(self, data: bytes) -> None:
-        """Keep our own: persistent buffers stay local once training has begun."""
 
 
 class NodeRunner:

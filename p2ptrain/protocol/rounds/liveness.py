@@ -69,7 +69,7 @@ class Liveness:
 
     def round_trip_s(self) -> float:
         """The longest round trip to a linked peer."""
-        return max((link.rtt_s for link in self._links.live.values()), default=0.0)
+        return max((link.flow.rtt_s for link in self._links.live.values()), default=0.0)
 
     def reach(self, head: Head) -> int:
         """Number of voters that we are linked with, including ourselves. Computed for every beat, so it is cheap."""

@@ -74,7 +74,7 @@ class Transfer:
 
     def give_up_stalled(self) -> None:
         """Exclude senders that make no progress; called a few times a second."""
-        rtt_s = {peer_id: link.rtt_s for peer_id, link in self._context.links.live.items()}
+        rtt_s = {peer_id: link.flow.rtt_s for peer_id, link in self._context.links.live.items()}
         if self._collection is not None and self._collection.give_up_stalled(trio.current_time(), rtt_s):
             self._report(self._collection)
 

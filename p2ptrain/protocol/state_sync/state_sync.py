@@ -11,7 +11,6 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,18 +44,6 @@ COMMIT_GRACE_S = 0.2
 RETRY_S = 2.0
 
 
-class ModelAccess(Protocol):
-    """Access to the model's buffers."""
-
-    def buffers(self) -> bytes:
-        """The model's buffers, serialized."""
-        ...
-
-    def load_buffers(self, data: bytes) -> None:
-        """Load serialized buffers. Raises WireError if they do not fit."""
-        ...
-
-
 @dataclass(frozen=True)
 class Restored:
     """The state from a checkpoint. It may be newer or older than the swarm's."""
@@ -73,8 +60,8 @@ class StateSync:
         self,
         engine: RoundDriver,
         membership: Membership,
-        model: ModelAccess,
         *,
+        load_buffers: Callable[[bytes], None],
         record: Callable[..., None],
         may_found: bool,
         restored: Restored | None,
@@ -84,7 +71,7 @@ class StateSync:
         self._engine = engine
         self._context = engine.context
         self._membership = membership
-        self._model = model
+        self._load_buffers = load_buffers
         self._record = record
         self._may_found = may_found
         self._restored = restored
@@ -169,14 +156,14 @@ class StateSync:
         context, restored = self._context, self._restored
         if restored is not None:
             context.state.copy_from(restored.state)
-        download = self._download = self._new_download(context.state)
+        download = self._download = Download(context, context.state)
         head, progress, progress_s = None, 0, trio.current_time()
         while head is None:
             try:
                 self._rng.shuffle(donors)
                 asked = await ask_head(context.links, donors[0])
                 await download.run(asked, donors)
-                self._model.load_buffers(await ask_buffers(context.links, donors[0]))
+                self._load_buffers(await ask_buffers(context.links, donors[0]))
                 head = asked
             except (PeerLostError, WireError) as error:
                 logger.info("state download: %s", error)
@@ -209,10 +196,6 @@ class StateSync:
             return True
         self._skipped = before
         return False
-
-    def _new_download(self, state: AnchorState) -> Download:
-        context = self._context
-        return Download(context.links, state, context.compute, context.parts, context.averaging)
 
     def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
         """The landing of the training thread on our new head; kind "write" replaces its weights by the anchor."""
@@ -312,7 +295,7 @@ class StateSync:
         # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
             # Into a second state, so that ours remains valid if the download fails.
-            self._download = self._download or self._new_download(context.state.blank())
+            self._download = self._download or Download(context, context.state.blank())
             await self._download.run(head, donors)
         async with engine.paused():
             if rank_of(head) <= rank_of(engine.head) or not engine.history.may_adopt(head):

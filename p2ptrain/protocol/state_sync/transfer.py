@@ -20,11 +20,10 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, check_record, step_chunks
-from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack, unpack
-from p2ptrain.protocol.wire.transport import Compute
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +51,11 @@ class StateServer:
     for the next piece repeats that name, so that pieces of two serializations do not mix.
     """
 
-    def __init__(
-        self,
-        state: AnchorState,
-        head: Callable[[], Head],
-        busy: Callable[[], bool],
-        buffers: Callable[[], bytes],
-        compute: Compute,
-    ) -> None:
-        self._state = state
-        self._head = head
-        self._busy = busy
+    def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes]) -> None:
+        self._engine = engine
+        self._state = engine.context.state
+        self._compute = engine.context.compute
         self._buffers = buffers
-        self._compute = compute
         self._packing = trio.Lock()
         self._packed_of = ""
         self._packed = b""
@@ -74,19 +65,19 @@ class StateServer:
         payload, note = None, request.what
         if request.what == "buffers":
             payload, note = await self._buffers_piece(request)
-        elif self._head().lineage and not self._busy():
+        elif self._engine.head.lineage and not self._engine.committer.stepping:
             payload = await self._payload(request)
-            if self._busy():
+            if self._engine.committer.stepping:
                 payload = None
         answer = Answer(request.request, payload is not None, note)
         await link.send_bulk(answer, payload or b"", Traffic.STATE, compress=True)
 
     async def _payload(self, request: Request) -> bytes | None:
         """The requested bytes; None if not available. Chunks of an old state are not sent, as they would be useless."""
-        current = request.subject == self._head().state_sha256
+        current = request.subject == self._engine.head.state_sha256
         match request.what:
             case "head":
-                return pack(self._head())
+                return pack(self._engine.head)
             case "manifest" if current and 0 <= request.index < num_pages(self._state.num_chunks):
                 start = request.index * MANIFEST_PAGE_HASHES
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
@@ -97,7 +88,7 @@ class StateServer:
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
         """A piece of the packed buffers, and what it is a piece of; None where it is not there (any more)."""
         async with self._packing:
-            now = self._head()
+            now = self._engine.head
             if request.index == 0 and now.lineage and self._packed_of != now.state_sha256:
                 self._packed = await self._compute(self._buffers)
                 self._packed_of = now.state_sha256
@@ -144,19 +135,15 @@ class Download:
 
     Args:
         state: receives the chunks; chunks with the right hashes are not fetched.
-        parts: stores encoded means.
-        averaging: decodes encoded means.
     """
 
-    def __init__(
-        self, links: Links, state: AnchorState, compute: Compute, parts: PartStore, averaging: Averaging
-    ) -> None:
+    def __init__(self, context: RoundContext, state: AnchorState) -> None:
         self.state = state
         self.done_chunks = 0
-        self._links = links
-        self._compute = compute
-        self._parts = parts
-        self._averaging = averaging
+        self._links = context.links
+        self._compute = context.compute
+        self._parts = context.parts
+        self._averaging = context.averaging
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
 

@@ -27,18 +27,7 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
-from p2ptrain.protocol.wire.messages import (
-    Ack,
-    Answer,
-    Beat,
-    Contribution,
-    Fragment,
-    Hello,
-    Leave,
-    Message,
-    Request,
-    pack,
-)
+from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
 
@@ -156,7 +145,7 @@ class Node:
         self.membership.stop()
         self.engine.leave()
         for link in self.links.live.values():
-            link.send(Leave(reason))
+            link.send(messages.Leave(reason))
 
     @property
     def status(self) -> str:
@@ -203,12 +192,12 @@ class Node:
         """Replace the whole state by the swarm's."""
         self.state_sync.fall_behind(reason)
 
-    def _hello(self) -> Hello:
-        return Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, tuple(self._transport.maddrs))
+    def _hello(self) -> messages.Hello:
+        return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, tuple(self._transport.maddrs))
 
-    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
+    def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
         head = self.engine.head
-        return Beat(
+        return messages.Beat(
             sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
             self.status, 1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2),
             self.engine.context.liveness.reach(head),
@@ -232,33 +221,33 @@ class Node:
         self.engine.note_lost(link.peer_id)
         self._record_peers()
 
-    async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
+    async def on_message(self, link: Link, message: messages.Message, payload: bytes) -> None:
         match message:
-            case Request():
+            case messages.Request():
                 self._on_request(link, message)
-            case Leave():
+            case messages.Leave():
                 self._note_departed(link.peer_id)
                 self.membership.forget(link.peer_id)
-            case Hello():
+            case messages.Hello():
                 raise WireError("a second Hello")
             case _ if link.hello.role != TRAINER or not link.hello.digest:
                 pass  # observers only send requests
-            case Beat():
+            case messages.Beat():
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs)
                 if self.ready.is_set():
                     self.state_sync.on_beat(link, message)
-            case Fragment():
+            case messages.Fragment():
                 if self._gossip is None:
                     raise WireError("a fragment in a run without gossip")
                 if self.ready.is_set():
                     await self._gossip.on_fragment(link, message, payload)
-            case Contribution():
+            case messages.Contribution():
                 if self.ready.is_set():
                     self.engine.deliver(link.peer_id, message, payload)
             case _ if payload:
                 raise WireError(f"{type(message).__name__} with a payload")
-            case Ack():
+            case messages.Ack():
                 pass
             case _ if self.ready.is_set():
                 self.engine.deliver(link.peer_id, message)
@@ -268,16 +257,16 @@ class Node:
         if len(self._departed) > MAX_DEPARTED:
             del self._departed[next(iter(self._departed))]
 
-    def _on_request(self, link: Link, request: Request) -> None:
+    def _on_request(self, link: Link, request: messages.Request) -> None:
         assert self._nursery is not None
         most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_OBSERVER
         if self._serving[link.peer_id] >= most:
-            link.send(Answer(request.request, False, "busy"))
+            link.send(messages.Answer(request.request, False, "busy"))
             return
         self._serving[link.peer_id] += 1
         self._nursery.start_soon(self._serve, link, request)
 
-    async def _serve(self, link: Link, request: Request) -> None:
+    async def _serve(self, link: Link, request: messages.Request) -> None:
         """Answer one request. An error closes the link of the peer that asked."""
         try:
             with self.links.containing(link, f"answering a request for {request.what[:40]!r}"):
@@ -287,22 +276,22 @@ class Node:
             if not self._serving[link.peer_id]:
                 del self._serving[link.peer_id]
 
-    async def _answer(self, link: Link, request: Request) -> None:
+    async def _answer(self, link: Link, request: messages.Request) -> None:
         if request.what == "settings":
             payload = json.dumps(self.run.stated()).encode()
-            await link.send_bulk(Answer(request.request, True, "settings"), payload, Traffic.STATE)
+            await link.send_bulk(messages.Answer(request.request, True, "settings"), payload, Traffic.STATE)
         elif request.what == "events":
             page = await self.compute(self._event_log.page, request.index)
             await self._event_log_pace.wait(len(page))
-            await link.send_bulk(Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
+            await link.send_bulk(messages.Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
         elif link.hello.role != TRAINER:
-            link.send(Answer(request.request, False, "for members of the run"))
+            link.send(messages.Answer(request.request, False, "for members of the run"))
         elif request.what == "part":
             await self.engine.context.parts.serve(link, request)
         elif request.what == "record":
             record = self.engine.context.parts.record(request.subject, request.index)
-            payload = pack(record) if record else b""
-            await link.send_bulk(Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
+            payload = messages.pack(record) if record else b""
+            await link.send_bulk(messages.Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
         else:
             async with self._state_answers:
                 await self._server.serve(link, request)

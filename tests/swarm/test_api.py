@@ -224,7 +224,7 @@ def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> N
     told = [json.loads(line) for line in records.read_text().splitlines()]
     assert any("restarting" in line["status"] for line in told if line["event"] == "status")
     reasons = [line["reason"] for line in told if line["event"] == "adopt"]
-    assert reasons[1] in ("adopted the swarm's state", "the swarm stands where our checkpoint does")
+    assert reasons[1] in ("adopted the swarm's state", "the swarm has the checkpoint's state")
 
 
 def test_a_state_is_taken_up_again_after_a_restart() -> None:

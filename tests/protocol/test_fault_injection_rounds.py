@@ -161,9 +161,9 @@ def out_of_time(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     event(Tick)(fault, monkeypatch)
     until_s = trio.current_time() + 20
     fault.swarm.network.fault = lambda source, target, packet: (
-        network.Fault.DROP
+        network.PacketFault.DROP
         if source == "c" and packet[1] == KIND_OF[Join] and trio.current_time() < until_s
-        else network.Fault.NONE
+        else network.PacketFault.NONE
     )
 
 

@@ -133,7 +133,7 @@ class PeerView:
                 self.state, self.adopted = PeerState.JOINING, False
             case "adopt":
                 self.step, self.round = event["run_step"], event["round"] + 1
-                self.founded = self.founded or event["reason"] == "founded the run"
+                self.founded = self.founded or event.get("founded", False)
                 self.adopted = True
             case "step":
                 self._apply_step(event)

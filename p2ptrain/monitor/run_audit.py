@@ -83,7 +83,7 @@ class RunAudit:
             return
         self._adopted.add(peer)
         join = self._joining.get(peer)
-        if join is not None and event["reason"] != "founded the run":
+        if join is not None and not event.get("founded"):
             join.state_s = event["t"] - join.started_s
             self.joins.append(join)
 

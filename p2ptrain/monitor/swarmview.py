@@ -134,7 +134,7 @@ class SwarmView:
                 self._on_sample(peer, event)
 
     def _on_adopt(self, peer: PeerView, event: Event, *, again: bool) -> None:
-        if event["reason"] == "founded the run":
+        if event.get("founded"):
             self.add_notice(event["t"], f"{peer.name} founded the run; the other peers adopt its weights")
         elif again:
             self.add_notice(event["t"], f"{peer.name} adopted the swarm's state again: {event['reason']}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,15 +42,13 @@ T = TypeVar("T")
 class Gossip:
     """Plans and sends this peer's fragments, checks and queues those of other peers.
 
-    `trainers` gives the live peers of our lineage. Raises ConfigError if the fragments of this model do not fit into a
-    frame.
+    Raises ConfigError if the fragments of this model do not fit into a frame.
     """
 
-    def __init__(self, context: RoundContext, trainers: Callable[[], Sequence[PeerId]], rng: random.Random) -> None:
+    def __init__(self, context: RoundContext, rng: random.Random) -> None:
         self._context = context
         self._run = run = context.run
         self._exchange = exchange = context.exchange
-        self._trainers = trainers
         self._rng = rng
         self._codec = codec_named(run.fragment_codec)
         self._walk = Walk.of(run.fragment_fraction)
@@ -75,7 +73,7 @@ class Gossip:
         self._position = self._rng.randrange(self._walk.steps)
         waiting: deque[Push] = deque()
         while True:
-            if not self._trainers():
+            if not self._context.host.trainers():
                 await trio.sleep(0.5)
                 continue
             try:
@@ -140,7 +138,7 @@ class Gossip:
         """The receivers of a push, by the run's topology."""
         run, plan = self._run, push.plan
         chosen = partners(
-            run.topology, self._context.peer_id, self._trainers(), fan_out=run.fan_out, seed=run.run_seed,
+            run.topology, self._context.peer_id, self._context.host.trainers(), fan_out=run.fan_out, seed=run.run_seed,
             step=plan.cycle * self._walk.steps + plan.slot // self._walk.per_step, rng=self._rng,
         )  # fmt: skip
         links = (self._context.links.get(peer_id) for peer_id in chosen)

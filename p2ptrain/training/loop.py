@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -116,7 +116,7 @@ def run_training(
     stop: Callable[[], bool],
     on_progress: Callable[[TrainingProgress], None],
     now: Callable[[], float] = time.monotonic,
-) -> str:
+) -> Literal["finished", "interrupted", "failed"]:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
     Returns "finished" or "interrupted". Raises ConfigError, after the checkpoint, if the network side has ended.
@@ -149,6 +149,7 @@ def run_training(
     interrupted = stop() and not peer.finished
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
+    reason: Literal["finished", "interrupted", "failed"]
     reason = "interrupted" if interrupted else "failed" if failure else "finished"
     # Leave first: other peers should not wait for this disk.
     peer.leave(reason)

@@ -15,7 +15,8 @@ def start(number: int, t: float) -> Event:
 
 
 def adopt(reason: str, t: float, *, round: int = -1, run_step: int = 0) -> Event:
-    return {"event": "adopt", "t": t, "reason": reason, "round": round, "run_step": run_step}
+    founded = reason == "founded the run"
+    return {"event": "adopt", "t": t, "founded": founded, "reason": reason, "round": round, "run_step": run_step}
 
 
 def step(step: int, t: float, *, loss: float | None = 2.0, exchange_s: float = 0.001) -> Event:

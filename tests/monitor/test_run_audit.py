@@ -48,7 +48,7 @@ def test_rounds_are_counted_once_and_skipped_ones_by_each_peer() -> None:
 def test_a_join_takes_its_time_and_a_later_adoption_is_a_repair() -> None:
     run_audit = RunAudit()
     run_audit.note("a", {"event": "start", "t": 0.0})
-    run_audit.note("a", adopt(reason="founded the run"))
+    run_audit.note("a", adopt(founded=True))
     assert run_audit.joins == []
     for start_s in (10.0, 50.0):
         run_audit.note("b", {"event": "start", "t": start_s})

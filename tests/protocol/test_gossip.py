@@ -69,11 +69,10 @@ class Peer:
         )
         self.exchange.epoch = Epoch("L", 3)
         links: Any = SimpleNamespace(get=self.mailboxes.get, peer_timeout_s=30.0)
-        host: Any = SimpleNamespace(
-            peer_id="a", incarnation="1", run=run, links=links, state=self.exchange.new_state(), compute=inline
-        )
-        context = RoundContext(host, self.exchange, ErrorLog(logging.getLogger("test")))
-        self.gossip = Gossip(context, lambda: list(self.mailboxes), random.Random(seed))
+        host: Any = SimpleNamespace(trainers=lambda: list(self.mailboxes))
+        errors = ErrorLog(logging.getLogger("test"))
+        context = RoundContext("a", "1", run, links, self.exchange.new_state(), self.exchange, inline, errors, host)
+        self.gossip = Gossip(context, random.Random(seed))
 
     @property
     def sent(self) -> list[tuple[Fragment, bytes]]:

@@ -16,24 +16,15 @@ from tests.protocol.swarm import run_virtual
 HEAD = Head("g", "0-x", 3, "s", "a", (("a", "1"), ("b", "1"), ("c", "1")), 100, 1000, None)
 
 
-class Host:
-    """Peer `a`, its links to others, and which of them sent Leave."""
-
-    peer_id, incarnation = "a", "1"
+class Swarm:
+    """The links of peer `a`, and the peers that sent it Leave."""
 
     def __init__(self, *linked: str, gone: tuple[str, ...] = ()) -> None:
         self.linked = {name: _link(name) for name in linked}
-        self.gone = gone
-        self.links: Any = SimpleNamespace(get=self.linked.get, live=self.linked)
-
-    def trainers(self) -> list[str]:
-        return sorted(self.linked)
-
-    def joiners(self) -> list[str]:
-        return []
-
-    def departed(self, peer_id: str) -> bool:
-        return peer_id in self.gone
+        links: Any = SimpleNamespace(get=self.linked.get, live=self.linked)
+        self.liveness = Liveness(("a", "1"), links, lambda: sorted(self.linked))
+        for name in gone:
+            self.liveness.note_departed(name)
 
 
 def _link(name: str, incarnation: str = "1") -> Any:
@@ -42,15 +33,15 @@ def _link(name: str, incarnation: str = "1") -> Any:
     )
 
 
-def watch(host: Host) -> LineageWatch:
-    watch = LineageWatch(Liveness(host))
+def watch(swarm: Swarm) -> LineageWatch:
+    watch = LineageWatch(swarm.liveness)
     watch.reset(trio.current_time())
     return watch
 
 
 def test_with_a_quorum_it_never_ends() -> None:
     async def main() -> None:
-        lineage = watch(Host("b"))
+        lineage = watch(Swarm("b"))
         await trio.sleep(10 * QUORUM_LOST_S)
         assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
 
@@ -59,7 +50,7 @@ def test_with_a_quorum_it_never_ends() -> None:
 
 def test_it_ends_when_the_voters_were_away_for_the_patience_and_three_intervals() -> None:
     async def main() -> None:
-        lineage = watch(Host())
+        lineage = watch(Swarm())
         await trio.sleep(QUORUM_LOST_S + 1)
         assert not lineage.has_ended(HEAD, 100.0, trio.current_time())
         assert lineage.has_ended(HEAD, 0.0, trio.current_time())
@@ -69,21 +60,21 @@ def test_it_ends_when_the_voters_were_away_for_the_patience_and_three_intervals(
 
 def test_it_ends_at_once_when_all_missing_voters_left_or_were_started_anew() -> None:
     async def main() -> None:
-        host = Host("c", gone=("b",))
-        host.linked["c"] = _link("c", incarnation="2")
-        assert watch(host).has_ended(HEAD, 1000.0, trio.current_time())
+        swarm = Swarm("c", gone=("b",))
+        swarm.linked["c"] = _link("c", incarnation="2")
+        assert watch(swarm).has_ended(HEAD, 1000.0, trio.current_time())
 
     run_virtual(main)
 
 
 def test_who_was_paused_gives_its_links_time_to_come_back() -> None:
     async def main() -> None:
-        host = Host()
-        lineage = watch(host)
+        swarm = Swarm()
+        lineage = watch(swarm)
         await trio.sleep(5 * QUORUM_LOST_S)  # in which it was not awake
         lineage.reset(trio.current_time())
         assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
-        host.linked["b"] = _link("b")
+        swarm.linked["b"] = _link("b")
         await trio.sleep(5 * QUORUM_LOST_S)
         assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
 
@@ -92,13 +83,13 @@ def test_who_was_paused_gives_its_links_time_to_come_back() -> None:
 
 def test_of_several_survivors_the_lowest_id_goes_on() -> None:
     async def main() -> None:
-        host = Host("0")
+        swarm = Swarm("0")
         head = Head("g", HEAD.lineage, 3, "s", "a", (("x", "1"), ("y", "1"), ("z", "1"), ("0", "1")), 1, 1, None)
-        lineage = watch(host)
+        lineage = watch(swarm)
         await trio.sleep(QUORUM_LOST_S + 1)
         assert not lineage.has_ended(head, 0.0, trio.current_time())
-        host.linked.clear()
-        host.linked["b"] = _link("b")
+        swarm.linked.clear()
+        swarm.linked["b"] = _link("b")
         assert lineage.has_ended(head, 0.0, trio.current_time())
 
     run_virtual(main)

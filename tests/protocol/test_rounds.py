@@ -11,8 +11,9 @@ import torch
 import trio
 
 from p2ptrain.algorithms.outer import outer_step
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
-from p2ptrain.protocol.wire.messages import Attempt, Call, Record
+from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Call, Record
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 
 
@@ -261,6 +262,22 @@ def test_a_voter_that_was_started_anew_is_not_waited_for(rounds: int) -> None:
                 within_s=25,
             )
             assert s.peers["a"].node.engine.head.lineage != lineage
+
+    run_virtual(main)
+
+
+def test_the_time_of_a_round_that_was_missed_counts_from_its_record() -> None:
+    async def main() -> None:
+        async with swarm() as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            deaf = s.peers["c"]
+            s.network.fault = lambda source, target, packet: (
+                PacketFault.DROP if target == "c" and packet[1] == KIND_OF[Call] else PacketFault.NONE
+            )
+            await s.until(lambda: [r["late"] for r in deaf.rounds("committed")][-2:] == [True, True])
+            before, last = deaf.rounds("committed")[-2:]
+            assert 0 <= last["wall_s"] < 0.5 * (last["t"] - before["t"])
 
     run_virtual(main)
 

@@ -62,7 +62,8 @@ KINDS: dict[str, Kind] = {
         {
             "reason": Text, "lineage": Name, "round": Index, "run_step": Count, "anchor_sha256": Text,
             "state_sha256": Text,
-        }
+        },
+        {"founded": bool},
     ),
     "shard": Kind({"sharding": Text, "shard": Count, "sizes": Numbers, "partition_sha256": Text}),
     "step": Kind(

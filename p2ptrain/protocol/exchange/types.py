@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from p2ptrain.algorithms.indexspace import BlockPlan
+
+LandingKind = Literal["add", "write", "keep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Landing:
     longer outstanding: the round averaged them in.
     """
 
-    kind: str
+    kind: LandingKind
     buffer: torch.Tensor | None
     epoch: Epoch
     sync_every: int

@@ -24,6 +24,7 @@ from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import TRAINER, Links
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
+from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
 from p2ptrain.protocol.state_sync.transfer import StateServer
@@ -38,8 +39,6 @@ FRAGMENTS_EVENT_S = 2.0
 MAX_SERVED_AT_ONCE = 12
 # State answers being sent to all peers, each of at most 1 MiB; more wait, which bounds memory.
 MAX_STATE_ANSWERS = 128
-# Peers remembered that have left; bounded, as identities are free.
-MAX_DEPARTED = 4096
 MAX_SERVED_TO_OBSERVER = 2
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
@@ -99,14 +98,16 @@ class Node:
         self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors)
         self.membership = Membership(self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng)
-        self.engine = RoundDriver(self, exchange, rng, errors)
+        context = RoundContext(
+            self.peer_id, incarnation, run, self.links, self.state, exchange, compute, errors, host=self
+        )
+        self.engine = RoundDriver(context, rng)
         self.state_sync = StateSync(
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng,
         )  # fmt: skip
-        self._gossip = Gossip(self.engine.context, self.trainers, rng) if run.fragment_fraction > 0 else None
+        self._gossip = Gossip(context, rng) if run.fragment_fraction > 0 else None
         self._server = StateServer(self.engine, buffers)
-        self._departed: dict[PeerId, None] = {}  # oldest first
         self._serving: Counter[PeerId] = Counter()
         self._served_s: dict[PeerId, float] = {}
         self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
@@ -177,9 +178,6 @@ class Node:
             and max(link.opened_s, self._served_s.get(link.peer_id, 0.0)) > since_s
         ]
 
-    def departed(self, peer_id: PeerId) -> bool:
-        return peer_id in self._departed
-
     def round_ended(self, report: RoundReport) -> None:
         fields = dataclasses.asdict(report)
         fields["contributors"] = list(report.contributors)
@@ -208,7 +206,7 @@ class Node:
         if link.hello.role == TRAINER:
             logger.info("met %s", link.peer_id)
             self.met_others = True
-            self._departed.pop(link.peer_id, None)
+            self.engine.context.liveness.note_linked(link.peer_id)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()
 
@@ -216,7 +214,7 @@ class Node:
         if link.hello.role != TRAINER:
             return
         if link.left:
-            self._note_departed(link.peer_id)
+            self.engine.context.liveness.note_departed(link.peer_id)
         logger.info("lost %s: %s", link.peer_id, link.lost_reason)
         self.engine.note_lost(link.peer_id)
         self._record_peers()
@@ -226,7 +224,7 @@ class Node:
             case messages.Request():
                 self._on_request(link, message)
             case messages.Leave():
-                self._note_departed(link.peer_id)
+                self.engine.context.liveness.note_departed(link.peer_id)
                 self.membership.forget(link.peer_id)
             case messages.Hello():
                 raise WireError("a second Hello")
@@ -251,11 +249,6 @@ class Node:
                 pass
             case _ if self.ready.is_set():
                 self.engine.deliver(link.peer_id, message)
-
-    def _note_departed(self, peer_id: PeerId) -> None:
-        self._departed[peer_id] = None
-        if len(self._departed) > MAX_DEPARTED:
-            del self._departed[next(iter(self._departed))]
 
     def _on_request(self, link: Link, request: messages.Request) -> None:
         assert self._nursery is not None

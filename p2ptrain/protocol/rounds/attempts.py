@@ -202,8 +202,7 @@ class Attempts:
             link.send(message)
 
     def _take_part(self, attempt: m.Attempt, window_s: float) -> None:
-        if self.failed == 0:
-            self._taker.begin()
+        self._taker.begin()
         self._end_member()
         self._member = Participation(
             self._context, attempt, self.state.head, self._taker,

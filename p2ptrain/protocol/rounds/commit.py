@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.exchange.types import Epoch, Landing, RoundReport
+from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundReport
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
@@ -88,6 +88,7 @@ class Committer:
     def apply(self, record: Record) -> None:
         """Apply a decided round in a task. If that fails, the node is told to replace the state."""
         assert not self.resolving
+        self._taker.begin()
         self._begin()
         self._start_soon(self._apply, record)
 
@@ -193,7 +194,8 @@ class Committer:
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
         finished = 0 < run.total_steps <= record.run_step
         overwrite = not included and (finished or missed_rounds > run.max_missed_rounds)
-        kind, buffer = "keep", None
+        kind: LandingKind = "keep"
+        buffer = None
         if included and own is not None:
             kind, buffer = "add", own.snapshot.weights
         elif overwrite:

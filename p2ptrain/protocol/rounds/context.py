@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from p2ptrain.algorithms.codec import Codec
 from p2ptrain.error_log import ErrorLog
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
+from p2ptrain.protocol.exchange.types import RoundReport
+from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging import averaging_of
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.liveness import Liveness, RoundHost
+from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Message
-from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
 
 # Bytes that we reduced in attempts that ended without an outcome are kept up to so many encoded models.
 SPARE_MODELS = 2
@@ -23,28 +31,55 @@ Tell = Callable[[PeerId, Message], None]
 StartSoon = Callable[..., None]
 
 
+class RoundHost(Protocol):
+    """The parts of a node that its rounds call."""
+
+    def trainers(self) -> Sequence[PeerId]:
+        """Live peers of our lineage that hold its state."""
+        ...
+
+    def joiners(self) -> Sequence[PeerId]:
+        """Live peers that are downloading the state."""
+        ...
+
+    def round_ended(self, report: RoundReport) -> None: ...
+
+    def fall_behind(self, reason: str) -> None:
+        """This peer cannot follow by records any more: replace the whole state."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
 class RoundContext:
     """One peer.
 
     Attributes:
         state: anchor and moments; changed by commits only.
-        codec: of outer gradients.
         errors: logs exceptions of our own code that cost no more than an attempt.
+        codec: of outer gradients.
     """
 
-    def __init__(self, host: RoundHost, exchange: Exchange, errors: ErrorLog) -> None:
-        self.host = host
-        self.peer_id, self.incarnation = host.peer_id, host.incarnation
-        self.run = run = host.run
-        self.links = links = host.links
-        self.state = host.state
-        self.compute = host.compute
-        self.exchange = exchange
-        self.errors = errors
-        self.liveness = Liveness(host)
+    peer_id: PeerId
+    incarnation: str
+    run: RunConfig
+    links: Links
+    state: AnchorState
+    exchange: Exchange
+    compute: Compute
+    errors: ErrorLog
+    host: RoundHost
+    liveness: Liveness = field(init=False)
+    averaging: Averaging = field(init=False)
+    codec: Codec = field(init=False)
+    parts: PartStore = field(init=False)
+    timeouts: Timeouts = field(init=False)
+
+    def __post_init__(self) -> None:
+        run, links = self.run, self.links
+        self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
         self.codec = gradient_codec(run)
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
-        self.parts = PartStore(links, host.compute, self.averaging, spare_bytes=SPARE_MODELS * model_bytes)
+        self.parts = PartStore(links, self.compute, self.averaging, spare_bytes=SPARE_MODELS * model_bytes)
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)

@@ -15,8 +15,6 @@ from contextlib import asynccontextmanager
 import msgspec
 import trio
 
-from p2ptrain.error_log import ErrorLog
-from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
@@ -25,7 +23,6 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import Tick
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.lineage import HeadHistory, LineageWatch, new_lineage
-from p2ptrain.protocol.rounds.liveness import RoundHost
 from p2ptrain.protocol.rounds.round_state import State, deadline_s
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -51,10 +48,10 @@ class RoundDriver:
         committer: applies decided rounds.
     """
 
-    def __init__(self, host: RoundHost, exchange: Exchange, rng: random.Random, errors: ErrorLog) -> None:
-        self.context = context = RoundContext(host, exchange, errors)
+    def __init__(self, context: RoundContext, rng: random.Random) -> None:
+        self.context = context
         self.history = HeadHistory()
-        self._exchange = exchange
+        self._exchange = context.exchange
         self._taker = SnapshotTaker(context)
         self._fetcher = RecordFetcher(context, lambda: self.head, self._wake, self._start_soon)
         self.committer = Committer(
@@ -71,7 +68,7 @@ class RoundDriver:
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
         self._nursery: trio.Nursery | None = None
-        exchange.on_due = self._wake
+        self._exchange.on_due = self._wake
 
     async def run_forever(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Drive rounds until cancelled. Messages may be delivered as soon as it has started."""

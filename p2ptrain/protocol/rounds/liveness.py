@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import Beat, Head
-from p2ptrain.protocol.wire.transport import Compute, PeerId
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.protocol.wire.transport import PeerId
 
-
-class RoundHost(Protocol):
-    """The parts of a node that its rounds use."""
-
-    peer_id: PeerId
-    incarnation: str
-    run: RunConfig
-    links: Links
-    state: AnchorState
-    compute: Compute
-
-    def trainers(self) -> Sequence[PeerId]:
-        """Live peers of our lineage that hold its state."""
-        ...
-
-    def joiners(self) -> Sequence[PeerId]:
-        """Live peers that are downloading the state."""
-        ...
-
-    def departed(self, peer_id: PeerId) -> bool:
-        """Whether a peer has sent Leave."""
-        ...
-
-    def round_ended(self, report: RoundReport) -> None: ...
-
-    def fall_behind(self, reason: str) -> None:
-        """This peer cannot follow by records any more: replace the whole state."""
-        ...
+# Peers remembered that have left; bounded, as identities are free.
+MAX_DEPARTED = 4096
 
 
 class Liveness:
-    """Stateless queries. `own` is our peer id and incarnation."""
+    """Queries about peers.
 
-    def __init__(self, host: RoundHost) -> None:
-        self.own: Voter = (host.peer_id, host.incarnation)
-        self._host = host
-        self._links = host.links
+    Args:
+        own: our peer id and incarnation.
+        trainers: the live peers of our lineage that hold its state.
+    """
+
+    def __init__(self, own: Voter, links: Links, trainers: Callable[[], Sequence[PeerId]]) -> None:
+        self.own = own
+        self._links = links
+        self._trainer_ids = trainers
+        self._departed: dict[PeerId, None] = {}  # oldest first
+
+    def note_departed(self, peer_id: PeerId) -> None:
+        """A peer has sent Leave."""
+        self._departed[peer_id] = None
+        if len(self._departed) > MAX_DEPARTED:
+            del self._departed[next(iter(self._departed))]
+
+    def note_linked(self, peer_id: PeerId) -> None:
+        """A peer is linked, perhaps again."""
+        self._departed.pop(peer_id, None)
 
     def present(self) -> set[Voter]:
         """Ourselves and the live trainers."""
@@ -61,7 +47,7 @@ class Liveness:
         return {peer_id: link.beat for peer_id, link in self._trainers().items() if link.beat is not None}
 
     def _trainers(self) -> dict[PeerId, Link]:
-        links = ((peer_id, self._links.get(peer_id)) for peer_id in self._host.trainers())
+        links = ((peer_id, self._links.get(peer_id)) for peer_id in self._trainer_ids())
         return {peer_id: link for peer_id, link in links if link is not None}
 
     def is_linked(self, peer_id: PeerId) -> bool:
@@ -90,4 +76,4 @@ class Liveness:
         if peer_id == self.own[0]:
             return voter != self.own
         link = self._links.get(peer_id)
-        return self._host.departed(peer_id) or (link is not None and link.hello.incarnation != incarnation)
+        return peer_id in self._departed or (link is not None and link.hello.incarnation != incarnation)

@@ -44,12 +44,13 @@ class SnapshotTaker:
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
         self._asked_loss = False
-        self._began_s = 0.0
+        self._began_s: float | None = None
         self._traffic_before = (0, 0)
 
     def begin(self) -> None:
-        """Count the cost of the round from here: its first attempt."""
-        self._began_s, self._traffic_before = trio.current_time(), self._traffic()
+        """Count the cost of the round from here, if this has not begun: from its first attempt, or its record."""
+        if self._began_s is None:
+            self._began_s, self._traffic_before = trio.current_time(), self._traffic()
 
     async def take(self, window_s: float) -> OwnContribution | None:
         """The snapshot of this round, taken now if needed; None if training did not take it in time."""
@@ -97,13 +98,14 @@ class SnapshotTaker:
 
     def forget(self) -> None:
         """The round is resolved or skipped: drop its snapshot."""
-        self.own, self.sits_out = None, ""
+        self.own, self.sits_out, self._began_s = None, "", None
         self._arrived = trio.Event()
         self._asked_loss = False
         self._context.exchange.want_snapshot(None)
 
     def spent(self) -> Spent:
         """The cost of the round so far."""
+        assert self._began_s is not None, "the round has not begun"
         sent, received = (now - then for now, then in zip(self._traffic(), self._traffic_before, strict=True))
         return Spent(sent, received, trio.current_time() - self._began_s)
 

@@ -20,7 +20,7 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.exchange.types import Epoch, Landing
+from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
@@ -117,7 +117,7 @@ class StateSync:
         voters = ((context.peer_id, context.incarnation),)
         engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
         self.founded = True
-        await engine.committer.land(self._arrival("keep", "founded the run"))
+        await engine.committer.land(self._arrival("keep", "founded the run", founded=True))
 
     def _should_found(self, started: float) -> bool:
         """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
@@ -197,12 +197,15 @@ class StateSync:
         self._skipped = before
         return False
 
-    def _arrival(self, kind: str, reason: str, run_step: int | None = None) -> Landing:
+    def _arrival(
+        self, kind: LandingKind, reason: str, run_step: int | None = None, *, founded: bool = False
+    ) -> Landing:
         """The landing of the training thread on our new head; kind "write" replaces its weights by the anchor."""
         head, run = self._engine.head, self._context.run
         run_step = head.run_step if run_step is None else run_step
         self._record(
             "adopt",
+            founded=founded,
             reason=reason,
             lineage=head.lineage,
             round=head.round,
@@ -305,7 +308,7 @@ class StateSync:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)
             self._download = None
-            kind = "keep" if head.genesis == engine.head.genesis else "write"
+            kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.set_head(head)
             await engine.committer.land(self._arrival(kind, reason))
 

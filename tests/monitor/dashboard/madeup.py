@@ -61,7 +61,8 @@ class MadeUpSwarm:
                 incarnation="1", parameters=PARAMETERS, run={"total_steps": TOTAL_STEPS},
             )  # fmt: skip
             peer.event_log.write(
-                "adopt", reason="founded the run" if founds else "adopted the swarm's state", lineage="0-x",
+                "adopt", founded=founds, lineage="0-x",
+                reason="founded the run" if founds else "adopted the swarm's state",
                 round=self.round - 1, run_step=step, anchor_sha256="a" * 64, state_sha256="s" * 64,
             )  # fmt: skip
 

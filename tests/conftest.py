@@ -1,4 +1,4 @@
-"""For all tests: which of them start processes, and that Ctrl-C stays what it was."""
+"""For all tests: which of them start processes, that Ctrl-C stays what it was, and no time limit for examples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from p2ptrain.signals import SIGNALS
 
 pytest_plugins = ("tests.watchdog",)
+
+# A machine that is busy is no failure: `tests/watchdog.py` ends tests that hang.
+settings.register_profile("p2ptrain", deadline=None)
+settings.load_profile("p2ptrain")
 
 # Tests that start peers, browsers or many other programs. They take turns; all others may run side by side
 # (`make test`), those of the network too, which start little but its daemons.

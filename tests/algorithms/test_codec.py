@@ -100,7 +100,6 @@ def test_fp16_saturates() -> None:
 
 
 @given(any_blocks())
-@settings(deadline=None)
 def test_none_is_lossless(blocks: np.ndarray) -> None:
     decoded = codec("none").decode(codec("none").encode(blocks), len(blocks))
     assert decoded.tobytes() == blocks.tobytes()
@@ -108,7 +107,6 @@ def test_none_is_lossless(blocks: np.ndarray) -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("int8", 127), ("int4", 7)])
 @given(blocks=any_blocks(LARGEST["int4"]))
-@settings(deadline=None)
 def test_what_is_scaled_errs_by_at_most_half_a_step(name: str, most: int, blocks: np.ndarray) -> None:
     decoded = codec(name).decode(codec(name).encode(blocks), len(blocks)).astype(np.float64)
     peak = np.abs(blocks).max(axis=1, keepdims=True, initial=0).astype(np.float64)
@@ -117,7 +115,6 @@ def test_what_is_scaled_errs_by_at_most_half_a_step(name: str, most: int, blocks
 
 
 @given(any_blocks(LARGEST["fp16"]))
-@settings(deadline=None)
 def test_fp16_errs_by_at_most_half_a_unit(blocks: np.ndarray) -> None:
     decoded = codec("fp16").decode(codec("fp16").encode(blocks), len(blocks)).astype(np.float64)
     assert np.all(np.abs(decoded - blocks) <= np.maximum(np.abs(blocks).astype(np.float64) * 2.0**-11, 2.0**-25))
@@ -198,7 +195,7 @@ def test_decoding_is_the_same_where_subnormals_are_flushed(name: str) -> None:
 
 
 @given(name=st.sampled_from(NAMES), num_blocks=st.integers(0, 4), data=st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_hostile_bytes_decode_to_finite_values_or_a_wire_error(name: str, num_blocks: int, data) -> None:
     size = num_blocks * BYTES_PER_BLOCK[name]
     payload = data.draw(st.binary(min_size=size, max_size=size))
@@ -212,7 +209,7 @@ def test_hostile_bytes_decode_to_finite_values_or_a_wire_error(name: str, num_bl
 
 
 @given(name=st.sampled_from(NAMES), num_blocks=st.integers(0, 4), payload=st.binary(max_size=300))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_a_wrong_size_is_a_wire_error(name: str, num_blocks: int, payload: bytes) -> None:
     if len(payload) == num_blocks * BYTES_PER_BLOCK[name]:
         payload += b"\0"

@@ -186,7 +186,7 @@ def test_encoding_refuses_what_is_not_finite(chosen: Codec, value: float, row: i
 
 
 @given(key=st.sampled_from(list(CODECS)), num_blocks=st.integers(0, 3), data=st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_hostile_bytes_decode_to_finite_values_or_a_wire_error(key: str, num_blocks: int, data) -> None:
     size = CODECS[key].size_bytes(num_blocks)
     payload = data.draw(st.binary(min_size=size, max_size=size))

@@ -42,13 +42,13 @@ def test_permute_agrees_with_the_plain_reference(size: int) -> None:
     assert permute(positions, size, "key").tolist() == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(1, 3000), key=st.text(max_size=8))
 def test_permute_is_a_bijection(size: int, key: str) -> None:
     assert np.array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**63 - 1), cycle=st.integers(0, 2**40), slots=st.integers(1, 60), blocks=st.integers(1, 500)
 )
@@ -138,7 +138,7 @@ def test_fresh_draws_cover_what_the_paper_says_and_a_cycle_covers_all() -> None:
     assert len(np.unique(cyclic)) == 10_000
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(draw=st.integers(0, 10_000), slots=st.integers(1, 300), blocks=st.integers(1, 400), data=st.data())
 def test_fresh_draws_take_their_fraction_on_average(draw: int, slots: int, blocks: int, data) -> None:
     slot_count = data.draw(st.integers(1, slots))

@@ -235,7 +235,7 @@ def test_an_optimizer_made_earlier_keeps_working() -> None:
     assert view.gather(view.space.plan([1]))[0].tolist() == [1.0] * 6 + [0.0] * 58
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 20), max_size=3).map(tuple), min_size=1, max_size=8),
     data=st.data(),

@@ -320,7 +320,7 @@ def test_the_run_step_advances_by_ours_scaled_to_the_runs_interval() -> None:
     assert positions == [(202, False), (205, False), (207, False), (210, True), (212, True), (215, True)]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(
     run_h=st.integers(1, 50),
     own_h=st.integers(1, 200),

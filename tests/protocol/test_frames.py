@@ -53,7 +53,7 @@ def little_memory() -> Iterator[None]:
     assert peak - before < 1_000_000
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     payload=st.binary(max_size=3000) | st.integers(1, 40_000).map(bytes),
     acked=st.integers(0, 2**64 - 1),
@@ -120,7 +120,7 @@ def test_a_hostile_prefix_is_refused_before_anything_is_read(
         decode_prefix(PREFIX.pack(*prefix))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(data=st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES))
 def test_a_random_prefix_is_refused_or_within_bounds(data: bytes) -> None:
     try:
@@ -197,7 +197,7 @@ def refuse(frame: bytes) -> None:
         tracemalloc.stop()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(data=st.data())
 def test_a_damaged_frame_is_refused_or_well_formed(data: st.DataObject) -> None:
     frame = bytearray(encode_frame(ANSWER, bytes(range(256)) * 20, compress=data.draw(st.booleans())))

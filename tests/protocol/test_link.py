@@ -445,7 +445,7 @@ FRAMES = [(Due("lineage", 1, 0), b""), (chunk(5), bytes(300)), (Ack(), b""), (ch
 STREAM = b"".join(encode_frame(message, payload, compress=True) for message, payload in FRAMES)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=12), ahead=st.integers(0, 60))
 def test_frames_are_found_however_the_bytes_arrive(cuts: list[int], ahead: int) -> None:
     async def main() -> None:
@@ -471,7 +471,7 @@ def test_a_truncated_stream_is_a_lost_peer_not_a_frame() -> None:
     trio.run(main)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(noise=st.binary(min_size=1, max_size=200), behind=st.sampled_from([b"", STREAM]))
 def test_noise_ends_a_link_and_nothing_else(noise: bytes, behind: bytes) -> None:
     """Whatever arrives, the link ends by saying which: the stream closed, or the protocol was broken."""

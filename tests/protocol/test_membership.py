@@ -128,7 +128,7 @@ def test_records_survive_the_directory() -> None:
 ANYTHING = st.recursive(st.none() | st.text() | st.integers(-9, 9), st.lists, max_leaves=10)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(value=st.binary(max_size=80) | ANYTHING.map(msgpack.packb))
 def test_strangers_records_are_right_or_nothing(value: bytes) -> None:
     record = decode_record(value)
@@ -322,7 +322,7 @@ TEXT = st.text(max_size=20) | st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(heard=st.lists(st.tuples(TEXT, st.lists(TEXT, max_size=20).map(tuple), TEXT), max_size=20))
 def test_whatever_others_say_of_members_breaks_no_loop(heard: list[tuple[str, tuple[str, ...], str]]) -> None:
     async def main() -> None:

@@ -87,7 +87,7 @@ def example_of(expected: Any) -> Any:
 
 @every_kind
 def test_every_message_survives_the_wire(kind: type[Message]) -> None:
-    @settings(max_examples=25, deadline=None, derandomize=True)
+    @settings(max_examples=25, derandomize=True)
     @given(message=values_of(kind))
     def round_trip(message: Message) -> None:
         assert unpack(kind, pack(message)) == message
@@ -117,7 +117,7 @@ def test_a_whole_number_becomes_a_float_where_the_field_is_one() -> None:
     assert (type(age), age) == (float, 2.0**60)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(head=values_of(Head), record=values_of(Record))
 def test_heads_and_records_have_canonical_bytes(head: Head, record: Record) -> None:
     assert unpack(Head, pack(head)) == head
@@ -189,7 +189,7 @@ def test_a_field_of_the_wrong_kind_is_refused(kind: type[Message]) -> None:
 def test_random_and_damaged_headers_are_refused_or_well_formed(kind: type[Message]) -> None:
     good = pack(example_of(kind))
 
-    @settings(max_examples=60, deadline=None, derandomize=True)
+    @settings(max_examples=60, derandomize=True)
     @given(
         noise=st.binary(max_size=60),
         cut=st.integers(0, len(good)),

@@ -1,8 +1,9 @@
 """All errors of the project, named after the cause.
 
 A message gives the value, the rule it broke and the fix. The command line prints a `ConfigError` as one line and exits
-with status 2. The other errors are expected between machines that come and go, and `Peer.step()` does not raise them,
-with one exception: a `GroupPeer` that has lost one of its own processes raises `PeerLostError`.
+with status 2, or 75 for a `TransientError`. The other errors are expected between machines that come and go, and
+`Peer.step()` does not raise them, with one exception: a `GroupPeer` that has lost one of its own processes raises
+`PeerLostError`.
 """
 
 
@@ -18,7 +19,11 @@ class RunMismatchError(ConfigError):
     """A setting of this peer contradicts the run that it is joining."""
 
 
-class UnreachableError(ConfigError):
+class TransientError(ConfigError):
+    """No setting is wrong: the same command may work later."""
+
+
+class UnreachableError(TransientError):
     """No initial peer can be reached."""
 
 

@@ -1,4 +1,4 @@
-"""The command `p2ptrain`. User errors are one line that tells what to change, with exit status 2 and no traceback."""
+"""The command `p2ptrain`. User errors are one line that tells what to change, without a traceback."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from p2ptrain.cli.join import join
 from p2ptrain.cli.peers import peers
 from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.signals import interrupt_on_signals
 from p2ptrain.version import __version__
 
+TRY_LATER = 75  # EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # the exit status that shells use for Ctrl-C
 
 
@@ -57,10 +58,11 @@ def main() -> None:
     try:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "p2ptrain"
+        # click gives no context if an option of a command lacks its value.
+        command = error.ctx.command_path if error.ctx else f"p2ptrain {sys.argv[1]}"
         _fail(f"{error.format_message()} (see {command} --help)")
     except ConfigError as error:
-        _fail(str(error))
+        _fail(str(error), TRY_LATER if isinstance(error, TransientError) else 2)
     except BrokenPipeError:
         # The reader of our output has exited, as `head` does; keep Python from reporting it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,6 +75,6 @@ def main() -> None:
         gc.freeze()
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, status: int = 2) -> None:
     click.echo(f"p2ptrain: error: {message}", err=True)
-    sys.exit(2)
+    sys.exit(status)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import trio
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import cli_path
 from p2ptrain.network.background import open_background
@@ -120,7 +120,7 @@ async def run_daemon(flags: dict[str, str], control_path: Path, timeout_s: float
                     output = "; ".join(daemon.last_lines) or "it ended without output"
                     raise ConfigError(f"the libp2p daemon did not start: {output}")
                 if not daemon._ready.is_set():
-                    raise ConfigError(
+                    raise TransientError(
                         f"the libp2p daemon did not start within {timeout_s:g} s; the machine may be overloaded: "
                         "raise startup_timeout_s, or run fewer programs"
                     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import trio
 
 from p2ptrain.error_log import ErrorLog, innermost
-from p2ptrain.errors import ConfigError, PeerLostError
+from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network import addresses
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity, ways_in
@@ -102,7 +102,7 @@ class Network:
             if restarts.count == 1:  # on the ports that other peers know, if they are still free
                 host_maddrs = addresses.with_ports_of(host_maddrs, self.transport.maddrs)
             config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
-        self.failure = ConfigError(
+        self.failure = TransientError(
             f"the libp2p daemon (p2pd) died, and {restarts.count} restarts did not help ({reason}); "
             "fix the cause, then run the same command again"
         )
@@ -127,7 +127,7 @@ class Network:
                     with self.directory.through(node):
                         yield daemon
             except PeerLostError as error:
-                raise ConfigError(f"the libp2p daemon ended right after its start ({error}); try again") from None
+                raise TransientError(f"the libp2p daemon ended right after its start ({error}); try again") from None
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import trio
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import TransientError
 from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.bootstrap import ways_in
 from p2ptrain.network.host import Network, open_network
@@ -62,7 +62,7 @@ class NetworkSession:
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
-                raise ConfigError(
+                raise TransientError(
                     f"the network did not open within {OPEN_TIMEOUT_S:.0f} s; the machine may be overloaded: try again"
                 ) from None
             raise

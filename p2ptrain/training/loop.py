@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from p2ptrain.errors import CheckpointError, ConfigError
+from p2ptrain.errors import CheckpointError, TransientError
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
@@ -119,7 +119,7 @@ def run_training(
 ) -> Literal["finished", "interrupted", "failed"]:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
-    Returns "finished" or "interrupted". Raises ConfigError, after the checkpoint, if the network side has ended.
+    Returns "finished" or "interrupted". Raises TransientError, after the checkpoint, if the network side has ended.
 
     Args:
         peer: has joined the run with the model of `trainer`.
@@ -155,7 +155,7 @@ def run_training(
     peer.leave(reason)
     save_checkpoint(peer, trainer, out)
     if failure:
-        raise ConfigError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
+        raise TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
     return reason
 
 

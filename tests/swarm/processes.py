@@ -281,11 +281,11 @@ class Swarm:
         """Wait until these can be joined."""
         self.until(lambda: all(process.addresses.exists() for process in processes))
 
-    def refusal(self, command: str) -> str:
-        """Run a command that must refuse to go on: exit status 2 and one line, which is returned."""
+    def refusal(self, command: str, status: int = 2) -> str:
+        """Run a command that must refuse to go on: exit status 2, or `status`, and one line, which is returned."""
         process = self.start(command)
         process.refused = True
-        assert process.wait() == 2, self.report()
+        assert process.wait() == status, self.report()
         (line,) = process.errors.splitlines()
         assert line.startswith("p2ptrain: error: ")
         return line

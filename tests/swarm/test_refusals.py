@@ -1,4 +1,4 @@
-"""What cannot work is refused: exit status 2, and one line that says what and why."""
+"""What cannot work is refused: exit status 2 (75: later it may), and one line that says what and why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_contradicts_a_live_run_is_refused(swarm: Swarm) -> None:
 
 def test_an_initial_peer_that_cannot_be_reached_is_refused(swarm: Swarm) -> None:
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{STRANGER}"
-    line = swarm.refusal(f"p2ptrain join --initial-peers {address}")
+    line = swarm.refusal(f"p2ptrain join --initial-peers {address}", status=75)  # it may be there later
     assert f"no initial peer can be reached: {address} (connection refused: nothing listens on that port)" in line
 
 

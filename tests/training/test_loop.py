@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2ptrain.errors import ConfigError
+from p2ptrain.errors import TransientError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
@@ -200,7 +200,7 @@ def test_a_peer_that_is_cut_off_saves_and_says_so(tmp_path: Path) -> None:
             return OSError("the daemon has died") if self.run_step >= 5 else None
 
     peer = CutOff(trainer.run)
-    with pytest.raises(ConfigError, match="the daemon has died; run the same command again to continue"):
+    with pytest.raises(TransientError, match="the daemon has died; run the same command again to continue"):
         _run(peer, trainer, tmp_path)
     assert peer.left == "failed"
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-5"]

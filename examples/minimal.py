@@ -21,6 +21,8 @@ parser.add_argument("--initial-peers", nargs="+", default=[], metavar="ADDRESS",
 parser.add_argument("--host", default="/ip4/0.0.0.0/tcp/0", help="address to listen on")
 arguments = parser.parse_args()
 
+# Several peers on one machine would slow each other down: torch takes every core in every process.
+torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 peer = p2ptrain.join(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
 
 
 def _named(name: str) -> Any:
@@ -103,7 +106,7 @@ def join(
     on_status: Callable[[str], None] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Peer | GroupPeer:
-    """Join a run with a model of your own, or start a run if no initial peers are given.
+    """Join a run with a model of your own. Start it if no peer of it is found, or no initial peers are given.
 
     Blocks until the model has the run's state. Without initial peers that takes a second or two. With them: at most
     25 s to reach one, 5 s to find the run, and then as long as the download of its state takes (the parameters' fp32
@@ -149,6 +152,10 @@ def join(
         raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
     if isinstance(initial_peers, str):
         raise ConfigError(f"initial_peers = {initial_peers!r}: must be a list of addresses; put it in [ ]")
+    if not isinstance(sparta, Sparta | None):
+        raise ConfigError(f"sparta = {sparta!r}: must be p2ptrain.Sparta(fragment_fraction=…), or left out")
+    if not isinstance(diloco, DiLoCo | None):
+        raise ConfigError(f"diloco = {diloco!r}: must be p2ptrain.DiLoCo(sync_every=…), or left out")
     explicit: dict[str, Any] = {"run_id": run_id, "total_steps": total_steps, "run_seed": run_seed}
     for part in (sparta or Sparta(), diloco or DiLoCo()):
         for field in dataclasses.fields(part):
@@ -176,6 +183,8 @@ def join(
                 )
             )  # fmt: skip
             found = session.find_run(run_id, explicit=explicit) if initial_peers else None
+            if initial_peers and found is None and resume is None:
+                logger.warning("no peers found for run %r; starting it (run_id= chooses another run)", run_id)
             run = resolve_run(explicit, found)
             if process_group is not None and run.inner_moments == "averaged":
                 raise ConfigError(

@@ -63,6 +63,9 @@ class FakePeer:
     def wait_finished(self, timeout_s: float) -> bool:
         return self.finished
 
+    def on_leave(self, action: Callable[[], None]) -> None:
+        pass
+
     def leave(self, reason: str) -> None:
         self.left = self.left or reason
 
@@ -151,4 +154,7 @@ class FakeNetworkSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        pass
+
+    def close(self) -> None:
         pass

@@ -19,11 +19,11 @@ POLL_S = 0.2
 
 @settings_command(*[setting.name for setting in NETWORK_SETTINGS], "run_id")
 def bootstrap(settings: Settings) -> None:
-    """Run a node that helps peers to find and reach each other, but does not train.
+    """Run a node that connects peers, but does not train.
 
-    Peers come and go; a bootstrap node gives a run one stable address. It keeps its identity in a file
-    (p2ptrain-bootstrap/identity.key); give it a fixed port. With a public address it also relays traffic between
-    peers behind NAT (--relay-peers).
+    Peers come and go; a bootstrap node gives a run one stable address, through which they find each other. It keeps its
+    identity in a file (p2ptrain-bootstrap/identity.key); give it a fixed port. With a public address it also relays
+    traffic between peers behind NAT (--relay-peers).
 
     \b
     On a machine that the peers can reach:

@@ -16,7 +16,7 @@ VARIABLE = "_P2PTRAIN_COMPLETE"
 @click.argument("shell", type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script that makes a shell complete p2ptrain's commands and options.
+    """Print a script that makes a shell complete p2ptrain.
 
     \b
     For bash, at the end of ~/.bashrc:

@@ -14,10 +14,11 @@ from p2ptrain.settings.table import Settings
     "host", "port", "page_names", "run_id", "initial_peers", "host_maddrs", "startup_timeout_s", "peer_timeout_s"
 )
 def dashboard(settings: Settings) -> None:
-    """Show a run on a web page: peers, losses, rounds, traffic and events.
+    """Show a run on a web page.
 
-    The dashboard is an observer: it asks the peers for their state and is not a member of the run. Only browsers on
-    this machine can open the page, unless you give --host. Ctrl-C ends it.
+    The page shows peers, losses, rounds, traffic and events. The dashboard is an observer: it asks the peers for their
+    state and is not a member of the run. Only browsers on this machine can open the page, unless you give --host.
+    Ctrl-C ends it.
 
     \b
     Show the run of a peer at this address:

@@ -27,7 +27,7 @@ FAILED = 1
 )  # fmt: skip
 @click.option("--plain", is_flag=True, help="Print lines instead of a live table; default without a terminal.")
 def demo(peers: int, minutes: float, seed: int, out: str, plain: bool) -> None:
-    """Train with several peers on this machine, kill one, and add one.
+    """Train with several peers on this machine.
 
     Each peer is a `p2ptrain join` process with its own libp2p daemon, on 127.0.0.1. They train a small GPT on the
     source code of Python's library. During the run one peer is killed, and later another one joins; training goes on.

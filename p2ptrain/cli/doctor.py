@@ -21,11 +21,11 @@ WOULD_NOT_WORK = 1
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 def doctor(settings: Settings, as_json: bool) -> None:
-    """Check whether a peer works on this machine, and whether other peers can reach it.
+    """Check whether a peer works on this machine.
 
-    Prints one line per check (✓ good, ! works with limits, ✗ would not work) and below it what to do. Changes nothing
-    and joins no run. Takes about ten seconds, or 30 if an initial peer cannot dial back. Exit status 1 means that a
-    peer would not work.
+    Also checks whether other peers can reach it. Prints one line per check (✓ good, ! works with limits, ✗ would not
+    work) and below it what to do. Changes nothing and joins no run. Takes about ten seconds, or 30 if an initial peer
+    cannot dial back. Exit status 1 means that a peer would not work.
 
     \b
     Before a first run:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from p2ptrain.cli.options import settings_command
+from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ def join(settings: Settings, plain: bool) -> None:
     Start a run with your own text and model, for 10,000 steps:
         p2ptrain join --run-id novels --data texts/ --model mymodels:small_gpt --steps 10000
     """
+    for name in ("dashboard", "prometheus"):
+        if settings.values[name] is not None:
+            require_extra("dashboard", f"--{name}")
     from p2ptrain.training.join import join_run
 
     if not plain and (console := _live_console()) is not None:

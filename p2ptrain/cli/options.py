@@ -13,8 +13,8 @@ from p2ptrain.cli.completion import complete_files, complete_setting
 from p2ptrain.settings.table import SECTIONS, SETTINGS, merge
 
 EVERY_WAY = (
-    "Each setting can also come from an environment variable (P2PTRAIN_SYNC_EVERY=200) or from the TOML file given "
-    "with -c (sync_every = 200). A flag overrides a variable, a variable the file, and the file --preset."
+    "Each setting can also come from an environment variable (P2PTRAIN_RUN_ID=novels) or from the TOML file given "
+    'with -c (run_id = "novels"). Earlier ones win: flag, variable, file,{preset} default.'
 )
 
 
@@ -61,6 +61,7 @@ def settings_command(*names: str) -> Callable[[Callable[..., None]], SettingsCom
             help="TOML file with settings; or set P2PTRAIN_CONFIG.",
             shell_complete=complete_files,
         )(decorated)
-        return click.command(cls=SettingsCommand, epilog=EVERY_WAY)(decorated)
+        epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")
+        return click.command(cls=SettingsCommand, epilog=epilog)(decorated)
 
     return decorate

@@ -19,7 +19,7 @@ WIDTH_OF_FILES = 160
 @settings_command("run_id", "initial_peers", "host_maddrs", "startup_timeout_s")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 def peers(settings: Settings, as_json: bool) -> None:
-    """List the peers of a run: id, role, status, step, round, speed and addresses.
+    """List the peers of a run, with status, speed and addresses.
 
     \b
     As a table, and as JSON for scripts:

@@ -19,7 +19,7 @@ from p2ptrain.settings.extras import require_extra
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="p2ptrain-reproduction",
               show_default=True, metavar="DIR", help="Output directory for records, verdicts and plots.")  # fmt: skip
 def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: bool, out: Path) -> None:
-    """Run experiments of the SPARTA and DiLoCo papers, at a scale for two CPU cores.
+    """Repeat the SPARTA and DiLoCo papers' experiments, scaled down.
 
     Each experiment simulates a few swarms with a small model, prints the paper's numbers beside ours, and states
     whether the paper's claim holds here. Without NAME all experiments run, one after the other, for some minutes each.
@@ -30,11 +30,7 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
     All experiments, into another directory:
         p2ptrain reproduce --out report
     """
-    require_extra("simulate", "p2ptrain reproduce")
-    from p2ptrain.simulation.report import progress_bars
     from p2ptrain.simulation.reproduction.experiments import known_reproductions, read_reproduction, run_reproduction
-    from p2ptrain.simulation.reproduction.report import as_markdown, claim_rows, format_outcome, write_outcome
-    from p2ptrain.training.output_dir import check_writable
 
     chosen = [read_reproduction(name) for name in names or known_reproductions()]
     chosen = [reproduction for reproduction in chosen if reproduction.headline or not headline]
@@ -42,6 +38,11 @@ def reproduce(names: tuple[str, ...], seeds: int, headline: bool, list_only: boo
         for reproduction in chosen:
             click.echo(f"{reproduction.name:12} {reproduction.title}")
         return
+    require_extra("simulate", "p2ptrain reproduce")
+    from p2ptrain.simulation.report import progress_bars
+    from p2ptrain.simulation.reproduction.report import as_markdown, claim_rows, format_outcome, write_outcome
+    from p2ptrain.training.output_dir import check_writable
+
     logging.getLogger("p2ptrain").setLevel(logging.WARNING)  # each peer's own log is in its records
     check_writable(out)
     for reproduction in chosen:

@@ -12,6 +12,7 @@ import click
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.setting import settings_of
+from p2ptrain.settings.table import SETTINGS
 from p2ptrain.simulation.experiment import Experiment, read_experiments
 
 
@@ -100,6 +101,10 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
 def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """The given options, by the names of `Experiment.of`."""
     given = {name: value for name, value in options.items() if value not in (None, ())}
+    for setting in (*settings_of(Experiment), *map(SETTINGS.__getitem__, ("steps", "sync_every", "fragment_fraction"))):
+        value = given.get(setting.field_name, given.get(setting.name))
+        if value is not None and setting.kind is not tuple:
+            setting.parse(value, setting.flag)
     for text in given.pop("extra", ()):
         name, found, value = text.partition("=")
         if not found:

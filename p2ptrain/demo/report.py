@@ -12,6 +12,7 @@ from p2ptrain.demo.directory import BOOTSTRAP, CURVES, SUMMARY
 from p2ptrain.demo.plan import DemoPlan
 from p2ptrain.demo.results import Results
 from p2ptrain.monitor.formatting import clock, count, size
+from p2ptrain.monitor.liveview import REASONS
 from p2ptrain.monitor.swarmview import SwarmView
 
 PORT = 4001
@@ -62,7 +63,7 @@ def _agreement(results: Results, swarm: SwarmView) -> str:
             f"(lowest {results.correlation_lowest:.4f}), {results.correlation_end:.4f} at the end."
         )
     skipped = Counter(results.skipped)
-    reasons = [f"{number:,} {reason.replace('_', ' ')}" for reason, number in skipped.most_common()]
+    reasons = [f"{number:,} {REASONS.get(reason, reason)}" for reason, number in skipped.most_common()]
     why = f" ({', '.join(reasons)})" if reasons else ""
     lines.append(f"Fragments: {results.merged_fragments:,} merged, {skipped.total():,} skipped{why}.")
     return "\n".join(_prose(line) for line in lines)

@@ -11,7 +11,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.settings.peer_config import LOOPBACK, parse_endpoint
+from p2ptrain.settings.peer_config import ENDPOINT, LOOPBACK, parse_endpoint
 from p2ptrain.version import __version__
 
 # By name, without the prefix p2ptrain_: help and, for a counter of several series, its label.
@@ -73,7 +73,7 @@ class PrometheusSink:
 
         parsed = parse_endpoint(endpoint)
         if parsed is None:
-            raise ConfigError(f"prometheus = {endpoint!r}: must be PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100")
+            raise ConfigError(f"prometheus = {endpoint!r}: must be {ENDPOINT.text}")
         host, port = parsed
         registry = client.CollectorRegistry()
         self._info = client.Info("p2ptrain", "This peer and its run.", registry=registry)

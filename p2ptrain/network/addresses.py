@@ -160,6 +160,8 @@ def _parse(what: str, text: str, example: str) -> Multiaddr:
         return Multiaddr(text)
     except Exception as error:  # the parser raises many types
         reason = str(error).partition("\n")[0] or type(error).__name__
+        if "protocol p2p:" in reason:
+            reason = "the id after /p2p/ is not complete: copy the whole address"
         raise ConfigError(f"{what} {text!r} is not a multiaddr ({reason}); expected {example}") from None
 
 

@@ -46,9 +46,10 @@ class RunConfig:
     # Version of frames and round protocol; peers of other versions are refused.
     protocol_version: int = PROTOCOL_VERSION
     # "" for a model given through the Python API.
-    model: str = setting("", MODEL, names=MODELS, cli_default="gpt-demo",
+    model: str = setting("", MODEL, names=tuple(MODELS), cli_default="gpt-demo",
         help="Built-in model, or package.module:factory.",
-        why="Learns something within minutes on one slow core.")
+        why="Learns something within minutes on one slow core. The built-in models and their parameters: "
+        + ", ".join(f"{name} ({size})" for name, size in MODELS.items()) + ".")
     # Hex hash of every parameter's name, shape, dtype and, if frozen, value.
     model_layout: str = ""
     # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.

@@ -26,9 +26,10 @@ def parse_endpoint(text: str) -> tuple[str, int] | None:
     return host or LOOPBACK, int(port)
 
 
-PORT = Rule("from 0 to 65535 (0: any free one)", lambda port: 0 <= port <= MAX_PORT)
+PORT = Rule("from 0 to 65535 (0: any free one)", lambda port: 0 <= port <= MAX_PORT, example=8080)
 ENDPOINT = Rule(
-    "PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100", lambda endpoint: parse_endpoint(endpoint) is not None
+    "PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100, with a port from 0 to 65535",
+    lambda endpoint: parse_endpoint(endpoint) is not None,
 )
 
 
@@ -49,7 +50,7 @@ class NetworkConfig:
     announce_maddrs: tuple[str, ...] = setting((), metavar="ADDRESS",
         help="Address to announce (port forwarding); repeatable.",
         why="Addresses of this machine's network cards, and those seen by other peers, are announced by default.")
-    identity: str | None = setting(None, metavar="FILE", default_text="in --out",
+    identity: str | None = setting(None, metavar="FILE", default_text="identity.key in the peer's directory",
         help="Private key file, created if missing.",
         why="Stored in the output directory, so that the same command is the same peer again.")
     startup_timeout_s: float = setting(25.0, POSITIVE, metavar="SECONDS",

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Built-in models; their shapes and sources are in `training/models/registry.py`.
-MODELS = ("gpt-demo", "gpt-small", "gpt2-124m", "diloco-60m", "diloco-150m", "diloco-400m")
+# Built-in models and their parameters; shapes and sources are in `training/models/registry.py`.
+MODELS = {
+    "gpt-demo": "0.1M", "gpt-small": "10.8M", "gpt2-124m": "124M", "diloco-60m": "60M", "diloco-150m": "151M",
+    "diloco-400m": "391M",
+}  # fmt: skip
 PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
     # DiLoCo, table 5, with the model and length of its main experiment (section 3). The model has the table's
     # sequences of 1,024 tokens.

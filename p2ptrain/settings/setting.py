@@ -24,11 +24,12 @@ Value = str | int | float | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, as a check and in words; `choices` are the allowed texts, if they are few."""
+    """What a value must be, as a check and in words; `choices` are the allowed texts, if few; `example` is a number."""
 
     text: str
     fits: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
+    example: int = 200
 
 
 def count(least: int, note: str = "") -> Rule:
@@ -90,7 +91,7 @@ class Setting:
 
     def parse(self, given: object, origin: str) -> Value:
         """Convert the value of a flag, variable or TOML key, and check its rule. Raises ConfigError naming `origin`."""
-        value = _convert(given, self.kind, origin)
+        value = _convert(given, self.kind, origin, self.rule.example if self.rule else Rule.example)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
         if self.rule is not None and not self.rule.fits(value):
@@ -149,7 +150,7 @@ def check_settings(config: Any) -> None:
             check(rule.fits(value), field.name, value, rule.text)
 
 
-def _convert(given: object, kind: type, origin: str) -> Value:
+def _convert(given: object, kind: type, origin: str, example: int) -> Value:
     """Convert to the setting's type, without checking its rule. Flags and variables give text."""
     if kind is tuple:
         # Flags are tuples. No multiaddr contains a space or a comma, so one variable can hold several.
@@ -168,5 +169,5 @@ def _convert(given: object, kind: type, origin: str) -> Value:
             return typing.cast(Value, kind(given))
         except ValueError:
             pass
-    wanted = {int: "a whole number, such as 200", float: "a number, such as 0.003", str: "a text in quotes"}[kind]
-    raise ConfigError(f"{origin}: {given!r} is not {wanted}")
+    wanted = {int: f"whole number, such as {example}", float: "number, such as 0.003", str: "text in quotes"}[kind]
+    raise ConfigError(f"{origin}: {given!r} is not a {wanted}")

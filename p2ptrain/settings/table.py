@@ -122,6 +122,8 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             given, source = variables[setting.variable], setting.variable
         elif name in keys:
             given, source = keys[name], f"{config_file}: {name}"
+            if isinstance(given, str) and setting.kind in (int, float):
+                raise ConfigError(f"{source}: {given!r} is a text; write the number without quotes")
         else:
             values[name], sources[name] = setting.default, DEFAULT
             continue
@@ -155,7 +157,9 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _read_keys(path: Path) -> dict[str, Any]:
     keys = read_toml(path)
-    for key in keys:
+    for key, value in keys.items():
+        if isinstance(value, dict):
+            raise ConfigError(f"{path}: [{key}] is a table; write all keys at the top level, without [tables]")
         if key not in SETTINGS:
             raise ConfigError(f"{path}: unknown key {key!r}; {did_you_mean(key, SETTINGS)}")
     return keys

@@ -11,6 +11,7 @@ The newest checkpoint is the one saved last, which need not have the highest ste
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -149,7 +150,10 @@ def load_given(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
     except CheckpointError as error:
         raise ConfigError(f"{error}; give another checkpoint") from error
     if saved is None:
-        raise ConfigError(f"{path}: no checkpoint there; give the --out directory of a `p2ptrain join` that wrote one")
+        fault = "no checkpoint there" if path.exists() else "no such directory"
+        for sibling in sorted(filter(checkpoints, path.parent.glob(f"{glob.escape(path.name)}*"))):
+            raise ConfigError(f"{path}: {fault}; {sibling} has a checkpoint")
+        raise ConfigError(f"{path}: {fault}; `p2ptrain join` writes checkpoints every 10 minutes and on Ctrl-C")
     return saved
 
 

@@ -20,7 +20,6 @@ from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.initial_peers import join_line, write_addresses
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
@@ -70,8 +69,6 @@ def join_run(
         ConfigError: a setting cannot work, or the network side of this peer failed during training.
     """
     config = settings.peer_config()
-    if config.dashboard is not None:
-        require_extra("dashboard", "--dashboard")
     run_id = str(settings.values["run_id"])
     if config.threads:
         torch.set_num_threads(config.threads)

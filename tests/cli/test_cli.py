@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -66,6 +67,24 @@ def test_help_teaches_with_an_example(command: list[str]) -> None:
     assert f"    p2ptrain {' '.join(command)}" in text
 
 
+def test_the_list_of_commands_describes_each_whole_in_80_columns() -> None:
+    result = CliRunner().invoke(cli, ["--help"], terminal_width=80)
+    assert "simulate " in result.stdout
+    assert "..." not in result.stdout.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS[1:5], ids=" ".join)
+def test_help_names_no_option_that_the_command_lacks(command: list[str]) -> None:
+    text = _output(*command, "--help")
+    known = {option for parameter in cli.commands[command[0]].params for option in parameter.opts} | {"--help"}
+    # The line of another command, in the examples, has options of its own.
+    own = " ".join(line for line in text.splitlines() if "p2ptrain join" not in line)
+    assert set(re.findall(r"--[a-z][a-z-]+", own)) <= known
+    assert {name.lower() for name in re.findall(r"P2PTRAIN_(\w+)=", text)} <= {
+        p.name for p in cli.commands[command[0]].params
+    }
+
+
 def test_help_shows_every_setting_with_its_default() -> None:
     text = " ".join((_output("join", "--help") + _output("dashboard", "--help")).split())
     for setting in SETTINGS.values():
@@ -95,12 +114,16 @@ def test_help_imports_nothing_heavy() -> None:
         (["jion"], "No such command 'jion'. Did you mean 'join'? (see p2ptrain --help)"),
         (["join", "--lr", "fast"], "--lr: 'fast' is not a number, such as 0.003"),
         (["join", "--sync-evry", "5"], "(see p2ptrain join --help)"),
+        (["join", "--sync-every"], "(see p2ptrain join --help)"),
         (["join", "--initial-peers", "localhost"], "not an address, and no such file"),
         (["join", "--data", "none"], "--data none: no such file or directory; give text, or leave it out"),
         (["join", "--model", "gpt-dmo"], "did you mean gpt-demo?"),
         (["join", "-c", "none.toml"], "none.toml: cannot be read"),
         (["peers"], "--initial-peers is required; give the address of a peer"),
-        (["generate", "none"], "none: no checkpoint there"),
+        (["generate", "none"], "none: no such directory"),
+        (["simulate", "--peers", "0"], "--peers: 0 must be from 1 to 1000"),
+        (["simulate", "--sync-every", "0"], "--sync-every: 0 must be a whole number, 1 or more"),
+        (["simulate", "--step-time", "-1"], "--step-time: -1.0 must be a finite number above 0"),
         (["simulate", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory); give one"),
         (["reproduce", "s7", "--out", "/dev/null/x"], "directory /dev/null/x cannot be used (Not a directory)"),
         (["generate", "--length", "0"], "0 is not in the range x>=1"),

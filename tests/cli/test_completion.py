@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from p2ptrain.cli.completion import SHELLS
 from p2ptrain.cli.main import cli
 from p2ptrain.settings.presets import MODELS
+from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.models import PRESETS as SHAPES
+from p2ptrain.training.models import count_parameters
 
 
 def _completed(line: str) -> list[str]:
@@ -49,6 +51,12 @@ def test_commands_options_names_and_files_are_completed(line: str, offered: list
 
 def test_every_model_is_offered() -> None:
     assert set(MODELS) == set(SHAPES)
+
+
+def test_the_models_have_the_parameters_that_are_documented() -> None:
+    for name, documented in MODELS.items():
+        millions = count_parameters(name, vocab_size=VOCAB_SIZE) / 1e6
+        assert documented == (f"{millions:.0f}M" if millions > 50 else f"{millions:.1f}M")
 
 
 @pytest.mark.processes

@@ -78,6 +78,11 @@ def test_without_extras_help_works_and_a_peer_trains(tmp_path: Path) -> None:
     assert written.stdout.startswith("def "), written.stderr
 
 
+def test_the_experiments_are_listed_without_extras(tmp_path: Path) -> None:
+    done = _python(COMMAND, "reproduce", "--list", cwd=tmp_path)
+    assert done.stdout.startswith("s2 "), done.stderr
+
+
 def test_only_modules_that_plot_or_serve_import_an_extra(tmp_path: Path) -> None:
     done = _python(IMPORT_THE_REST, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

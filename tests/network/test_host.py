@@ -68,7 +68,14 @@ def listener() -> Iterator[int]:
         ({"initial_peers": ("127.0.0.1:4001",)}, ["'127.0.0.1:4001' is not a multiaddr", "expected"]),
         ({"initial_peers": ("/ip4/127.0.0.1/tcp/4001",)}, ["must be an address that ends in /p2p/"]),
         ({"initial_peers": (f"/p2p/{STRANGER}",)}, ["must be an address that ends in /p2p/"]),
-        ({"initial_peers": ("/ip4/127.0.0.1/tcp/4001/p2p/junk",)}, ["is not a multiaddr", "junk"]),
+        (
+            {"initial_peers": ("/ip4/127.0.0.1/tcp/4001/p2p/junk",)},
+            ["the id after /p2p/ is not complete: copy the whole address", "junk"],
+        ),
+        (
+            {"initial_peers": ("/ip4/127.0.0.1/tcp/4001/p2p/QmYyQSo1c",)},
+            ["QmYyQSo1c'", "the id after /p2p/ is not complete: copy the whole address"],
+        ),
         ({"initial_peers": ("",)}, ["'' is not a multiaddr"]),
         ({"host_maddrs": ("0.0.0.0",)}, ["host address '0.0.0.0' is not a multiaddr"]),
         ({"host_maddrs": ("/dns4/localhost/tcp/0",)}, ["must be an IP address and a port"]),

@@ -174,6 +174,7 @@ def test_a_config_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         ("lr", "fast", "--lr: 'fast' is not a number, such as 0.003"),
         ("lr", "-1", "--lr: -1.0 must be a finite number above 0"),
         ("steps", "1.5", "--steps: '1.5' is not a whole number, such as 200"),
+        ("dashboard", "abc", "--dashboard: 'abc' is not a whole number, such as 8080"),
         ("steps", "-3", "--steps: -3 must be a whole number, 0 or more (0: the run has no end)"),
         ("round_codec", "int3", "--round-codec: 'int3' must be one of int8, int4, fp16, none, topk"),
     ],
@@ -188,6 +189,21 @@ def test_a_bad_value_is_refused_with_its_origin_value_and_rule(name: str, text: 
 def test_a_toml_value_of_the_wrong_type_is_refused(line: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"c.toml: {line.split()[0]}: .* is not a"):
         merge({}, {}, _toml(tmp_path / "c.toml", line))
+
+
+def test_a_port_that_cannot_be_is_refused_with_the_range_of_ports() -> None:
+    with pytest.raises(ConfigError, match=r"--prometheus: '99999' must be .* with a port from 0 to 65535"):
+        merge({"prometheus": "99999"}, {})
+
+
+def test_a_number_in_quotes_in_toml_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"c.toml: sync_every: '3' is a text; write the number without quotes"):
+        merge({}, {}, _toml(tmp_path / "c.toml", 'sync_every = "3"'))
+
+
+def test_a_toml_table_is_refused_with_the_place_of_the_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"c.toml: \[run\] is a table; write all keys at the top level"):
+        merge({}, {}, _toml(tmp_path / "c.toml", "[run]\nlr = 0.1"))
 
 
 def test_a_new_run_has_the_command_lines_defaults() -> None:

@@ -62,5 +62,19 @@ def test_a_model_is_found_in_a_checkpoint_or_in_the_directory_above(tmp_path: Pa
 
 
 def test_where_nothing_was_trained_there_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no checkpoint there"):
+    with pytest.raises(ConfigError, match=r"none: no such directory; `p2ptrain join` writes checkpoints"):
         load_model(tmp_path / "none")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match=r"run: no checkpoint there; `p2ptrain join` writes checkpoints"):
+        load_model(tmp_path / "run")
+
+
+@pytest.mark.parametrize("fault", ["no such directory", "no checkpoint there"])
+def test_a_directory_beside_it_that_has_a_checkpoint_is_named(tmp_path: Path, fault: str) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"run-{number}").mkdir()
+    (tmp_path / "run-2" / "checkpoint-7").mkdir()
+    if fault == "no checkpoint there":
+        (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match=f"run: {fault}; {tmp_path / 'run-2'} has a checkpoint"):
+        load_model(tmp_path / "run")

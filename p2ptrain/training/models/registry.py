@@ -123,7 +123,8 @@ def _check_logits(name: str, model: nn.Module, vocab_size: int) -> None:
             logits = model.eval()(tokens)
     except Exception as error:  # the user's own code may raise anything
         raise ConfigError(
-            f"--model {name}: failed on int64 tokens of shape {tuple(tokens.shape)} ({type(error).__name__}: {error})"
+            f"--model {name}: failed on int64 tokens of shape {tuple(tokens.shape)} ({type(error).__name__}: {error}); "
+            f"it must map int64 tokens (batch, time) to logits (batch, time, {vocab_size} or more)"
         ) from error
     model.train(training)
     shape = tuple(logits.shape) if isinstance(logits, torch.Tensor) else ()

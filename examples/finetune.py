@@ -1,7 +1,7 @@
 """A run that starts from a checkpoint: a network that reads upright digits learns digits that lie on their side.
 
 Only the peer that starts the run needs the checkpoint; all others download the weights from the run. If you have no
-checkpoint, the example makes one first. It takes half a minute:
+checkpoint, the example makes one first. Needs: pip install -e '.[simulate]'. It takes half a minute:
 
     python examples/finetune.py
 

@@ -1,7 +1,7 @@
 """A CNN that two peers train on handwritten digits, although the first sees only 0 to 4 and the second only 5 to 9.
 
 Alone, neither learns the digits that it never sees. Together both learn all ten, and no image leaves its machine.
-Both peers in one terminal, for half a minute:
+Needs: pip install -e '.[simulate]'. Both peers in one terminal, for half a minute:
 
     python examples/image_classifier.py
 

@@ -18,7 +18,7 @@ import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.errors import ConfigError, PeerLostError, WireError
+from p2ptrain.errors import ConfigError, PeerLostError, TransientError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.links.link import Link
@@ -124,7 +124,7 @@ class StateSync:
         membership, waited_s = self._membership, trio.current_time() - started
         if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
             if waited_s > ADOPT_TIMEOUT_S:
-                raise ConfigError(
+                raise TransientError(
                     f"run {self._context.run.run_id!r}: no answer from the DHT for {ADOPT_TIMEOUT_S:.0f} s; "
                     "check the initial peers"
                 )
@@ -172,7 +172,7 @@ class StateSync:
                 if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
                     progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
-                    raise ConfigError(
+                    raise TransientError(
                         f"run {context.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
                         f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again (last: {error})"
                     ) from None

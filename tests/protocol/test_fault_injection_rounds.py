@@ -243,3 +243,29 @@ def test_an_exception_costs_no_more_than_that_peers_place(
             assert len(logged) <= (3 if phase == "collect early" else 1)
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_decided_round_is_applied_however_long_that_was_impossible(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a minute and a half no peer has the memory for the outer step."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            for name in names:
+                s.start(name, founder=name == "a", restarts=True)
+            await s.until(lambda: all(len(peer.rounds()) >= 1 for peer in s.peers.values()))
+            step, lasts_s = commit.step_chunks, trio.current_time() + 90
+
+            def no_memory(*args: Any) -> None:
+                if trio.current_time() < lasts_s:
+                    raise MemoryError("no memory")
+                step(*args)
+
+            monkeypatch.setattr(commit, "step_chunks", no_memory)
+            await trio.sleep_until(lasts_s)
+            await s.until(lambda: all(peer.rounds()[-1]["t"] > lasts_s for peer in s.peers.values()))
+            assert all(peer.runner.failure is None for peer in s.peers.values())
+
+    run_virtual(main)

@@ -47,7 +47,7 @@ async def all_commit(s: Swarm, *, within_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("peers", "slowest_s"), [(100, 0.2), (20, 1.0)])
+@pytest.mark.parametrize(("peers", "slowest_s"), [(70, 0.2), (20, 1.0)])
 def test_all_that_are_started_at_one_instant_are_one_swarm(peers: int, slowest_s: float) -> None:
     """From nothing, every path with a latency of its own, and more peers than a member keeps links to."""
 

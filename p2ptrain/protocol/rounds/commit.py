@@ -20,8 +20,9 @@ from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import Head, Record
 
-# A round that could not be applied is tried again after this, so many times (guess).
-RETRY_S, MAX_RETRIES = 5.0, 5
+# Before the first retry of a round that could not be applied; twice as long before each further one, up to the second
+# (guesses). A decided round is retried without end, as a memory shortage may end after any time.
+RETRY_S, MAX_RETRY_S = 5.0, 60.0
 # The same of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
 
@@ -54,7 +55,7 @@ class Committer:
         self._start_soon = start_soon
         self._progress: Progress | None = None
         self._head_set = False
-        self._retries, self._retry_s = 0, 0.0
+        self._retry_delay_s, self._retry_s = RETRY_S, 0.0
         self._missed_rounds = 0
         self._idle = trio.Event()
         self._idle.set()
@@ -65,7 +66,7 @@ class Committer:
     def forget(self) -> None:
         """After a new head: drop what was under way for the one before."""
         self.fetcher.forget()
-        self._progress, self.stepping, self._retries = None, False, 0
+        self._progress, self.stepping, self._retry_delay_s = None, False, RETRY_S
 
     @property
     def interrupted(self) -> bool:
@@ -93,8 +94,8 @@ class Committer:
         self._start_soon(self._apply, record)
 
     def retry(self, record: Record, now: float) -> None:
-        """Try again to apply a decided round, unless that is too soon or was tried too often."""
-        if not self.resolving and self._retries <= MAX_RETRIES and now >= self._retry_s:
+        """Try again to apply a decided round, unless it is too soon."""
+        if not self.resolving and now >= self._retry_s:
             self.apply(record)
 
     def _begin(self) -> None:
@@ -123,8 +124,8 @@ class Committer:
 
     def _fail(self, record: Record, reason: str) -> None:
         if not self._head_set:
-            self._retries += 1
-            self._retry_s = trio.current_time() + RETRY_S
+            self._retry_s = trio.current_time() + self._retry_delay_s
+            self._retry_delay_s = min(2 * self._retry_delay_s, MAX_RETRY_S)
             self._context.host.fall_behind(f"round {record.round} cannot be adopted: {reason}")
 
     async def _commit(self, record: Record) -> RoundReport:

@@ -5,6 +5,8 @@ Pages are parsed, not searched by lines, so that what is code and what is text i
 
 from __future__ import annotations
 
+import ast
+import errno
 import os
 import re
 import runpy
@@ -14,17 +16,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import click
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from msgspec import Struct
 
 from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
-from p2ptrain.protocol.wire.messages import KINDS
+from p2ptrain.protocol.wire import messages
 from p2ptrain.settings.reference import reference
 from p2ptrain.settings.table import SETTINGS
 
@@ -116,6 +119,68 @@ def commands(page: str) -> Iterator[list[str]]:
                     words.append(word)
         except ValueError:  # what a program printed, with a quote that does not end
             continue
+
+
+# In a text of the package, what is known only when it is printed.
+VALUE = "\N{REPLACEMENT CHARACTER}"
+# What stands for such a value in a message on a page: an id, a round's status, a number.
+EXAMPLE = re.compile(r"Qm…|(?<=^round \d )(?:committed|solo|skipped)\b|-?\d[\d.e+]*(?![\w])")
+
+
+@cache
+def package_texts() -> str:
+    """The texts of the package, without docstrings, and of the system's errors; `VALUE` is in place of values."""
+    texts = [os.strerror(number) for number in errno.errorcode]
+    for path in (ROOT / "p2ptrain").rglob("*.py"):
+        for parent in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(parent, ast.Expr):
+                for node in ast.iter_child_nodes(parent):
+                    if isinstance(node, ast.Constant | ast.JoinedStr):
+                        texts += literals(node)
+    return "\n".join(texts)
+
+
+def literals(node: ast.expr) -> list[str]:
+    """The texts that a literal can become; where it chooses between literals, one for each."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [re.sub(r"%[\d.]*[a-z]|\\\d", VALUE, text)]
+        case ast.JoinedStr(values=parts):
+            return ["".join(chosen) for chosen in product(*map(literals, parts))]
+        case ast.FormattedValue(value=ast.IfExp(body=one, orelse=other)):
+            return [*literals(one), *literals(other)]
+    return [VALUE]
+
+
+def is_message(quoted: str) -> bool:
+    """Whether the package can print it.
+
+    `…` stands for anything. What is in brackets, or after a colon, comma or semicolon, may be a literal of its own.
+    """
+    pieces = [piece for piece in EXAMPLE.sub(VALUE, quoted).split(ELLIPSIS) if re.search(r"\w", piece)]
+    return all(
+        is_text(piece) or all(map(is_text, filter(None, re.split(r"[:,;]? \(|^\(|\)[:,;]?|[:,;] ", piece))))
+        for piece in pieces
+    )
+
+
+def is_text(piece: str) -> bool:
+    """Whether a literal holds the piece. A word may be a value of the literal where two more words are its own."""
+    words = piece.strip(" ,;:").split()
+    patterns = [re.escape(word).replace(VALUE, rf"(?:{VALUE}|-?\d[\d.]*)") for word in words]
+    loose = "[ ]".join(rf"(?:{pattern}|\S*{VALUE}\S*)" for pattern in patterns)
+    own = [word for word in words if VALUE not in word]
+    return any(
+        len(own) == len(kept := [word for word in own if word in found.split()]) or len(kept) > 1
+        for found in re.findall(loose, package_texts())
+    )
+
+
+def quoted_messages() -> list[str]:
+    """The messages in the first column of the tables of "Messages, and what to do"."""
+    page = (ROOT / "docs/operating.md").read_text(encoding="utf-8").partition("## Messages, and what to do")[2]
+    cells = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    return [message for cell in cells for message in re.findall(r"`(.*?)`", cell)]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -215,11 +280,38 @@ def test_files_and_tests_that_are_named_exist(page: str) -> None:
                 assert re.search(rf"def {name}{end}", found[0].read_text(encoding="utf-8")), f"{page} names {span}"
 
 
+@pytest.mark.parametrize("quoted", quoted_messages())
+def test_the_program_has_the_messages_that_are_explained(quoted: str) -> None:
+    assert is_message(quoted), "the package has no such text"
+
+
+def test_a_message_that_the_program_lacks_would_be_found() -> None:
+    assert is_message("round 7 committed, contributors: 4")
+    for stale in (
+        "round 7 landed, contributors: 4",
+        "the libp2p daemon (p2pd) died: starting another",
+        "x, at last with …",
+        "lost Qm…: it went away",
+    ):
+        assert not is_message(stale), stale
+
+
 def test_the_protocol_page_names_every_message_with_its_fields() -> None:
     page = (ROOT / "docs/protocol.md").read_text(encoding="utf-8")
-    for kind, message in KINDS.items():
+    for kind, message in messages.KINDS.items():
         fields = ", ".join(message.__struct_fields__)
         assert f"| {kind} | {message.__name__} | {fields} |" in page
+    structs = {value for value in vars(messages).values() if isinstance(value, type) and issubclass(value, Struct)}
+    for part in structs.difference(messages.KINDS.values()):
+        if fields := ", ".join(part.__struct_fields__):
+            assert f"| {part.__name__} | {fields} |" in page
+
+
+def test_contributing_names_every_module_of_the_rounds() -> None:
+    spans = {name for span in read("CONTRIBUTING.md").spans for name in re.split(r"[/, ]+", span)}
+    rounds = ROOT / "p2ptrain/protocol/rounds"
+    modules = {path.name for path in rounds.rglob("*.py") if path.name != "__init__.py"}
+    assert modules - spans == set()
 
 
 def test_the_configuration_page_is_current() -> None:

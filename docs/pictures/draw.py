@@ -335,7 +335,7 @@ def ways() -> str:
         (1, 4, "Fragment, to one random peer"),
         (4, 1, "Fragment: slots, size and epoch are checked"),
         (1, 3, "decode, find its blocks"),
-        (1, 0, "deliver: mixed in the next step()"),
+        (1, 0, "inbox.put: mixed in the next step()"),
     ]
     round_ = [
         (0, 2, "on_due: H steps are done"),

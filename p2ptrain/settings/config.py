@@ -97,7 +97,7 @@ class RunConfig:
         help="Number of peers that get each fragment.",
         why="The fewest bytes: two peers take twice as many.")
     averaging: str = setting("parts", choice(*AVERAGINGS),
-        help="Average in parts, or send all values to all peers.",
+        help="Each peer averages one part, or every peer averages everything.",
         why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
         "Gather suits two or three peers, and topk.")
     round_codec: str = setting("int8", choice("int8", "int4", "fp16", "none", "topk"),

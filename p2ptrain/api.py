@@ -45,6 +45,8 @@ class Sparta:
         schedule: how p changes over time: "fixed", "ramp" or "decay".
         topology: how the receivers of a push are chosen: "push", "pairs", "groups" or "all".
         fan_out: number of peers that each fragment is pushed to.
+        delay: steps to hold a fragment before it is sent.
+        max_staleness: fragments with p · delay above this are discarded; 0 keeps all.
     """
 
     fragment_fraction: float | None = None
@@ -53,6 +55,8 @@ class Sparta:
     schedule: str | None = _named("fragment_schedule")
     topology: str | None = None
     fan_out: int | None = None
+    delay: int | None = _named("fragment_delay")
+    max_staleness: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,19 +65,25 @@ class DiLoCo:
 
     Attributes:
         sync_every: H, inner steps between rounds.
+        sync_schedule: "fixed"; "grow" or "shrink" change H over a run that has a length.
+        averaging: "parts", each peer averages one part; or "gather", every peer averages everything.
         codec: codec of the outer gradients: "int8", "int4", "fp16", "none" or "topk".
         density: share of the values that "topk" sends.
         prune_fraction: share of the values that "int8" leaves out, by sign.
-        weights: how outer gradients are weighted: by "tokens", or "equal".
+        weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".
         mean: "weighted" or "disjoint".
         inner_moments: "local"; or "averaged", with codec "none": rounds also average the moments of the optimizer.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
         outer_lr: learning rate of the outer step.
+        outer_lr_schedule: "constant" or "cosine".
         outer_momentum: momentum of the outer step.
+        max_missed_rounds: rounds in a row that a peer may miss before it adopts the anchor.
         round_timeout_s: longest time of an attempt at a round; shorter timeouts are derived from measurements.
     """
 
     sync_every: int | None = None
+    sync_schedule: str | None = None
+    averaging: str | None = None
     codec: str | None = _named("round_codec")
     density: float | None = _named("round_density")
     prune_fraction: float | None = None
@@ -82,7 +92,9 @@ class DiLoCo:
     inner_moments: str | None = None
     outer_optimizer: str | None = None
     outer_lr: float | None = None
+    outer_lr_schedule: str | None = None
     outer_momentum: float | None = None
+    max_missed_rounds: int | None = None
     round_timeout_s: float | None = None
 
 

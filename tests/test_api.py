@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -33,3 +34,13 @@ def test_a_run_that_is_not_found_is_started_with_a_warning(
         peer = p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers=initial_peers, resume=resume)
     assert [record.getMessage() for record in caplog.records] == warnings
     assert getattr(peer, "founded", None) == (live is None or live.run_id == "y")
+
+
+def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:
+    of_the_command = {"protocol_version", "model", "model_layout", "data", "num_shards", "sharding"}
+    of_the_inner_optimizer = {"lr", "warmup_steps", "weight_decay"}
+    of_join = {"run_id", "total_steps", "run_seed"}
+    fields = [field for part in (p2ptrain.Sparta, p2ptrain.DiLoCo) for field in dataclasses.fields(part)]
+    given = [field.metadata.get("run", field.name) for field in fields]
+    settings = {field.name for field in dataclasses.fields(RunConfig)}
+    assert sorted(given) == sorted(settings - of_the_command - of_the_inner_optimizer - of_join)

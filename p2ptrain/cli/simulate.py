@@ -40,8 +40,8 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     """Simulate a swarm in this process, in virtual time.
 
     The peers run the code of `p2ptrain join` on a network in memory. Days on many machines take minutes here, and the
-    same seed gives the same records, byte for byte. FILE is a TOML file of settings; it may hold several variants,
-    [[arm]], which are simulated and plotted together. Flags override the file.
+    same seed gives the same records, byte for byte. FILE is a TOML file of settings; it may hold several variants
+    ([[arm]] tables), which are simulated and plotted together. Flags override the file.
 
     \b
     Eight peers, 600 steps, a round every 100:
@@ -51,7 +51,7 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     Peer 2 crashes at step 200, peer 8 joins at 300, peer 1 is half as fast from 400 on:
         p2ptrain simulate --schedule 200:crash:2,300:join:8,400:speed:1:0.5
     Several variants in one plot:
-        p2ptrain simulate examples/simulate.toml --out arms
+        p2ptrain simulate examples/simulate.toml --out variants
     32 peers with 125 random faults per hour:
         p2ptrain simulate --peers 32 --step-time 1 --faults-per-hour 125
 
@@ -88,13 +88,13 @@ def simulate(file: Path | None, out: Path, **options: Any) -> None:
     for directory in (out, *directories):
         check_writable(directory)
     with progress_bars(experiments) as on_progress:
-        arms = simulate_variants(experiments, on_progress)
-    for arm, directory in zip(arms, directories, strict=True):
-        arm.write(directory)
-    save_plot(title, arms, out / "curves.png")
-    click.echo(format_table(arms))
-    if any(arm.experiment.scheduled_events for arm in arms):
-        click.echo(format_run_audits(arms))
+        variants = simulate_variants(experiments, on_progress)
+    for variant, directory in zip(variants, directories, strict=True):
+        variant.write(directory)
+    save_plot(title, variants, out / "curves.png")
+    click.echo(format_table(variants))
+    if any(variant.experiment.scheduled_events for variant in variants):
+        click.echo(format_run_audits(variants))
     click.echo(f"written to {out}: records, table.csv, schedule.csv, curves.png")
 
 

@@ -142,7 +142,9 @@ def parse_experiments(table: dict[str, Any], path: Path, **overrides: Any) -> tu
         raise ConfigError(f"{path}: {error}") from None
     names = [experiment.name for experiment in found]
     if len({experiment.directory for experiment in found}) < len(names):
-        raise ConfigError(f"{path}: [[arm]] tables named {', '.join(map(repr, names))}; each needs a different name")
+        raise ConfigError(
+            f"{path}: variants ([[arm]] tables) named {', '.join(map(repr, names))}; each needs a different name"
+        )
     return title, found
 
 

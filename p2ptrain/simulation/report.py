@@ -52,7 +52,7 @@ def format_table(variants: Sequence[Records]) -> str:
         steps = records.experiment.run.total_steps
         correlations = [value for step, value in records.correlations() if step < steps]
         rows.append({
-            "arm": records.experiment.name,
+            "variant": records.experiment.name,
             "loss before": f"{records.loss_before_merge:.4f}",
             "merged": f"{records.final_loss:.4f}",
             "correlation": f"{correlations[-1]:.4f}" if correlations else "-",
@@ -72,7 +72,7 @@ def format_run_audits(variants: Sequence[Records]) -> str:
         times = sorted(join.step_s for join in joins if join.step_s is not None)
         sizes = list(run_audit.participation.elements())
         rows.append({
-            "arm": records.experiment.name,
+            "variant": records.experiment.name,
             "faults": str(len(records.experiment.faults_drawn)),
             "goodput": f"{records.goodput:.2%}",
             "steps lost": str(records.steps_lost),

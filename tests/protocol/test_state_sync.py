@@ -512,7 +512,7 @@ def test_a_fresh_or_busy_peer_gives_nothing(why: str) -> None:
                 answer, payload = await joiner.links.request(links[0], what, timeout_s=1)
                 assert (answer.found, payload) == (False, b"")
             if why == "fresh":
-                with pytest.raises(PeerLostError, match="gives no buffers"):
+                with pytest.raises(PeerLostError, match="sends no buffers"):
                     await ask_buffers(joiner.links, links[0])
 
     run_virtual(main)

@@ -86,7 +86,7 @@ class StateServer:
         return None
 
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
-        """A piece of the packed buffers, and what it is a piece of; None where it is not there (any more)."""
+        """A piece of the serialized buffers, and the hash of their state; None if there is none (any more)."""
         async with self._packing:
             now = self._engine.head
             if request.index == 0 and now.lineage and self._packed_of != now.state_sha256:
@@ -120,7 +120,7 @@ async def ask_buffers(links: Links, link: Link) -> bytes:
         index = len(data) // BUFFER_PIECE_BYTES
         answer, payload = await links.request(link, "buffers", packing, index, timeout_s=CHUNK_TIMEOUT_S)
         if not answer.found:
-            raise PeerLostError(f"{link.peer_id} gives no buffers now, or has packed them anew")
+            raise PeerLostError(f"{link.peer_id} sends no buffers now, or has serialized them again")
         packing = answer.note
         if len(payload) > BUFFER_PIECE_BYTES:
             raise WireError(f"{len(payload)} bytes of buffers, expected at most {BUFFER_PIECE_BYTES}")

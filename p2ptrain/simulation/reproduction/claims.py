@@ -79,7 +79,7 @@ class Claim:
             raise ConfigError(f"[[claim]] {dict(table)}: {error}") from None
         for name in (claim.left, claim.right):
             if name not in variants:
-                raise ConfigError(f"[[claim]] names an arm {name!r}; {did_you_mean(name, variants)}")
+                raise ConfigError(f"[[claim]] names a variant {name!r}; {did_you_mean(name, variants)}")
         if claim.measure not in MEASURES:
             raise ConfigError(f"[[claim]] measure {claim.measure!r}; {did_you_mean(claim.measure, MEASURES)}")
         if claim.direction not in DIRECTIONS:

@@ -148,7 +148,7 @@ def test_an_unknown_experiment_is_named() -> None:
 
 
 def test_a_claim_says_which_arm_it_is_about() -> None:
-    with pytest.raises(ConfigError, match="names an arm 'c'"):
+    with pytest.raises(ConfigError, match="names a variant 'c'"):
         Claim.read(
             {"row": "", "text": "", "left": "c", "right": "a", "measure": "bytes", "direction": "lower", "paper": ""},
             ["a", "b"],

@@ -15,7 +15,18 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.presets import MODELS
-from p2ptrain.settings.setting import POSITIVE, Rule, check, check_settings, choice, count, number, setting
+from p2ptrain.settings.setting import (
+    POSITIVE,
+    as_float,
+    check,
+    check_settings,
+    choice,
+    count,
+    number,
+    setting,
+    shortened,
+    text,
+)
 
 PROTOCOL_VERSION = 1
 
@@ -27,12 +38,12 @@ ALWAYS_STATED = ("run_id", "protocol_version")
 
 AVERAGINGS = ("parts", "gather")
 # A run's texts come from other peers, and are shown on the terminal.
-RUN_ID = Rule(
+RUN_ID = text(
     "1 to 128 printable characters without '/'",
-    lambda text: bool(text) and len(text) <= 128 and text.isprintable() and "/" not in text,
+    lambda run_id: 1 <= len(run_id) <= 128 and run_id.isprintable() and "/" not in run_id,
 )
-MODEL = Rule("at most 128 printable characters", lambda text: text.isprintable() and len(text) <= 128)
-NOT_NEGATIVE = number("0 or more", lambda x: x >= 0)
+MODEL = text("at most 128 printable characters", lambda model: len(model) <= 128 and model.isprintable())
+NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +219,12 @@ class RunConfig:
         known = {field.name: field for field in dataclasses.fields(cls)}
         for name, value in values.items():
             if name not in known:
-                raise ConfigError(f"unknown run setting {name!r}; known are: {', '.join(sorted(known))}")
+                raise ConfigError(f"unknown run setting {shortened(name)}; known are: {', '.join(sorted(known))}")
             expected = type(known[name].default)
             if type(value) is not expected and not (expected is float and type(value) is int):
-                raise ConfigError(f"run setting {name} = {value!r} must be of type {expected.__name__}")
+                raise ConfigError(f"run setting {name} = {shortened(value)} must be of type {expected.__name__}")
         fields: dict[str, Any] = {
-            name: float(value) if type(known[name].default) is float else value for name, value in values.items()
+            name: as_float(value) if type(known[name].default) is float else value for name, value in values.items()
         }
         return cls(**fields)
 

@@ -69,6 +69,8 @@ def _read_file(name: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise ConfigError(f"--initial-peers {name}: {reason}; give a file with one address per line") from error
+    except ValueError as error:
+        raise ConfigError(f"--initial-peers {name!r}: {error}; give an address or the path of a file") from error
     addresses = [line.partition("#")[0].strip() for line in lines]
     found = [_checked(address, name) for address in addresses if address]
     if not found:
@@ -77,7 +79,7 @@ def _read_file(name: str) -> list[str]:
 
 
 def _checked(address: str, origin: str) -> str:
-    if not _TRANSPORT.match(address) or " " in address:
+    if not _TRANSPORT.match(address) or " " in address or not address.isprintable():
         raise ConfigError(f"{origin}: {address!r} is not a multiaddr; it looks like {EXAMPLE}")
     _, separator, peer_id = address.rpartition("/p2p/")
     if not separator or not peer_id.isalnum():

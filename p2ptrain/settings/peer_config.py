@@ -5,29 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.setting import POSITIVE, Rule, check_settings, choice, count, number, setting
+from p2ptrain.settings.setting import POSITIVE, Rule, check_settings, choice, count, number, setting, text
 
 # Not reachable from other machines, unless the user gives a host.
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65535
 
 
-def parse_endpoint(text: str) -> tuple[str, int] | None:
+def parse_endpoint(endpoint: str) -> tuple[str, int] | None:
     """Host and port of `PORT` (on loopback), `HOST:PORT` or `[IPV6]:PORT`; None if malformed. Port 0: any free one."""
-    host, found, port = text.rpartition(":")
+    host, found, port = endpoint.rpartition(":")
     if found and not host:
         return None
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host or not host.isprintable() or " " in host:
         return None
-    if not (port.isascii() and port.isdecimal()) or int(port) > MAX_PORT:
+    if not (port.isascii() and port.isdecimal()) or len(port) > len(str(MAX_PORT)) or int(port) > MAX_PORT:
         return None
     return host or LOOPBACK, int(port)
 
 
-PORT = Rule("from 0 to 65535 (0: any free one)", lambda port: 0 <= port <= MAX_PORT, example=8080)
-ENDPOINT = Rule(
+PORT = Rule("from 0 to 65535 (0: any free one)", lambda port: type(port) is int and 0 <= port <= MAX_PORT, example=8080)
+ENDPOINT = text(
     "PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100, with a port from 0 to 65535",
     lambda endpoint: parse_endpoint(endpoint) is not None,
 )

@@ -18,6 +18,8 @@ from typing import Any
 from p2ptrain.errors import ConfigError
 
 ENV_PREFIX = "P2PTRAIN_"
+# Longest refused value in a message: longer than every value that is allowed, except paths and lists.
+MAX_SHOWN_CHARS = 200
 
 Value = str | int | float | tuple[str, ...] | None
 
@@ -39,7 +41,11 @@ def count(least: int, note: str = "") -> Rule:
 
 
 def number(text: str, fits: Callable[[float], bool]) -> Rule:
-    return Rule(text, lambda value: isinstance(value, (int, float)) and math.isfinite(value) and fits(value))
+    return Rule(text, lambda value: is_finite_number(value) and fits(value))
+
+
+def text(rule: str, fits: Callable[[str], bool]) -> Rule:
+    return Rule(rule, lambda value: isinstance(value, str) and fits(value))
 
 
 def choice(*choices: str) -> Rule:
@@ -94,8 +100,11 @@ class Setting:
         value = _convert(given, self.kind, origin, self.rule.example if self.rule else Rule.example)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(item, str) and "\0" in item for item in texts):
+            raise ConfigError(f"{origin}: {shortened(value)} contains a null character; remove it")
         if self.rule is not None and not self.rule.fits(value):
-            raise ConfigError(f"{origin}: {value!r} must be {self.rule.text}")
+            raise ConfigError(f"{origin}: {shortened(value)} must be {self.rule.text}")
         return value
 
 
@@ -136,10 +145,34 @@ def value_text(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def shortened(value: object) -> str:
+    """The `repr` of a refused value, cut to `MAX_SHOWN_CHARS`."""
+    try:
+        shown = repr(value)
+    except ValueError:  # Python converts at most 4,300 digits
+        return f"<{type(value).__name__} with too many digits to show>"
+    return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "…"
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether it is an int or a float, and finite as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
+
+
+def as_float(number: float) -> float:
+    """An int as a float. One beyond the largest float stays an int, which no rule of `number` allows."""
+    return float(number) if is_finite_number(number) else number
+
+
 def check(ok: bool, name: str, value: object, rule: str) -> None:
     """Raises ConfigError with the value and the rule."""
     if not ok:
-        raise ConfigError(f"{name} = {value!r}: must be {rule}")
+        raise ConfigError(f"{name} = {shortened(value)}: must be {rule}")
 
 
 def check_settings(config: Any) -> None:
@@ -159,9 +192,9 @@ def _convert(given: object, kind: type, origin: str, example: int) -> Value:
             return tuple(text.replace(",", " ").split()) or ""
         if isinstance(given, list) and all(isinstance(item, str) for item in given):
             return tuple(given)
-        raise ConfigError(f'{origin}: {given!r} is not a list of texts, such as ["a", "b"]')
+        raise ConfigError(f'{origin}: {shortened(given)} is not a list of texts, such as ["a", "b"]')
     if kind is float and type(given) is int:
-        return float(given)
+        return as_float(given)
     if type(given) is kind:
         return typing.cast(Value, given)
     if kind in (int, float) and isinstance(given, str):
@@ -170,4 +203,4 @@ def _convert(given: object, kind: type, origin: str, example: int) -> Value:
         except ValueError:
             pass
     wanted = {int: f"whole number, such as {example}", float: "number, such as 0.003", str: "text in quotes"}[kind]
-    raise ConfigError(f"{origin}: {given!r} is not a {wanted}")
+    raise ConfigError(f"{origin}: {shortened(given)} is not a {wanted}")

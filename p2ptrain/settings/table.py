@@ -18,7 +18,7 @@ from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import read_initial_peers
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of
+from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
@@ -123,7 +123,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
         elif name in keys:
             given, source = keys[name], f"{config_file}: {name}"
             if isinstance(given, str) and setting.kind in (int, float):
-                raise ConfigError(f"{source}: {given!r} is a text; write the number without quotes")
+                raise ConfigError(f"{source}: {shortened(given)} is a text; write the number without quotes")
         else:
             values[name], sources[name] = setting.default, DEFAULT
             continue
@@ -153,6 +153,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: a number has too many digits, or lists are too deep; correct the file"
+        ) from error
 
 
 def _read_keys(path: Path) -> dict[str, Any]:

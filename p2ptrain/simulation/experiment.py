@@ -6,7 +6,6 @@ An experiment file has these settings in a flat TOML table, and variants as [[ar
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.setting import POSITIVE, Rule, check, check_settings, count, number, setting
+from p2ptrain.settings.setting import POSITIVE, Rule, as_float, check, check_settings, count, number, setting
 from p2ptrain.settings.table import did_you_mean, read_toml
 from p2ptrain.simulation.fault_injection import KINDS, RandomFault, draw_faults
 from p2ptrain.simulation.scheduled_event import ScheduledEvent, check_schedule
@@ -51,7 +50,7 @@ class Experiment:
         help="Probability that a fragment is lost.")
     drop: float = setting(0.0, PROBABILITY, metavar="Q",
         help="Probability that a peer's outer gradient of a round is lost.")
-    speeds: tuple[float, ...] = setting((), Rule("above 0", lambda speeds: all(0 < x < math.inf for x in speeds)),
+    speeds: tuple[float, ...] = setting((), Rule("above 0", lambda speeds: all(map(POSITIVE.fits, speeds))),
         metavar="F,F,…", help="Relative speeds of the first peers, such as 1,0.5,0.25; the rest have 1.")
     schedule: tuple[ScheduledEvent, ...] = setting((), metavar="EVENT,…",
         help="Scheduled events; see above.")
@@ -155,11 +154,11 @@ def _converted(name: str, value: Any, default: Any) -> Any:
     if name == "speeds" and isinstance(value, (list, tuple)):
         if not all(type(speed) in (int, float) for speed in value):
             raise ConfigError(f"speeds = {value!r}: must be numbers")
-        return tuple(map(float, value))
+        return tuple(map(as_float, value))
     if name == "faults" and isinstance(value, (list, tuple)) and all(isinstance(kind, str) for kind in value):
         return tuple(value)
     if isinstance(default, float) and type(value) is int:
-        return float(value)
+        return as_float(value)
     if type(value) is not type(default):
         raise ConfigError(f"{name} = {value!r}: must be of type {type(default).__name__}")
     return value

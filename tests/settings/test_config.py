@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import PROTOCOL_VERSION, RunConfig, resolve_run
-from p2ptrain.settings.peer_config import NetworkConfig, PeerConfig
+from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,12 @@ from p2ptrain.settings.peer_config import NetworkConfig, PeerConfig
         ("num_shards", 2.0),
         ("sharding", "random"),
         ("run_seed", -1),
+        ("run_id", 5),
+        ("model", None),
+        ("data", []),
+        ("lr", None),
+        ("lr", "0.1"),
+        ("fragment_fraction", True),
     ],
 )
 def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: object) -> None:
@@ -80,6 +86,39 @@ def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: objec
 def test_a_bad_peer_setting_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{field} = {value!r}"):
         PeerConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["outer_lr", "outer_momentum", "max_staleness", "sync_every"])
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_that_no_float_can_hold_is_refused_and_shown_in_short(field: str, digits: int, sign: int) -> None:
+    value = sign * 10**digits
+    with pytest.raises(ConfigError, match=f"{field} = .*: must be") as caught:
+        RunConfig(**{field: value})
+    assert len(str(caught.value)) < 300
+    with pytest.raises(ConfigError, match=f"{field} = .*: must be"):
+        RunConfig.from_dict({field: value})
+
+
+@pytest.mark.parametrize("values", [{"x" * 9999: 1}, {"sync_every": "x" * 9999}, {"model": "x" * 9999}])
+def test_a_long_foreign_setting_is_shown_in_short(values: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="xxx…") as caught:
+        RunConfig.from_dict(values)
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "8080", True])
+def test_a_port_is_a_number_in_its_range(port: object) -> None:
+    with pytest.raises(ConfigError, match=f"port = {port!r}: must be from 0 to 65535"):
+        PageConfig(port=port)
+    with pytest.raises(ConfigError, match="dashboard"):
+        PeerConfig(dashboard=port)
+
+
+@pytest.mark.parametrize("prometheus", [9100, "9" * 5000, "host:" + "9" * 5000])
+def test_an_endpoint_is_a_text_with_a_port_in_its_range(prometheus: object) -> None:
+    with pytest.raises(ConfigError, match=r"prometheus = .*: must be PORT or HOST:PORT"):
+        PeerConfig(prometheus=prometheus)
 
 
 def test_a_peer_that_shows_life_every_second_cannot_be_lost_sooner() -> None:

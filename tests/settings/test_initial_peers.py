@@ -39,6 +39,13 @@ def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["a\0", "/ip4/10.0.0.1/tcp/\0/p2p/QmA"])
+def test_a_null_character_is_refused_and_shown_escaped(text: str) -> None:
+    with pytest.raises(ConfigError, match="--initial-peers") as caught:
+        read_initial_peers([text])
+    assert repr(text) in str(caught.value)
+
+
 def test_a_file_must_hold_addresses(tmp_path: Path) -> None:
     path = tmp_path / "peers.txt"
     path.write_text("# nothing yet\n", encoding="utf-8")

@@ -169,6 +169,27 @@ def test_a_config_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("outer_lr = 1" + "0" * 400, "outer_lr: 10{199}… must be a finite number above 0"),
+        ("max_staleness = -1" + "0" * 400, "max_staleness: -10{198}… must be a finite number, 0 or more"),
+        ("sync_every = 1" + "0" * 400, "sync_every: 10{199}… must be a whole number, 1 or more"),
+        ("sync_every = 1" + "0" * 5000, "cannot be read: a number has too many digits"),
+        ("model = " + "[" * 100_000, "cannot be read: .* lists are too deep"),
+        ("model = [" + "1, " * 9999 + "]", "model: .{200}… is not a text in quotes"),
+        (f'run_id = "{"x" * 9999}"', "run_id: .{200}… must be 1 to 128 printable characters"),
+        (r'out = "a\u0000b"', r"out: 'a\\x00b' contains a null character; remove it"),
+        (r'initial_peers = ["ok", "a\u0000"]', r"initial_peers: \('ok', 'a\\x00'\) contains a null character"),
+    ],
+    ids=range(9),
+)
+def test_an_odd_file_is_refused_with_its_name_and_in_short(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"c.toml: {message}") as caught:
+        merge({}, {}, _toml(tmp_path / "c.toml", line))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("lr", "fast", "--lr: 'fast' is not a number, such as 0.003"),

@@ -90,6 +90,10 @@ def test_arms_differ_in_what_they_name(tmp_path: Path) -> None:
         ('steps = 3\n[[arm]]\nname = "a"\n[[arm]]\nname = "a"', "a different name"),
         ('steps = 3\n[[arm]]\nname = "a/b"\n[[arm]]\nname = "a-b"', "a different name"),
         ("[[arm]]\nsteps = 1\nschedule = [{step = 1}]", "must be a text"),
+        ("steps = 1\nstep_s = 1" + "0" * 400, "step_s = 10+…: must be a finite number above 0"),
+        ("steps = 1\nspeeds = [1" + "0" * 400 + "]", r"speeds = \(10+…: must be above 0"),
+        ("steps = 1\npeers = 1" + "0" * 400, "peers = 10+…: must be from 1 to 1000"),
+        ("peers = 1" + "0" * 5000, "too many digits"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path: Path, text: str, message: str) -> None:

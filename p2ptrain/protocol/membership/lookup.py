@@ -80,6 +80,7 @@ async def ask_settings(
     asking: set[PeerId] = set()
     answered: set[PeerId] = set()
     failures: Counter[PeerId] = Counter()
+    errors = ErrorLog(logger)
 
     async def ask(peer_id: PeerId, maddrs: tuple[str, ...]) -> None:
         nonlocal answer, hearsay, misfit
@@ -94,6 +95,10 @@ async def ask_settings(
             return
         except ConfigError as error:
             told = error
+        except Exception as error:
+            errors.note(f"reading the settings of {peer_id}; other members are asked", error)
+            failures[peer_id] += 1
+            return
         finally:
             asking.remove(peer_id)
         answered.add(peer_id)
@@ -116,7 +121,6 @@ async def ask_settings(
         all_answered = members.keys() <= answered
         return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
 
-    errors = ErrorLog(logger)
     async with observer_links(transport, run_id) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):

@@ -9,7 +9,6 @@ to one other peer with as many bytes as the first.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ from benchmarks.results import Row
 from benchmarks.shapes import gpt_25m
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from benchmarks.workloads import Busy
+from p2ptrain.demo.processes import EventReader
 
 SEEDS = (0, 1, 2)
 STEPS = 600
@@ -274,7 +274,7 @@ def _wait_for_others(peer: p2ptrain.Peer, others: int) -> None:
 
 def _counted(metrics: Path, peers: int) -> tuple[int, int]:
     """Read a peer's metrics. Returns bytes sent in fragments and rounds, and the number of rounds with all peers."""
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    events = list(EventReader(metrics).new_events())
     sent = sum(event["bytes_sent"] for event in events if event["event"] in ("fragments", "round"))
     rounds = [event for event in events if event["event"] == "round" and event["status"] == "committed"]
     return sent, sum(len(event["contributors"]) == peers for event in rounds)

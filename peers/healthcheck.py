@@ -69,7 +69,7 @@ def last_step_at(metrics: Path) -> float:
             event = json.loads(line)
         except ValueError:  # the line that is being written, or the second half of the first one
             continue
-        if event["event"] == "step":
+        if isinstance(event, dict) and event.get("event") == "step":
             return float(event["t"])
     return float("-inf")
 

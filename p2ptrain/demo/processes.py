@@ -69,7 +69,10 @@ class EventReader:
         self._position = 0
 
     def new_events(self) -> Iterator[Event]:
-        """The events since the last call. An incomplete last line is left for the next call."""
+        """The events since the last call. An incomplete last line is left for the next call.
+
+        A line that is not an event is skipped.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -79,7 +82,12 @@ class EventReader:
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
         for line in whole.splitlines():
-            yield json.loads(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event:
+                yield event
 
 
 @contextmanager

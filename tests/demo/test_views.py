@@ -31,6 +31,14 @@ def test_events_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert [event["step"] for event in reader.new_events()] == [1, 2]
 
 
+@pytest.mark.parametrize("line", ["null", "5", "[]", '"step"', "{}", '{"event": "st'])
+def test_a_line_that_is_not_an_event_is_skipped(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    step = json.dumps(metrics.step(1, 1.0))
+    path.write_text(f"{line}\n{step}\n", encoding="utf-8")
+    assert [event["step"] for event in EventReader(path).new_events()] == [1]
+
+
 def test_a_peer_goes_from_starting_to_finished() -> None:
     peer = PeerView(2)
     seen = [peer.state]

@@ -94,6 +94,11 @@ def test_the_newest_step_is_found_behind_an_unfinished_line(tmp_path: Path) -> N
     assert last_step_at(_metrics(tmp_path / "metrics.jsonl", *steps, tail='{"event": "st')) == 2.0
 
 
+@pytest.mark.parametrize("line", ["null", "5", "[]", '"step"', "{}"])
+def test_a_line_that_is_not_an_event_is_skipped(line: str, tmp_path: Path) -> None:
+    assert last_step_at(_metrics(tmp_path / "metrics.jsonl", {"event": "step", "t": 2.0}, tail=f"{line}\n")) == 2.0
+
+
 def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
     long = {"event": "sample", "values": "x" * HEALTHCHECK["TAIL_BYTES"]}
     metrics = _metrics(tmp_path / "metrics.jsonl", {"event": "step", "t": 5.0}, long)

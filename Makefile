@@ -17,13 +17,13 @@ demo: $(STAMP)
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not processes and not slow and not long" $(ARGS)
 
-# Those that start no peers run side by side, the others take turns; with ARGS, what they name.
+# First those that start no peers, then the files of those that do, two at a time; with ARGS, what they name.
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not alone and not long"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "alone and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not peers and not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "peers and not long"
 endif
 
 test-long: $(STAMP)

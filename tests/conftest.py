@@ -19,9 +19,9 @@ pytest_plugins = ("tests.watchdog",)
 settings.register_profile("p2ptrain", deadline=None)
 settings.load_profile("p2ptrain")
 
-# Tests that start peers, browsers or many other programs. They take turns; all others may run side by side
-# (`make test`), those of the network too, which start little but its daemons.
-ALONE = (
+# Tests that start peers, browsers or many other programs: `make test` runs them after all others. Those of the network
+# start little but its daemons.
+STARTS_PEERS = (
     "swarm/", "examples/", "links/", "monitor/dashboard/test_page.py", "demo/test_demo.py", "demo/test_processes.py",
     "monitor/doctor/test_doctor.py", "test_watchdog.py", "test_wheel.py",
 )  # fmt: skip
@@ -46,8 +46,8 @@ sys.addaudithook(_note_start)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).as_posix().startswith(ALONE):
-            item.add_marker("alone")
+        if item.path.relative_to(here).as_posix().startswith(STARTS_PEERS):
+            item.add_marker("peers")
             item.add_marker("processes")
 
 

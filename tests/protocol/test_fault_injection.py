@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import typing
 from collections.abc import Callable
@@ -82,7 +83,8 @@ def fail_at(node: Node, kind: type[Message]) -> Callable[[], bool]:
             raise Bug(f"at {kind.__name__}")
         await handle(link, message, payload)
 
-    node.links._on_message = on_message  # type: ignore[method-assign]
+    for link in node.links.live.values():
+        link._setup = dataclasses.replace(link._setup, handler=on_message)
     return lambda: done
 
 

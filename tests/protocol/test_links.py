@@ -19,6 +19,7 @@ from p2ptrain.protocol.wire.messages import (
     Due,
     Hello,
     Leave,
+    Message,
     Request,
 )
 from tests.protocol.swarm import run_virtual
@@ -287,6 +288,34 @@ def test_nobody_trains_without_a_digest(digest: str, role: str) -> None:
             assert a.links.strikes == {"b": 1}
             assert not a.linked
             nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_a_role_is_logged_without_its_control_characters(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with endpoints(network, "a"), trio.open_nursery() as nursery:
+            liar = await start_endpoint(network, nursery, hello_of("b", digest="", role="\x1b[2J"))
+            with pytest.raises(PeerLostError):
+                await liar.links.connect("a", [])
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    assert "b broke the protocol: a '\\x1b[2J' without a run digest" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "message", [Request(1, "head", "", 0), Leave("tired"), Ack(), Beat(0, 0, 0, "", "", -1, 0, 0, "", 0.0, (), 0)]
+)
+def test_only_bulk_has_a_payload(message: Message) -> None:
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (_, b, link, _):
+            await link.send_bulk(message, b"more", Traffic.STATE)
+            await until(lambda: bool(b.lost))
+            assert b.links.strikes == {"a": 1}
+            assert not [payload for _, _, payload in b.received if payload]
 
     run_virtual(main)
 

@@ -272,6 +272,8 @@ class Link:
             raise
 
     async def _take(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
+        if payload and not isinstance(message, Answer | Contribution | Fragment):
+            raise WireError(f"{type(message).__name__} with a payload")
         if self.flow.note_acked(prefix.acked_bytes, trio.current_time()):
             self._work.unpark_all()
         size = frames.PREFIX_BYTES + prefix.body_bytes

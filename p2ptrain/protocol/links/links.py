@@ -93,7 +93,7 @@ class Links:
         self._hello = hello
         self._events = events
         self._errors = errors or ErrorLog(logger)
-        self._setup = LinkSetup(lambda *frame: self._on_message(*frame), self.counters, self.budget, peer_timeout_s)
+        self._setup = LinkSetup(self._on_message, self.counters, self.budget, peer_timeout_s)
         self._greeting: Counter[PeerId] = Counter()
         self._answer_bytes = 0
         self._requests: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
@@ -274,14 +274,15 @@ class Links:
         if not isinstance(hello, Hello):
             raise WireError(f"first frame is {type(hello).__name__}, not Hello")
         if (hello.role == OBSERVER) != (not hello.digest):
-            raise WireError(f"a {hello.role} {'with' if hello.digest else 'without'} a run digest")
+            raise WireError(f"a {hello.role[:100]!r} {'with' if hello.digest else 'without'} a run digest")
         ours = self._hello()
         if hello.run_id != ours.run_id:
             raise RunMismatchError(f"{stream.remote} belongs to run {hello.run_id!r}, not {ours.run_id!r}")
         if hello.digest and ours.digest and hello.digest != ours.digest:
             mismatch = (
-                f"peer {stream.remote} trains run {ours.run_id!r} with other settings (run digest {hello.digest[:12]}, "
-                f"ours is {ours.digest[:12]}); leave settings out to take over the run's, or choose another run id"
+                f"peer {stream.remote} trains run {ours.run_id!r} with other settings "
+                f"(run digest {hello.digest[:12]!r}, ours is {ours.digest[:12]!r}); "
+                "leave settings out to take over the run's, or choose another run id"
             )
             if stream.remote in self._chosen:
                 self.mismatch = mismatch

@@ -45,17 +45,19 @@ def peers(settings: Settings, as_json: bool) -> None:
 def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from p2ptrain.monitor.formatting import count
 
-    table = Table(title=f"run {run_id}: {count(len(members), 'peer')}", title_justify="left")
+    table = Table(title=Text(f"run {run_id}: {count(len(members), 'peer')}", "table.title"), title_justify="left")
     for title in ("peer", "role", "status", "step", "round", "steps/s", "addresses"):
         table.add_column(title, overflow="fold", justify="right" if title in ("step", "round", "steps/s") else "left")
     for member in members:
         addresses = [maddr.rpartition("/p2p/")[0] for maddr in member["maddrs"]]
-        table.add_row(
+        cells = (
             member["peer_id"], member["role"], member["status"], str(member["step"]), str(member["round"]),
             f"{member['speed']:.1f}", "\n".join(addresses),
         )  # fmt: skip
+        table.add_row(*map(Text, cells))  # as text: of a str, rich reads what other peers wrote as markup
     # A file or a pipe has no width: use enough for one line per peer.
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)

@@ -217,6 +217,13 @@ def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
 
 
+def test_what_other_peers_write_is_listed_as_text(session: type[FakeNetworkSession]) -> None:
+    session.present = (FakeMember(role="[/x]", status="[bold]training[/bold]"),)
+    listed = _output("peers", "--initial-peers", MADDR)
+    assert "[/x]" in listed
+    assert "[bold]training[/bold]" in listed
+
+
 def test_generate_writes_text_after_the_prompt() -> None:
     model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=0)
     info = {"run": RunConfig(model="gpt-demo").to_dict()}

@@ -81,11 +81,12 @@ def encode_record(maddrs: Sequence[str], role: str) -> bytes:
 
 
 def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
-    """Addresses and role of an announced record; None if malformed."""
+    """Addresses and role of an announced record; None if malformed, also by what is not printable."""
     try:
-        return msgspec.msgpack.decode(value, type=tuple[Maddrs, str])
+        maddrs, role = msgspec.msgpack.decode(value, type=tuple[Maddrs, str])
     except ValueError:
         return None
+    return (maddrs, role) if all(map(str.isprintable, (*maddrs, role))) else None
 
 
 class Membership:

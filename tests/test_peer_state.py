@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,29 @@ def test_what_is_read_back_is_what_was_written() -> None:
         ({"head": "no hex"}, "cannot be read"),
         ({"head": None}, "cannot be read"),
         ({"run_step": "ten"}, "cannot be read"),
+        ({"run_step": -1}, "cannot be read"),
+        ({"run_step": 2**60}, "cannot be read"),
+        ({"run_step": math.inf}, "cannot be read"),
+        ({"anchor": torch.zeros(BLOCKS, 64, device="meta")}, "cannot be read"),
+        ({"anchor": torch.zeros(())}, "not of this model and run"),
     ],
 )
 def test_a_damaged_one_is_refused(change: dict[str, Any], reason: str) -> None:
     _, saved = some_state()
     with pytest.raises(ConfigError, match=reason):
         from_dict({**saved, **change}, AnchorState(BLOCKS, 1))
+
+
+def test_tensors_that_a_user_has_converted_are_read_too() -> None:
+    state = AnchorState(BLOCKS, 1)
+    state.rehash()
+    head = Head("G", "L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
+    saved = to_dict(head, 84, state.vectors)
+    converted = {
+        "anchor": saved["anchor"].clone().requires_grad_(),
+        "moments": [moment.to(torch.bfloat16) for moment in saved["moments"]],
+    }
+    assert from_dict({**saved, **converted}, AnchorState(BLOCKS, 1)).state.hashes == state.hashes
 
 
 @pytest.mark.parametrize("vector", [0, 1])

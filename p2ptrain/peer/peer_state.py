@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.rounds.policy import MOST_COUNT
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.messages import Head, pack, unpack
 
@@ -29,20 +31,22 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
     Raises ConfigError if it is damaged, does not fit, or is not finite.
     """
     try:
-        vectors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
-        shapes = [tuple(vector.shape) for vector in vectors]
+        tensors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
+        vectors = [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
         head = unpack(Head, bytes.fromhex(state["head"]))
-    except (KeyError, TypeError, ValueError, AttributeError, WireError) as error:
+        if not 0 <= run_step <= MOST_COUNT:
+            raise ValueError(f"run_step = {run_step}")
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, WireError) as error:
         raise ConfigError(
             f"the state to resume from cannot be read ({error!r}); give the result of a peer's state_dict()"
         ) from None
-    if shapes != [vector.shape for vector in into.vectors]:
+    if [vector.shape for vector in vectors] != [vector.shape for vector in into.vectors]:
         raise ConfigError(
-            f"the state to resume from has {len(vectors)} vectors of {len(vectors[0])} blocks, "
+            f"the state to resume from has {len(vectors)} vectors of {vectors[0].size // BLOCK} blocks, "
             f"this run needs {len(into.vectors)} of {into.num_blocks}: not of this model and run"
         )
     for own, saved in zip(into.vectors, vectors, strict=True):
-        own[:] = saved.numpy()
+        own[:] = saved
     into.rehash()
     if into.hashes.state != head.state_sha256:
         raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")

@@ -112,16 +112,26 @@ class GroupPeer:
         Raises:
             PeerLostError: a rank has ended, or did not make this call within the timeout of the process group. The
                 peer leaves the run at the end of the `with` block.
-            ConfigError: `loss` or `samples` is not a valid number, or the model's parameters have moved since it
-                joined.
+            ConfigError: on all ranks, if on one of them `loss` or `samples` is not a valid number, or the model's
+                parameters have moved since it joined; or if the samples of all ranks are more than 2**32.
         """
         start = time.monotonic()
-        number, own_loss = plain_samples(samples), plain_loss(loss)
-        self._parts.check_in_place()
-        total_loss, losses, total = self._ranks.total(own_loss or 0.0, float(own_loss is not None), float(number))
+        number, own_loss, refused = 0, None, ""
+        try:
+            number, own_loss = plain_samples(samples), plain_loss(loss)
+            self._parts.check_in_place()
+        except ConfigError as error:
+            refused = str(error)
+        # A rank that raised before this would let the others wait for it.
+        total_loss, losses, total, refusals = self._ranks.total(
+            own_loss or 0.0, float(own_loss is not None), float(number), float(bool(refused))
+        )
+        if refusals:
+            raise ConfigError(refused or "another rank of this process group has refused its step(): see its error")
+        number = plain_samples(int(total))
         report = StepReport()
         if self.peer is not None:
-            report = self.peer.step(total_loss / losses if losses else None, int(total))
+            report = self.peer.step(total_loss / losses if losses else None, number)
         report = self._follow(report)
         return dataclasses.replace(report, exchange_s=time.monotonic() - start)
 

@@ -157,6 +157,27 @@ def test_samples_are_summed_and_losses_averaged() -> None:
     assert (peer.losses, peer.tokens, peer.left) == ([1.0, None], [33, 0], "done")
 
 
+@pytest.mark.parametrize(
+    ("given", "refused", "others"),
+    [
+        ({"samples": -1}, "samples = -1", "another rank of this process group"),
+        ({"loss": "low"}, "loss = 'low'", "another rank of this process group"),
+        ({"samples": 2**32}, "samples = 4294967298: must be", "samples = 4294967298: must be"),
+    ],
+)
+def test_a_step_that_one_rank_refuses_is_refused_on_all(given: dict[str, Any], refused: str, others: str) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> Swarm:
+        model = new_model(0)
+        peer = Swarm(model, "nothing")
+        with GroupPeer(model, group, lambda: peer, device=CPU) as group_peer:
+            with pytest.raises(ConfigError, match=refused if rank == 1 else others):
+                group_peer.step(**{"samples": 1, **(given if rank == 1 else {})})
+            group_peer.step(samples=1)
+        return peer
+
+    assert on_all_ranks(work)[0].tokens == [SIZE]
+
+
 @pytest.mark.parametrize("kind", [ConfigError, RunMismatchError])
 def test_when_rank_0_cannot_join_all_ranks_say_why(kind: type[ConfigError]) -> None:
     def refuse() -> p2ptrain.Peer:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import trio
 
@@ -14,9 +16,13 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.event_log.downsampling import coalesce
 from p2ptrain.protocol.event_log.event_log import MOST, EventLog, RateLimit
 from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, Event, parse_page
+from p2ptrain.protocol.links.links import MAX_LINKS
 from tests.protocol.swarm import run_virtual
 
 DAY_S = 24 * 3600
+NESTED: list[Any] = []
+for _ in range(100_000):
+    NESTED = [NESTED]
 
 
 @dataclass
@@ -160,6 +166,65 @@ def test_what_comes_is_spread_over_time() -> None:
         assert trio.current_time() == pytest.approx(2.0)
 
     run_virtual(main)
+
+
+IDS = [f"Qm{number:0126}" for number in range(300)]
+EXTREMES: dict[str, dict[str, Any]] = {
+    "start": {
+        "peer_id": IDS[0], "run_id": "r" * 128, "maddrs": ["m" * 512] * 16,
+        "run": {"total_steps": 0, "model": "\u2028" * 128}, "run_digest": "d" * 64, "incarnation": "i" * 100,
+        "parameters": 10**15,
+    },
+    "adopt": {
+        "reason": "\u2028" * 9000, "lineage": "L" * 128, "round": -1, "run_step": 2**53, "anchor_sha256": "a" * 64,
+        "state_sha256": "s" * 64, "founded": False,
+    },
+    "shard": {"sharding": "s" * 128, "shard": 2**53, "sizes": [2.0**53] * 5000, "partition_sha256": "p" * 64},
+    "step": {"step": 2**53, "loss": 1e300, "tokens": 2**53, "step_s": math.inf, "exchange_s": 1e9},
+    "fragments": {
+        "step": 2**53, "sent": 10**9, "merged": 10**9, "skipped": {"epoch": 10**9}, "bytes_sent": 10**15,
+        "bytes_received": 10**15, "staleness": 1e9, "to": dict.fromkeys(IDS, 10**9),
+    },
+    "round": {
+        "lineage": "L" * 128, "round": 2**53, "status": "committed", "late": True, "group_size": 64,
+        "contributors": tuple(IDS[:64]), "parent_sha256": "p" * 64, "anchor_sha256": "a" * 64, "state_sha256": "s" * 64,
+        "bytes_sent": 10**15, "bytes_received": 10**15, "wall_s": math.nan, "stall_s": 1e300, "tokens_discarded": 2**53,
+        "reason": "x" * 5000, "cosine": -math.inf, "mean_norm": 1e300,
+    },
+    "eval": {"step": 2**53, "loss": -(10**7)},
+    "sample": {"step": 2**53, "every": 2**53, "values": [np.float64(1e17)] * 5000},
+    "peers": {"alive": IDS},
+    "daemon": {"status": "failed", "reason": "x" * 5000},
+    "stop": {"reason": "x" * 5000},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_peer_writes_its_readers_read(kind: str) -> None:
+    book = Book()
+    book.event_log.write(kind, **EXTREMES[kind])
+    book.clock.now += 10
+    (event,) = book.read()
+    assert event["event"] == kind
+    assert event.keys() >= EXTREMES[kind].keys()
+    assert event.get("loss") is None
+    if kind == "peers":
+        assert event["alive"] == IDS[:MAX_LINKS]
+
+
+def test_a_loss_as_large_as_a_sum_of_squares_is_told() -> None:
+    book = Book()
+    book.event_log.write("eval", step=1, loss=-999_999.5)
+    assert book.read()[0]["loss"] == -999_999.5
+
+
+@pytest.mark.parametrize("values", [NESTED, [math.nan], object(), ["x"], None])
+def test_an_event_that_cannot_be_told_costs_itself_alone(values: Any) -> None:
+    book = Book()
+    book.event_log.write("sample", step=1, every=1, values=values)
+    book.event_log.write("eval", step=1, loss=1.0, mine=values)
+    book.event_log.write("stop", reason="done")
+    assert [event["event"] for event in book.read()][-1] == "stop"
 
 
 def test_thinning_keeps_the_order_and_the_weight() -> None:

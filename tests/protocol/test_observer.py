@@ -13,7 +13,7 @@ import trio
 
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import Event
-from p2ptrain.protocol.event_log.observer import MOST_MEMBERS, Observer, Sighting
+from p2ptrain.protocol.event_log.observer import MOST_MEMBERS, Observer, Own, Sighting
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.lookup import UNREACHABLE
 from p2ptrain.protocol.membership.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
@@ -311,6 +311,15 @@ def test_a_member_watches_over_the_links_that_it_has() -> None:
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
+
+
+def test_what_a_peer_wrote_itself_is_read_though_its_clock_was_set_back() -> None:
+    event_log = EventLog(lambda: 10_000.0)
+    event_log.write("stop", reason="done")
+    event_log.write("sample", step=1, every=1, values=["x"])
+    own = Own("a.1", event_log, lambda: Sighting("a", True, ""))
+    (batch,) = Observer("test", inline, lambda: 1_000.0, own).take().batches
+    assert [event["event"] for event in batch.events] == ["stop"]
 
 
 # --- the side that is asked ------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ the metrics stream (docs/metrics.md), with steps aggregated over two seconds.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from bisect import bisect_right
@@ -19,7 +18,7 @@ from typing import Any
 import trio
 
 from p2ptrain.protocol.event_log.downsampling import coalesce
-from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, Event
+from p2ptrain.protocol.event_log.events import KINDS, MAX_PAGE_BYTES, PAGE_FRAME_BYTES, Event, encode_event
 
 # Fast peers make 200 steps per second, more than an observer needs.
 FOLD_S = 2.0
@@ -88,9 +87,8 @@ class EventLog:
         texts: list[str] = []
         size = 0
         for entry in fresh:
-            # JSON is ASCII, so characters are bytes. 100 bytes are for the rest of the page.
-            text = _encode(entry.event)
-            if size + len(text) + 100 > MAX_PAGE_BYTES and texts:
+            text = encode_event(entry.event)
+            if size + len(text) + PAGE_FRAME_BYTES > MAX_PAGE_BYTES:
                 break
             texts.append(text)
             size += len(text) + 1
@@ -179,16 +177,6 @@ def _thin_samples(entries: list[Entry], goal: int) -> list[Entry]:
         stride *= 2
         entries = [entry for entry in entries if entry.event["step"] // entry.event["every"] % stride == 0]
     return entries[-goal:]
-
-
-def _encode(event: Event) -> str:
-    """Encode as JSON, with null for NaN and infinity."""
-    plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in event.items()}
-    try:
-        return json.dumps(plain, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError):
-        # A diverged model's sample, or a user's value of another type.
-        return json.dumps({"event": "unreadable", "t": event["t"]})
 
 
 class RateLimit:

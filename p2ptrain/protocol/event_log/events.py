@@ -1,4 +1,4 @@
-"""Parses pages of events (docs/metrics.md) from other peers, with strict checks.
+"""Parses pages of events (docs/metrics.md) from other peers, with strict checks, and writes what passes them.
 
 A page is untrusted JSON. Sizes, kinds, fields, types and lengths are checked, and numbers must be finite. Unknown
 events and fields, as from a newer version, are dropped.
@@ -6,6 +6,7 @@ events and fields, as from a newer version, are dropped.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -13,14 +14,17 @@ import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.links.links import MAX_LINKS
 
 Event = dict[str, Any]
 
 MAX_PAGE_BYTES = 256 * 1024
+# What a page has around its events.
+PAGE_FRAME_BYTES = 100
 MAX_TEXT = 2048
-# Peer ids and reasons; a round has at most 64 contributors, a peer at most 128 links.
+# Peer ids and reasons; a round has at most 64 contributors.
 MAX_NAME = 128
-MAX_NAMES = 128
+MAX_NAMES = MAX_LINKS
 MAX_VALUES = 1024
 # Larger than any count or measure of a run; sums of many such numbers are finite.
 LARGEST = 10**18
@@ -91,6 +95,38 @@ KINDS: dict[str, Kind] = {
     "daemon": Kind({"status": Text, "reason": Text}),
     "stop": Kind({"reason": Text}),
 }  # fmt: skip
+
+
+def encode_event(event: Event) -> str:
+    """An event of our own as JSON that `parse_page` takes: cut to its limits, and null where a number is beyond them.
+
+    An event that cannot be made so (a user's value of another type) becomes one of an unknown kind.
+    """
+    kind = KINDS[event["event"]]
+    types = kind.required | kind.optional
+    cut = {key: _cut(value, types[key]) if key in types else value for key, value in event.items()}
+    try:
+        # ASCII, so characters are bytes.
+        text = json.dumps(cut, separators=(",", ":"), allow_nan=False)
+        _check(msgspec.json.decode(text), event["t"])
+    except (TypeError, ValueError, RecursionError, WireError):
+        text = ""
+    if not 0 < len(text) <= MAX_PAGE_BYTES - PAGE_FRAME_BYTES:
+        return json.dumps({"event": "unreadable", "t": event["t"]})
+    return text
+
+
+def _cut(value: Any, expected: Any) -> Any:
+    match value:
+        case str():
+            return value[: MAX_NAME if expected is Name else MAX_TEXT]
+        case list() | tuple():
+            return value[: MAX_VALUES if expected is Numbers else MAX_NAMES]
+        case dict():
+            return dict(list(value.items())[:MAX_NAMES])
+        case float() | int() if not abs(value) < (LARGEST_LOSS if expected is Loss else LARGEST):
+            return None
+    return value
 
 
 class Page(msgspec.Struct):

@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
-from p2ptrain.protocol.event_log.events import Event, Page, parse_page
+from p2ptrain.protocol.event_log.events import KINDS, Event, Page, parse_page
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
@@ -188,9 +189,10 @@ class Observer:
     def _read_own(self, own: Own) -> Sighting:
         sighting, more = own.sight(), True
         while more:
-            page = parse_page(own.event_log.page(self._own_last), now_s=self.clock())
+            page = msgspec.json.decode(own.event_log.page(self._own_last), type=Page)
             self._own_last, more = page.last, page.more
-            self._batches.append(Batch(sighting.peer_id, own.incarnation, page.events))
+            events = [event for event in page.events if event["event"] in KINDS]
+            self._batches.append(Batch(sighting.peer_id, own.incarnation, events))
         return sighting
 
     # Members.

@@ -158,12 +158,18 @@ def test_an_event_of_the_users_own_is_not_told() -> None:
     assert [(event["event"], event["loss"]) for event in book.read()] == [("eval", None)]
 
 
-def test_what_comes_is_spread_over_time() -> None:
+def test_what_is_asked_for_is_made_when_it_may_be_sent_and_no_sooner() -> None:
     async def main() -> None:
-        pace = RateLimit(1000)
-        for _ in range(5):
-            await pace.wait(500)
-        assert trio.current_time() == pytest.approx(2.0)
+        pace, made_s = RateLimit(1000), []
+
+        async def make() -> bytes:
+            made_s.append(trio.current_time())
+            return bytes(500)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(pace.make, make)
+        assert made_s == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0])
 
     run_virtual(main)
 

@@ -130,16 +130,16 @@ def test_an_error_in_an_answer_costs_the_link_of_the_one_who_asked(what: str, ca
             await start_trio(s)
             a, b = s.peers["a"].node, s.peers["b"].node
             caplog.clear()
-            answer = b._answer
+            answer = b._server._answer
             link = b.links.live["a"]
 
             async def fail_once(link: Link, request: Any) -> None:
                 if request.what == what:
-                    b._answer = answer  # type: ignore[method-assign]
+                    b._server._answer = answer  # type: ignore[method-assign]
                     raise Bug(what)
                 await answer(link, request)
 
-            b._answer = fail_once  # type: ignore[method-assign]
+            b._server._answer = fail_once  # type: ignore[method-assign]
             with pytest.raises(PeerLostError, match="b: it closed the connection"):
                 await a.links.request(a.links.live["b"], what, timeout_s=10)
             assert f"answering a request for '{what}'" in link.lost_reason
@@ -147,7 +147,7 @@ def test_an_error_in_an_answer_costs_the_link_of_the_one_who_asked(what: str, ca
             await s.until(lambda: committed_after(s, failed_s, *NAMES))
             assert len(errors_in(caplog)) == 1
             assert not b.links.strikes
-            assert not b._serving
+            assert not b._server._serving
 
     run_virtual(main)
 

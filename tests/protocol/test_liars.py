@@ -33,7 +33,7 @@ class LyingDonor:
             committer = node.engine.committer
             head = property(lambda _: self._head(node.engine.head))
 
-        node._server._engine = Engine()  # type: ignore[assignment]
+        node._server._state._engine = Engine()  # type: ignore[assignment]
 
     def _beat(self, beat: Beat) -> Beat:
         return msgspec.structs.replace(beat, **self.beat(beat))

@@ -17,7 +17,7 @@ from p2ptrain.protocol.event_log.observer import MOST_MEMBERS, Observer, Own, Si
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.lookup import UNREACHABLE
 from p2ptrain.protocol.membership.membership import RECORD_TTL_S, bucket_of, encode_record, member_key
-from p2ptrain.protocol.wire.messages import Answer, Request
+from p2ptrain.protocol.wire.messages import Answer, Beat, Fragment, Message, Request
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint
 
@@ -365,6 +365,31 @@ def test_observers_get_events_and_nothing_else() -> None:
                 answer, _ = await observer.links.request(link, what, timeout_s=5)
                 found[what] = answer.found
             assert [what for what, given in found.items() if given] == ["settings", "events"]
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("role", "message", "payload"),
+    [
+        ("observer", Fragment("", 0, "cyclic", 0, 0, 1, 200, 0.0), bytes(66)),
+        ("trainer", Beat(0, 0, 0, "", "", -1, 0, 0, "", 0.0, (("x", ()), ("y", ()), ("z", ())), 0), b""),
+    ],
+)
+def test_what_its_sender_may_not_say_is_a_strike(role: str, message: Message, payload: bytes) -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s, trio.open_nursery() as nursery:
+            s.start("a", founder=True)
+            node = s.peers["a"].node
+            await s.until(node.ready.is_set)
+            digest = node.run.digest if role == "trainer" else ""
+            sender = await start_endpoint(s.network, nursery, hello_of("b", digest=digest, role=role))
+            link = await sender.links.connect("a", [])
+            await link.send_bulk(message, payload, Traffic.FRAGMENT)
+            await link.lost.wait()
+            assert node.links.strikes == {"b": 1}
+            assert not node.membership.known.keys() & set("xyz")
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

@@ -346,32 +346,36 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.Monk
     run_virtual(main)
 
 
-def test_answers_of_state_are_bounded_over_all_partners() -> None:
+@pytest.mark.parametrize(
+    ("what", "limiter"),
+    [("chunk", "_state_answers"), ("record", "_state_answers"), ("part", "_pieces"), ("events", "_pages")],
+)
+def test_answers_are_bounded_over_all_partners(what: str, limiter: str) -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=[("head", (64, 64))]) as s:
             for name in "abcd":
                 s.start(name, founder=name == "a")
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
             donor = s.peers["a"].node
-            donor._state_answers.total_tokens = 3
+            getattr(donor._server, limiter).total_tokens = 3
             serving = most = answered = 0
 
-            async def serve(link: Link, request: Request) -> None:
+            async def answer(link: Link, request: Request) -> None:
                 nonlocal serving, most
                 serving += 1
                 most = max(most, serving)
                 await trio.sleep(0.1)
-                link.send(Answer(request.request, True, "chunk"))
+                link.send(Answer(request.request, True, what))
                 serving -= 1
 
             async def ask(name: str) -> None:
                 nonlocal answered
-                answer, _ = await s.peers[name].node.links.request(
-                    s.peers[name].node.links.live["a"], "chunk", timeout_s=30
+                found, _ = await s.peers[name].node.links.request(
+                    s.peers[name].node.links.live["a"], what, timeout_s=30
                 )
-                answered += answer.found
+                answered += found.found
 
-            donor._server.serve = serve  # type: ignore[method-assign]
+            donor._server._answer = answer  # type: ignore[method-assign]
             async with trio.open_nursery() as nursery:
                 for name in "bcd":
                     for _ in range(5):

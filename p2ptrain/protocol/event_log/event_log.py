@@ -10,7 +10,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -184,10 +184,13 @@ class RateLimit:
 
     def __init__(self, rate_bytes_s: float) -> None:
         self._rate_bytes_s = rate_bytes_s
+        self._turn = trio.Lock()
         self._free_s = 0.0
 
-    async def wait(self, size_bytes: int) -> None:
-        """Wait until so many bytes may be sent."""
-        turn_s = max(self._free_s, trio.current_time())
-        self._free_s = turn_s + size_bytes / self._rate_bytes_s
-        await trio.sleep_until(turn_s)
+    async def make(self, make: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Make an answer, once those before it could be sent; who waits holds no bytes."""
+        async with self._turn:
+            await trio.sleep_until(self._free_s)
+            answer = await make()
+            self._free_s = trio.current_time() + len(answer) / self._rate_bytes_s
+            return answer

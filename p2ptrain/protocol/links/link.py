@@ -105,8 +105,8 @@ class Link:
         self.left = False
         self.streams = 0
         self.flow = FlowControl()
-        # When it last answered a request of ours.
-        self.answered_s = 0.0
+        # When it last answered a request of ours, and when we last served it some of our state.
+        self.answered_s = self.served_s = 0.0
         self.opened_s = self.last_heard = trio.current_time()
         self._setup = setup
         self._counters = setup.counters

@@ -6,17 +6,15 @@ It runs on a peer's network thread over libp2p, or with other nodes in one proce
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
+from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.gossip import Gossip
@@ -24,10 +22,10 @@ from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import TRAINER, Links
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
+from p2ptrain.protocol.node.requests import RequestServer
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
-from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
@@ -35,11 +33,8 @@ from p2ptrain.settings.config import RunConfig
 logger = logging.getLogger(__name__)
 
 FRAGMENTS_EVENT_S = 2.0
-# Requests of one peer served at once; more are answered with "busy". Observers send one after the other.
-MAX_SERVED_AT_ONCE = 12
-# State answers being sent to all peers, each of at most 1 MiB; more wait, which bounds memory.
-MAX_STATE_ANSWERS = 128
-MAX_SERVED_TO_OBSERVER = 2
+# Other members that one Beat names.
+BEAT_MEMBERS = 2
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
@@ -92,8 +87,6 @@ class Node:
         self._transport = transport
         self._exchange = exchange
         self._events = events
-        self._event_log = event_log
-        self._event_log_pace = RateLimit(RATE_BYTES_S)
         self._digest = run.digest
         self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors)
@@ -107,10 +100,7 @@ class Node:
             restored=restored, rng=rng,
         )  # fmt: skip
         self._gossip = Gossip(context, rng) if run.fragment_fraction > 0 else None
-        self._server = StateServer(self.engine, buffers)
-        self._serving: Counter[PeerId] = Counter()
-        self._served_s: dict[PeerId, float] = {}
-        self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
+        self._server = RequestServer(self.engine, buffers, event_log)
         self._nursery: trio.Nursery | None = None
 
     async def run_forever(self) -> None:
@@ -173,9 +163,7 @@ class Node:
         return [
             link.peer_id
             for link in self.links.trainers()
-            if link.beat is not None
-            and not link.beat.lineage
-            and max(link.opened_s, self._served_s.get(link.peer_id, 0.0)) > since_s
+            if link.beat is not None and not link.beat.lineage and max(link.opened_s, link.served_s) > since_s
         ]
 
     def round_ended(self, report: RoundReport) -> None:
@@ -197,8 +185,8 @@ class Node:
         head = self.engine.head
         return messages.Beat(
             sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
-            self.status, 1 / self._exchange.step_s if self._exchange.step_s else 0.0, self.membership.sample(2),
-            self.engine.context.liveness.reach(head),
+            self.status, 1 / self._exchange.step_s if self._exchange.step_s else 0.0,
+            self.membership.sample(BEAT_MEMBERS), self.engine.context.liveness.reach(head),
         )  # fmt: skip
 
     def on_link(self, link: Link) -> None:
@@ -222,15 +210,19 @@ class Node:
     async def on_message(self, link: Link, message: messages.Message, payload: bytes) -> None:
         match message:
             case messages.Request():
-                self._on_request(link, message)
+                assert self._nursery is not None
+                self._server.take(self._nursery, link, message)
             case messages.Leave():
                 self.engine.context.liveness.note_departed(link.peer_id)
                 self.membership.forget(link.peer_id)
             case messages.Hello():
                 raise WireError("a second Hello")
             case _ if link.hello.role != TRAINER or not link.hello.digest:
-                pass  # observers only send requests
+                if payload:  # observers only send requests
+                    raise WireError(f"{type(message).__name__} of an observer")
             case messages.Beat():
+                if len(message.members) > BEAT_MEMBERS:
+                    raise WireError(f"a Beat that names {len(message.members)} members")
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs)
                 if self.ready.is_set():
@@ -243,52 +235,10 @@ class Node:
             case messages.Contribution():
                 if self.ready.is_set():
                     self.engine.deliver(link.peer_id, message, payload)
-            case _ if payload:
-                raise WireError(f"{type(message).__name__} with a payload")
             case messages.Ack():
                 pass
             case _ if self.ready.is_set():
                 self.engine.deliver(link.peer_id, message)
-
-    def _on_request(self, link: Link, request: messages.Request) -> None:
-        assert self._nursery is not None
-        most = MAX_SERVED_AT_ONCE if link.hello.role == TRAINER else MAX_SERVED_TO_OBSERVER
-        if self._serving[link.peer_id] >= most:
-            link.send(messages.Answer(request.request, False, "busy"))
-            return
-        self._serving[link.peer_id] += 1
-        self._nursery.start_soon(self._serve, link, request)
-
-    async def _serve(self, link: Link, request: messages.Request) -> None:
-        """Answer one request. An error closes the link of the peer that asked."""
-        try:
-            with self.links.containing(link, f"answering a request for {request.what[:40]!r}"):
-                await self._answer(link, request)
-        finally:
-            self._serving[link.peer_id] -= 1
-            if not self._serving[link.peer_id]:
-                del self._serving[link.peer_id]
-
-    async def _answer(self, link: Link, request: messages.Request) -> None:
-        if request.what == "settings":
-            payload = json.dumps(self.run.stated()).encode()
-            await link.send_bulk(messages.Answer(request.request, True, "settings"), payload, Traffic.STATE)
-        elif request.what == "events":
-            page = await self.compute(self._event_log.page, request.index)
-            await self._event_log_pace.wait(len(page))
-            await link.send_bulk(messages.Answer(request.request, True, "events"), page, Traffic.STATE, compress=True)
-        elif link.hello.role != TRAINER:
-            link.send(messages.Answer(request.request, False, "for members of the run"))
-        elif request.what == "part":
-            await self.engine.context.parts.serve(link, request)
-        elif request.what == "record":
-            record = self.engine.context.parts.record(request.subject, request.index)
-            payload = messages.pack(record) if record else b""
-            await link.send_bulk(messages.Answer(request.request, record is not None, "record"), payload, Traffic.STATE)
-        else:
-            async with self._state_answers:
-                await self._server.serve(link, request)
-            self._served_s[link.peer_id] = trio.current_time()
 
     def _record_peers(self) -> None:
         links = sorted(self.links.trainers(), key=lambda link: link.peer_id)

@@ -1,0 +1,87 @@
+"""Answers the requests of other peers, with a bound on the memory of all answers together."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import trio
+
+from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.links import TRAINER
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.state_sync.transfer import StateServer
+from p2ptrain.protocol.wire import messages
+from p2ptrain.protocol.wire.transport import PeerId
+
+# Requests of one peer served at once; more are answered with "busy". Observers send one after the other.
+MAX_SERVED_AT_ONCE = 12
+MAX_SERVED_TO_OBSERVER = 2
+# Answers that are made and sent at once, to all peers together; more wait. Pages of events have 256 KiB, pieces of a
+# part 128 KiB, other answers at most 1 MiB. Each kind has its own limit: rounds do not wait for slow joiners.
+MAX_PAGES = 128
+MAX_PIECES = 512
+MAX_STATE_ANSWERS = 128
+
+
+class RequestServer:
+    """Serves what this peer has.
+
+    Args:
+        engine: has the state, and the parts of the last round.
+        buffers: serializes the model's buffers.
+        event_log: served to observers.
+    """
+
+    def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes], event_log: EventLog) -> None:
+        self._context = engine.context
+        self._state = StateServer(engine, buffers)
+        self._event_log = event_log
+        self._pace = RateLimit(RATE_BYTES_S)
+        self._serving: Counter[PeerId] = Counter()
+        self._pages = trio.CapacityLimiter(MAX_PAGES)
+        self._pieces = trio.CapacityLimiter(MAX_PIECES)
+        self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
+
+    def take(self, nursery: trio.Nursery, link: Link, request: messages.Request) -> None:
+        """Answer a request in a task of its own; an error there closes the link. Refuses what is too much."""
+        member = link.hello.role == TRAINER
+        if self._serving[link.peer_id] >= (MAX_SERVED_AT_ONCE if member else MAX_SERVED_TO_OBSERVER):
+            link.send(messages.Answer(request.request, False, "busy"))
+        elif not member and request.what not in ("settings", "events"):
+            link.send(messages.Answer(request.request, False, "for members of the run"))
+        else:
+            self._serving[link.peer_id] += 1
+            nursery.start_soon(self._serve, link, request)
+
+    async def _serve(self, link: Link, request: messages.Request) -> None:
+        limiter = {"events": self._pages, "part": self._pieces}.get(request.what, self._state_answers)
+        try:
+            with self._context.links.containing(link, f"answering a request for {request.what[:40]!r}"):
+                async with limiter:
+                    await self._answer(link, request)
+        finally:
+            self._serving[link.peer_id] -= 1
+            if not self._serving[link.peer_id]:
+                del self._serving[link.peer_id]
+
+    async def _answer(self, link: Link, request: messages.Request) -> None:
+        match request.what:
+            case "settings":
+                settings = json.dumps(self._context.run.stated()).encode()
+                await link.send_bulk(messages.Answer(request.request, True, "settings"), settings, Traffic.STATE)
+            case "events":
+                page = await self._pace.make(lambda: self._context.compute(self._event_log.page, request.index))
+                answer = messages.Answer(request.request, True, "events")
+                await link.send_bulk(answer, page, Traffic.STATE, compress=True)
+            case "part":
+                await self._context.parts.serve(link, request)
+            case "record":
+                record = self._context.parts.record(request.subject, request.index)
+                answer = messages.Answer(request.request, record is not None, "record")
+                await link.send_bulk(answer, messages.pack(record) if record else b"", Traffic.STATE)
+            case _:
+                await self._state.serve(link, request)
+                link.served_s = trio.current_time()

@@ -27,13 +27,7 @@ MAX_STATE_ANSWERS = 128
 
 
 class RequestServer:
-    """Serves what this peer has.
-
-    Args:
-        engine: has the state, and the parts of the last round.
-        buffers: serializes the model's buffers.
-        event_log: served to observers.
-    """
+    """Serves this peer's state, parts of the last round, settings and events. `buffers` serializes the model's."""
 
     def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes], event_log: EventLog) -> None:
         self._context = engine.context

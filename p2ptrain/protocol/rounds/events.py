@@ -1,32 +1,4 @@
-"""The events (inputs) and effects (outputs) of `consensus`.
-
-Events, and when the driver passes them:
-
-- `Received(sender, message)`: every Call, Join, Refuse, Roster, Propose, Ready, Commit, Abort, Withdraw, Inquire and
-  Accepted, of any round. `sender` is the identity of the link. The answer to a `record` request comes as a Commit.
-  Raises WireError if the message breaks a rule; the state is unchanged then.
-- `Lead(called, ...)`: call these peers, including ourselves. Ignored while we lead an attempt.
-- `Prepared(attempt, join)`: answers `Prepare`. Consensus fills in the READY record of `join`.
-- `Held(attempt, record_sha256)`: answers `Fetch`: all parts are here and verified.
-- `MemberFailed(attempt, reason)`: we cannot continue as a member: an invalid record, a missing part, ...
-- `Averaged(attempt, record)`: answers `Average`.
-- `LeaderFailed(attempt, reason)`: averaging failed, or we stop leading.
-- `Lost(peer)`: the link to a peer broke, or it left.
-- `Tick()`: at `deadline_s(state)`, or a few times a second.
-
-Effects:
-
-- `Send(to, message)`; dropped if the peer is not linked. `Broadcast(message)`: to all live trainers except ourselves.
-- `Prepare(attempt, window_s)`: take the snapshot within `window_s`, which is bounded, then `Prepared`.
-- `Fetch(attempt, record)`: check that the record fits the model, fetch its parts, then `Held` or `MemberFailed`.
-- `Average(attempt, joins)`: a quorum promised and no record is unfinished: plan and average with these, then `Averaged`
-  or `LeaderFailed`. An unfinished record is proposed by consensus itself, without `Average`.
-- `MemberEnded(attempt, reason)`: stop taking part in this attempt, and in no other.
-- `LeaderEnded(attempt, reason, timed_out)`: our attempt ended without a record; the members have been told.
-- `Learned(record)`: the round's outcome. Our attempts end, without a `MemberEnded`; from now on only Inquire is
-  answered. Fetch the record's parts if they are missing; if that fails, replace the whole state.
-- `Unproven(record)`: a peer sent this as committed, and no quorum of voters confirmed it: replace the whole state.
-"""
+"""The events (inputs) and effects (outputs) of `consensus`."""
 
 from __future__ import annotations
 
@@ -38,15 +10,18 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """A message of the consensus, of any round. Raises WireError if it breaks a rule; the state is unchanged then."""
+
     sender: PeerId
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Call `called`. Joins arrive within `window_s` + `grace_s`, the Commit within `attempt_s` after that.
+    """Call `called`, which includes ourselves; ignored while we lead an attempt.
 
-    The attempt's counter is higher than `counter` and than all known ones.
+    Joins arrive within `window_s` + `grace_s`, the Commit within `attempt_s` after that. The attempt's counter is
+    higher than `counter` and than all known ones.
     """
 
     called: tuple[PeerId, ...]
@@ -58,42 +33,54 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    """Answers `Prepare`. Consensus fills in the READY record of `join`."""
+
     attempt: Attempt
     join: Join
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
+    """Answers `Fetch`: all parts are here and verified."""
+
     attempt: Attempt
     record_sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemberFailed:
+    """We cannot continue as a member: an invalid record, a missing part, ..."""
+
     attempt: Attempt
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
+    """Answers `Average`."""
+
     attempt: Attempt
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderFailed:
+    """Averaging failed, or we stop leading."""
+
     attempt: Attempt
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
+    """The link to a peer broke, or it left."""
+
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    pass
+    """Time has passed: at `deadline_s(state)`, or a few times a second."""
 
 
 Event = Received | Lead | Prepared | Held | MemberFailed | Averaged | LeaderFailed | Lost | Tick
@@ -101,41 +88,55 @@ Event = Received | Lead | Prepared | Held | MemberFailed | Averaged | LeaderFail
 
 @dataclass(frozen=True, slots=True)
 class Send:
+    """Send a message; dropped if the peer is not linked."""
+
     to: PeerId
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
+    """Send a message to all live trainers except ourselves."""
+
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
+    """Take the snapshot within `window_s`, which is bounded, then `Prepared`."""
+
     attempt: Attempt
     window_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
+    """Check that the record fits the model, fetch its parts, then `Held` or `MemberFailed`."""
+
     attempt: Attempt
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
+    """A quorum promised, and no record is unfinished: plan and average, then `Averaged` or `LeaderFailed`."""
+
     attempt: Attempt
     joins: tuple[tuple[PeerId, Join], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MemberEnded:
+    """Stop taking part in this attempt, and in no other."""
+
     attempt: Attempt
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderEnded:
+    """Our attempt ended without a record; the members have been told."""
+
     attempt: Attempt
     reason: str
     timed_out: bool = False
@@ -143,11 +144,15 @@ class LeaderEnded:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
+    """The round's outcome; our attempts end, without a `MemberEnded`. If it cannot be applied, replace the state."""
+
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Unproven:
+    """A peer sent this as committed, and no quorum of voters confirmed it: replace the whole state."""
+
     record: Record
 
 

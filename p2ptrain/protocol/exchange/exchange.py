@@ -5,7 +5,8 @@ network thread, or on the same thread under virtual time). They communicate thro
 one side fills and the other empties, and `post`, which runs a callable on the node's thread.
 
 The slots and the position are written by both sides, under one lock, which is never held while tensors are read or
-written. So is the epoch, which is one reference. Everything else is written by the training thread alone.
+written. The epoch is replaced as a whole, also under the lock; reading it needs none. Everything else is written by the
+training thread alone.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ class Landing:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """The result of a round for this peer. `status` is "committed", "solo" or "skipped"; bytes are this peer's own."""
+    """The result of a round for this peer; bytes are this peer's own."""
 
     round: int
-    status: str
+    status: Literal["committed", "solo", "skipped"]
     lineage: str
     contributors: tuple[str, ...] = ()
     bytes_sent: int = 0

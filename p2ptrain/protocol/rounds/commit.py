@@ -23,7 +23,7 @@ from p2ptrain.protocol.wire.messages import Head, Record
 # Before the first retry of a round that could not be applied; twice as long before each further one, up to the second
 # (guesses). A decided round is retried without end, as a memory shortage may end after any time.
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
-# The same of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
+# Retries of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
 
 

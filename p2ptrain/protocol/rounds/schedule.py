@@ -159,7 +159,7 @@ class Schedule:
     def ignore(self, leader: PeerId, now: float) -> None:
         """Ignore the Calls of a leader for a while, as its attempts fail; never our own."""
         if leader != self._context.peer_id:
-            logger.info("%s called rounds that came to nothing", leader)
+            logger.info("attempts led by %s keep failing; its calls are ignored for a while", leader)
             self.leaders.note(leader, now, SILENT_LEADER_S)
 
     def window_s(self) -> float:

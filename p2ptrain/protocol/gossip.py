@@ -165,7 +165,7 @@ class Gossip:
 
     def _check(self, message: Fragment, payload: bytes) -> None:
         if message.selection != self._run.fragment_selection or message.num_slots != self._num_slots:
-            raise WireError(f"fragment of {message.selection} selection in {message.num_slots} slots")
+            raise WireError(f"fragment of {message.selection[:40]!r} selection in {message.num_slots} slots")
         if not (0 <= message.slot < message.num_slots and 1 <= message.slot_count <= message.num_slots - message.slot):
             raise WireError(f"fragment of slots {message.slot} + {message.slot_count} of {message.num_slots}")
         if not 0 <= message.cycle < 2**40 or message.age_s < 0:

@@ -43,6 +43,7 @@ from p2ptrain.protocol.rounds.round_state import (
     deadline_s,
 )
 from p2ptrain.protocol.wire.messages import (
+    MAX_REASON,
     Abort,
     Accepted,
     Attempt,
@@ -60,6 +61,8 @@ from p2ptrain.protocol.wire.messages import (
     Refuse,
     Roster,
     Withdraw,
+    pack,
+    unpack,
 )
 from tests.protocol.explore import restarted
 
@@ -270,6 +273,16 @@ def test_abort_and_a_lost_leader_end_the_part() -> None:
     assert joined().hears("a", Abort("0-x", 5, FIRST, "no quorum")) == [MemberEnded(FIRST, "no quorum")]
     assert joined()(Lost("a")) == [MemberEnded(FIRST, "the leader was lost")]
     assert joined()(Lost("b")) == []
+
+
+def test_reasons_of_others_are_kept_without_control_characters_and_ours_are_cut() -> None:
+    assert joined().hears("a", Abort("0-x", 5, FIRST, "\x1b[2J\nno")) == [MemberEnded(FIRST, "?[2J?no")]
+    withdraw, _ = joined(FIRST)(MemberFailed(FIRST, "no " * MAX_REASON))
+    assert isinstance(withdraw, Send)
+    assert isinstance(withdraw.message, Withdraw)
+    assert unpack(Withdraw, pack(withdraw.message)).reason == ("no " * MAX_REASON)[:MAX_REASON]
+    with pytest.raises(WireError):
+        unpack(Abort, pack(Abort("0-x", 5, FIRST, "n" * (MAX_REASON + 1))))
 
 
 def test_other_rounds_and_lineages_change_nothing() -> None:
@@ -532,8 +545,8 @@ def test_a_leader_goes_on_while_there_can_be_a_quorum() -> None:
     assert ended == LeaderEnded(FIRST, "no quorum can become READY without the lost members")
     run = leading("a", "b")
     assert run.hears("c", Refuse("0-x", 5, FIRST, SECOND)) == [Average(FIRST, (("a", join(FIRST)), ("b", join(FIRST))))]
-    *_, ended = run.hears("b", withdraw)
-    assert ended == LeaderEnded(FIRST, "b: too slow")
+    *_, ended = run.hears("b", msgspec.structs.replace(withdraw, reason="too\x1b[2J slow"))
+    assert ended == LeaderEnded(FIRST, "b: too?[2J slow")
 
 
 def test_an_attempt_that_takes_too_long_is_aborted() -> None:

@@ -19,9 +19,8 @@ from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunMismat
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
-from p2ptrain.protocol.membership.peer_status import shown
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
-from p2ptrain.protocol.wire.messages import Beat, Hello, Message
+from p2ptrain.protocol.wire.messages import Beat, Hello, Message, shown
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport
 from p2ptrain.settings.config import RunConfig
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.wire.messages import shown
 from p2ptrain.protocol.wire.transport import PeerId
-
-# A status is a few words.
-MAX_STATUS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,3 @@ def describe(links: Iterable[Link]) -> list[PeerStatus]:
         return PeerStatus(link.peer_id, shown(beat.status), beat.step, beat.round + 1, beat.speed, link.flow.rtt_s)
 
     return sorted(map(status, links), key=lambda peer: peer.peer_id)
-
-
-def shown(text: str) -> str:
-    """An untrusted text made safe for a terminal: short, and without control characters."""
-    return "".join(character if character.isprintable() else "?" for character in text[:MAX_STATUS])

@@ -310,7 +310,7 @@ class Attempts:
     ) -> None:
         match message:
             case m.Withdraw(reason=reason):
-                leader.note_gone(sender, reason)
+                leader.note_gone(sender, m.shown(reason, m.MAX_REASON))
             case m.Refuse():
                 leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
             case _:

@@ -126,7 +126,7 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
             return _without(replace(state, highest=highest), proposer, sender, reason, now)
         case m.Withdraw():
-            return _without(state, proposer, sender, f"{sender}: {message.reason}", now)
+            return _without(state, proposer, sender, f"{sender}: {m.shown(message.reason, m.MAX_REASON)}", now)
     return state, ()
 
 
@@ -177,7 +177,7 @@ def _on_order(state: State, message: m.Roster | m.Abort, now: float) -> Result:
     if member is None:
         return state, ()
     if isinstance(message, m.Abort):
-        return _end_member(state, member, message.reason)
+        return _end_member(state, member, m.shown(message.reason, m.MAX_REASON))
     if not member.planned:
         member = replace(member, planned=True, deadline_s=now + state.limits.attempt_s)
     return replace(state, member=member), ()
@@ -231,7 +231,8 @@ def _withdraw(state: State, member: Member, reason: str) -> Result:
     if member.proposal is not None and state.acceptor.attempt != attempt:
         state = _note_unheld(state, attempt, record_sha256(member.proposal))
     state, effects = _end_member(state, member, reason)
-    return state, (ev.Send(attempt.leader, m.Withdraw(state.head.lineage, state.round, attempt, reason)), *effects)
+    withdraw = m.Withdraw(state.head.lineage, state.round, attempt, reason[: m.MAX_REASON])
+    return state, (ev.Send(attempt.leader, withdraw), *effects)
 
 
 def _note_unheld(state: State, attempt: m.Attempt, sha256: str) -> State:
@@ -322,7 +323,7 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready
 
 
 def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = False) -> Result:
-    abort = m.Abort(state.head.lineage, state.round, proposer.attempt, reason)
+    abort = m.Abort(state.head.lineage, state.round, proposer.attempt, reason[: m.MAX_REASON])
     tell = tuple(ev.Send(peer, abort) for peer in proposer.called)
     return replace(state, proposer=None), (*tell, ev.LeaderEnded(proposer.attempt, reason, timed_out))
 

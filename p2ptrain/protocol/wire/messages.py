@@ -18,10 +18,12 @@ from p2ptrain.errors import WireError
 T = TypeVar("T")
 MAX_STRING = 4096
 MAX_LIST = 4096
+MAX_REASON = 512
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Text = Annotated[str, Meta(max_length=MAX_STRING)]
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 
 
@@ -300,7 +302,7 @@ class Abort(_Struct, frozen=True):
     lineage: Text
     round: Int
     attempt: Attempt
-    reason: Text
+    reason: Reason
 
 
 class Withdraw(_Struct, frozen=True):
@@ -309,7 +311,7 @@ class Withdraw(_Struct, frozen=True):
     lineage: Text
     round: Int
     attempt: Attempt
-    reason: Text
+    reason: Reason
 
 
 class Inquire(_Struct, frozen=True):
@@ -367,3 +369,8 @@ def unpack(kind: type[T], data: bytes) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except ValueError as error:
         raise WireError(f"bad {kind.__name__}: {error}") from None
+
+
+def shown(text: str, most: int = 60) -> str:
+    """An untrusted text made safe for logs and terminals: cut to `most` characters, without control characters."""
+    return "".join(character if character.isprintable() else "?" for character in text[:most])

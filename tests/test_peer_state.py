@@ -12,7 +12,7 @@ import torch
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.wire.messages import Head
+from p2ptrain.protocol.wire.messages import Head, pack
 
 BLOCKS = 5
 
@@ -22,14 +22,14 @@ def some_state() -> tuple[AnchorState, dict[str, Any]]:
     for vector in state.vectors:
         vector[:] = rng.standard_normal(vector.shape, np.float32)
     state.rehash()
-    head = Head("G", "L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
+    head = Head("0-G", "0-L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
     return state, to_dict(head, 84, state.vectors)
 
 
 def test_what_is_read_back_is_what_was_written() -> None:
     state, saved = some_state()
     restored = from_dict(saved, AnchorState(BLOCKS, 1))
-    assert (restored.run_step, restored.head.round, restored.head.lineage) == (84, 3, "L")
+    assert (restored.run_step, restored.head.round, restored.head.lineage) == (84, 3, "0-L")
     assert restored.state.hashes == state.hashes
     assert all(np.array_equal(*pair) for pair in zip(restored.state.vectors, state.vectors, strict=True))
 
@@ -45,6 +45,7 @@ def test_what_is_read_back_is_what_was_written() -> None:
         ({"head": "beef"}, "cannot be read"),
         ({"head": "no hex"}, "cannot be read"),
         ({"head": None}, "cannot be read"),
+        ({"head": pack(Head("0-G", "abc-def", 3, "", "", (), 80, 1000, None)).hex()}, "cannot be read"),
         ({"run_step": "ten"}, "cannot be read"),
         ({"run_step": -1}, "cannot be read"),
         ({"run_step": 2**60}, "cannot be read"),
@@ -77,7 +78,7 @@ def test_one_that_is_not_finite_is_refused(vector: int, value: float) -> None:
     state, _ = some_state()
     state.vectors[vector][2, 3] = value
     state.rehash()
-    head = Head("G", "L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
+    head = Head("0-G", "0-L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
     with pytest.raises(ConfigError, match="holds NaN or infinity; use an earlier checkpoint"):
         from_dict(to_dict(head, 84, state.vectors), AnchorState(BLOCKS, 1))
 

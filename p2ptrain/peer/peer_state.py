@@ -12,6 +12,7 @@ import torch
 from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.rounds.lineage import check_head
 from p2ptrain.protocol.rounds.policy import MOST_COUNT
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.messages import Head, pack, unpack
@@ -34,6 +35,7 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
         tensors, run_step = [state["anchor"], *state["moments"]], int(state["run_step"])
         vectors = [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
         head = unpack(Head, bytes.fromhex(state["head"]))
+        check_head(head)
         if not 0 <= run_step <= MOST_COUNT:
             raise ValueError(f"run_step = {run_step}")
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, WireError) as error:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import trio
 
 from p2ptrain.protocol.node.node import Node
-from p2ptrain.protocol.wire.messages import Attempt, Beat, Head, Join, Message, Record
+from p2ptrain.protocol.rounds import leader
+from p2ptrain.protocol.rounds.round_state import Acceptor
+from p2ptrain.protocol.wire.messages import Attempt, Beat, Commit, Contributor, Head, Join, Message, Record
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -154,3 +157,82 @@ def unheld(head: Head, number: int) -> Record:
     return msgspec.structs.replace(
         head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256, parts=parts
     )
+
+
+FORGERIES: dict[str, Lie] = {
+    "interval 0": {"intervals": (("a", 0), ("b", 0), ("c", 0))},
+    "endless interval": {"intervals": (("a", 2**60),)},
+    "interval twice": {"intervals": (("a", 20), ("a", 20))},
+    "intervals of too many": {"intervals": tuple((f"p{i}", 20) for i in range(65))},
+    "step before the head": {"run_step": -5},
+    "step far ahead": {"run_step": 2**60},
+    "lr": {"outer_lr": 1e300},
+    "momentum": {"outer_momentum": -1.0},
+    "optimizer": {"outer_optimizer": "adam"},
+    "tokens before the head": {"tokens_total": -1},
+    "tokens far ahead": {"tokens_total": 2**62},
+    "weight": {"contributors": (Contributor("a", "a.1", -1.0), Contributor("b", "b.2", 1.0))},
+    "no weight": {"contributors": (Contributor("a", "a.1", 0.0),)},
+}
+forgeries = pytest.mark.parametrize("lie", FORGERIES.values(), ids=FORGERIES)
+
+
+@forgeries
+def test_a_forged_proposal_ends_nobody_and_rounds_go_on(lie: Lie, monkeypatch: pytest.MonkeyPatch) -> None:
+    forged: list[Record] = []
+    honest = leader.record_of
+
+    def record_of(*args: Any) -> Record:
+        record = honest(*args)
+        if len(forged) < 3:
+            record = msgspec.structs.replace(record, **lie)
+            forged.append(record)
+        return record
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ab")
+            await s.until(lambda: common(s, 1, 2))
+            monkeypatch.setattr(leader, "record_of", record_of)
+
+            def gone_on() -> bool:
+                assert not any(peer.node.engine.head.record in forged for peer in s.peers.values())
+                return len(forged) == 3 and common(s, 3, 2)
+
+            await s.until(gone_on, within_s=120)
+            for peer in s.peers.values():
+                assert all(np.abs(vector).max() < 1e3 for vector in peer.node.state.vectors)
+                assert 0 < peer.exchange.run_step < 2**20
+
+    run_virtual(main)
+
+
+@forgeries
+def test_a_forged_commit_of_our_own_ready_record_ends_nobody(lie: Lie) -> None:
+    """As if a quorum of liars had decided it: the peer that refuses it takes the state of the others."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            engine, attempt = s.peers["c"].node.engine, Attempt(0, "x", "z")
+            await s.until(lambda: not engine.committer.resolving)
+            head = engine.head
+            assert head.record is not None
+            honest = msgspec.structs.replace(head.record, round=head.round + 1, parent_sha256=head.state_sha256)
+            forged = msgspec.structs.replace(honest, **lie)
+            acceptor = Acceptor(attempt, attempt, forged)
+            engine._attempts.state = dataclasses.replace(engine.round_state, acceptor=acceptor)
+            engine.deliver("x", Commit(forged))
+            assert engine.round_state.learner.record == forged
+            steps = len(s.peers["c"].reports)
+
+            def gone_on() -> bool:
+                assert engine.head.record != forged
+                return engine.head.round >= head.round + 3
+
+            await s.until(gone_on, within_s=120)
+            assert len(s.peers["c"].reports) > steps
+            assert all(np.abs(vector).max() < 1e3 for vector in s.peers["c"].node.state.vectors)
+
+    run_virtual(main)

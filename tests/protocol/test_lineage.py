@@ -6,9 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 import trio
 
-from p2ptrain.protocol.rounds.lineage import MAX_JUMPS, QUORUM_LOST_S, HeadHistory, LineageWatch
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.lineage import (
+    MAX_JUMPS,
+    QUORUM_LOST_S,
+    HeadHistory,
+    LineageWatch,
+    check_head,
+    generation_of,
+    new_lineage,
+)
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.wire.messages import Head
 from tests.protocol.swarm import run_virtual
@@ -125,3 +135,28 @@ def test_where_we_stood_takes_a_bounded_room() -> None:
         assert history.may_adopt(at(str(number), round_))
         history.note(at(str(number), round_))
     assert len(history._heads) == MAX_JUMPS
+
+
+@pytest.mark.parametrize("parent", ["abc-def", "9" * 4000 + "-a", "-", "-1-a", "٣-a", "1-\x1b[2J", "ab" * 32, ""])
+def test_a_lineage_after_one_of_another_form_is_a_first_one(parent: str) -> None:
+    assert generation_of(parent) == -1
+    assert generation_of(new_lineage(parent, 3, "a", "1")) == 0
+
+
+def test_generations_are_counted_up_to_the_most_that_others_read() -> None:
+    assert generation_of(new_lineage("7-a", 3, "a", "1")) == 8
+    assert generation_of(new_lineage(f"{999_999_999}-a", 3, "a", "1")) == 999_999_999
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"lineage": "abc-def"}, {"genesis": "9" * 4000 + "-a"}, {"lineage": ""}, {"round": -2}, {"round": 2**63 - 1},
+        {"run_step": -1}, {"run_step": 2**63 - 1}, {"tokens_total": -1}, {"tokens_total": 2**63 - 1},
+    ],
+)  # fmt: skip
+def test_a_head_that_no_lineage_can_have_is_refused(lie: dict[str, Any]) -> None:
+    head = msgspec.structs.replace(HEAD, genesis="0-g")
+    check_head(head)
+    with pytest.raises(WireError):
+        check_head(msgspec.structs.replace(head, **lie))

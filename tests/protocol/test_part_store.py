@@ -13,8 +13,8 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.outer_step import check_record
 from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore
+from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import run_virtual
@@ -112,14 +112,10 @@ def test_parts_are_asked_for_a_few_at_a_time() -> None:
 
 @pytest.mark.parametrize("contributors", [("x", "x"), tuple(f"p{i}" for i in range(65))])
 def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: tuple[str, ...]) -> None:
-    averaging, state = averaging_of(dataclasses.replace(RUN, averaging="gather")), State()
+    averaging = averaging_of(dataclasses.replace(RUN, averaging="gather"))
     record = record_of(*[blob(0)] * len(contributors), contributors=contributors)
     parts = tuple(
         msgspec.structs.replace(part, holder=name) for part, name in zip(record.parts, contributors, strict=True)
     )
-    with pytest.raises(WireError, match="distinct"):
-        check_record(msgspec.structs.replace(record, parts=parts), state, averaging)  # type: ignore[arg-type]
-
-
-class State:
-    num_blocks, moments = BLOCKS, (None, None)
+    with pytest.raises(WireError, match=r"distinct|more than 64"):
+        check_record(msgspec.structs.replace(record, parts=parts), RUN, averaging, BLOCKS)

@@ -10,13 +10,15 @@ import pytest
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds import policy
+from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
-from p2ptrain.protocol.rounds.record import record_of
+from p2ptrain.protocol.rounds.record import MOST_INTERVALS, check_advance, check_record, record_of
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Contributor,
     Head,
     Join,
+    Part,
     Record,
     Roster,
     RosterPart,
@@ -170,3 +172,31 @@ def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -
     policy.check_roster(ROSTER, "a")
     with pytest.raises(WireError):
         policy.check_roster(msgspec.structs.replace(ROSTER, **fields), "a")
+
+
+@pytest.mark.parametrize("claimed", [0, 20, 60, 100, 101, 2**53])
+@pytest.mark.parametrize("speed", [0.0, 1e-9, 30.0, 1e9])
+@pytest.mark.parametrize(
+    "run",
+    [
+        RunConfig(),
+        RunConfig(sync_every=1, total_steps=0),
+        RunConfig(total_steps=100, outer_lr_schedule="cosine", sync_schedule="grow"),
+        RunConfig(total_steps=100, outer_optimizer="adam", outer_lr=1e9, round_weights="equal", sync_schedule="shrink"),
+    ],
+    ids=["plain", "endless", "cosine", "adam"],
+)
+def test_a_record_passes_the_check_whatever_the_members_claim(run: RunConfig, speed: float, claimed: int) -> None:
+    at_length = 0 < run.total_steps <= claimed
+    joins = {
+        "a": join_of("a", tokens=2**53, run_step=claimed, at_length=at_length, speed=speed),
+        "b": join_of("b", tokens=0, run_step=claimed, at_length=at_length),
+    }
+    weights = policy.weights_of(run, list(joins.values()))
+    contributors = [Contributor(name, f"{name}.1", weight) for name, weight in zip(joins, weights, strict=True)]
+    head = msgspec.structs.replace(HEAD, tokens_total=1000)
+    record = record_of(run, head, joins, contributors, Conclusion((Part(0, 1024, "", "a"),), ((),)))
+    check_record(record, run, averaging_of(run), 1024)
+    check_advance(record, run, head)
+    assert 20 <= record.run_step <= (run.total_steps or 20 + MOST_INTERVALS * run.sync_every)
+    assert (record.outer_lr == 1.0 and record.outer_optimizer == "sgd") == at_length

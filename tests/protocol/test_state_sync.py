@@ -57,9 +57,9 @@ def some_state(seed: int = 0, num_blocks: int = BLOCKS) -> AnchorState:
     return state
 
 
-def head_of(state: AnchorState, lineage: str = "L", round_: int = 7) -> Head:
+def head_of(state: AnchorState, lineage: str = "0-L", round_: int = 7) -> Head:
     hashes = state.hashes
-    return Head("G", lineage, round_, hashes.state, hashes.anchor, (("a", "a.1"),), 140, 1000, None)
+    return Head("0-G", lineage, round_, hashes.state, hashes.anchor, (("a", "a.1"),), 140, 1000, None)
 
 
 class Donor:
@@ -101,7 +101,7 @@ class Donor:
         contributors = (Contributor("a", "a.1", 1.0),)
         round_ = self.head.round + 1
         record = Record(
-            "G", "L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (), 0.0, 0.0
+            "0-G", "0-L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (), 0.0, 0.0
         )
         step_chunks(self.state, averaging_of(RUN), Progress(record), self.parts.get, (0, BLOCKS), None)
         self.state.rehash()
@@ -136,7 +136,7 @@ async def donors_and_joiner(
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
     averaging = averaging_of(RUN)
     parts = PartStore(joiner.links, inline, averaging)
-    context: Any = SimpleNamespace(links=joiner.links, compute=inline, parts=parts, averaging=averaging)
+    context: Any = SimpleNamespace(run=RUN, links=joiner.links, compute=inline, parts=parts, averaging=averaging)
     return Download(context, state)
 
 
@@ -549,7 +549,10 @@ def test_what_there_is_not_is_not_found(what: str, index: int) -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("head", [b"", b"\x90", pack(head_of(some_state(num_blocks=1)))[:-1]])
+@pytest.mark.parametrize(
+    "head",
+    [b"", b"\x90", pack(head_of(some_state(num_blocks=1)))[:-1], pack(head_of(some_state(num_blocks=1), "abc-def"))],
+)
 def test_a_head_that_is_none_is_refused(head: bytes) -> None:
     async def main() -> None:
         async with donors_and_joiner("a") as (_, donors, joiner, links):

@@ -9,7 +9,8 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
-from p2ptrain.protocol.rounds.outer_step import check_decodes, check_record
+from p2ptrain.protocol.rounds.outer_step import check_decodes
+from p2ptrain.protocol.rounds.record import check_advance, check_record
 from p2ptrain.protocol.wire.messages import Head, Record
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,11 @@ class RecordFetcher:
 
         Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
         """
-        check_record(record, self._context.state, self._context.averaging)
-        if record.parent_sha256 != self._head().state_sha256:
+        context, head = self._context, self._head()
+        check_record(record, context.run, context.averaging, context.state.num_blocks)
+        if record.parent_sha256 != head.state_sha256:
             raise RoundFailedError("the record starts from another state than ours")
+        check_advance(record, context.run, head)
         if self._current is None or self._current.record != record:
             self._cancel()
             self._current = _Fetch(record)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
+from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.quorum import is_quorum
+from p2ptrain.protocol.rounds.record import MOST_TOKENS
 from p2ptrain.protocol.wire.messages import Head
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -13,6 +16,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 QUORUM_LOST_S = 60.0
 # Changes of the head remembered, but to the next round. A run has a few; with more, only a restart helps.
 MAX_JUMPS = 1000
+# Only for the digits in a lineage's id: no run has so many lineages.
+MAX_GENERATION = 999_999_999
 
 
 class HeadHistory:
@@ -67,7 +72,21 @@ class LineageWatch:
         return all(me < peer for peer in others)
 
 
+def generation_of(lineage: str) -> int:
+    """The generation in the id of a lineage; -1 if it is no such id."""
+    match = re.fullmatch(r"([0-9]{1,9})-[0-9A-Za-z]{1,64}", lineage)
+    return int(match[1]) if match else -1
+
+
+def check_head(head: Head) -> None:
+    """Raises WireError unless a lineage can have this head: its ids and counts."""
+    if generation_of(head.genesis) < 0 or generation_of(head.lineage) < 0:
+        raise WireError(f"a head of lineage {head.lineage[:40]!r} from genesis {head.genesis[:40]!r}")
+    if not all(0 <= count <= MOST_TOKENS for count in (head.round + 1, head.run_step, head.tokens_total)):
+        raise WireError(f"a head at round {head.round}, step {head.run_step} of the run, {head.tokens_total} tokens")
+
+
 def new_lineage(parent: str, round_: int, founder: PeerId, incarnation: str) -> str:
     """The id of a lineage: its generation, and a hash of its parent lineage (or the run digest), round and founder."""
-    generation = int(parent.split("-")[0]) + 1 if "-" in parent else 0
+    generation = min(generation_of(parent) + 1, MAX_GENERATION)
     return f"{generation}-{hashlib.sha256(f'{parent}/{round_}/{founder}/{incarnation}'.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""The outer step of a decided round on anchor and moments, and the checks before it. Pure, for worker threads."""
+"""The outer step of a decided round on anchor and moments, and the check of its mean. Pure, for worker threads."""
 
 from __future__ import annotations
 
@@ -7,28 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
-from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
+from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Landing
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
 from p2ptrain.protocol.rounds.grid import chunk_bounds
-from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.quorum import voters_of
 from p2ptrain.protocol.wire.messages import Head, Record
-
-
-def check_record(record: Record, state: AnchorState, averaging: Averaging) -> None:
-    """Raises WireError unless the outer step of this record can be taken on this state."""
-    if not record.contributors:
-        raise WireError("a record without contributors")
-    contributors = {contributor.peer_id for contributor in record.contributors}
-    if len(contributors) < len(record.contributors) or max(len(contributors), len(record.parts)) > MAX_CONTRIBUTORS:
-        raise WireError(f"a record whose contributors are not distinct, or more than {MAX_CONTRIBUTORS}, as its parts")
-    averaging.check_record(record, state.num_blocks)
-    optimizer = OUTER_OPTIMIZERS.get(record.outer_optimizer)
-    if optimizer is None or optimizer.num_moments > len(state.moments):
-        raise WireError(f"a record with outer optimizer {record.outer_optimizer!r}")
 
 
 def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""The record of a round, from the Joins of its members and the reports of its reducers. Pure."""
+"""The record of a round: how its leader makes it, and how the others check it. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import numpy as np
 
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
-from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion
+from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
-# Limits of a member's interval, whatever speed it claims, and of counts, which have 64 bits on the wire.
+# A member's interval, whatever speed it claims, and a round's advance of the run are at most so many times H (guess).
 MOST_INTERVALS = 1000
+# Counts have 64 bits on the wire.
 MOST_TOKENS = 2**62
 
 
@@ -36,6 +39,8 @@ def record_of(
     median_speed = speeds[len(speeds) // 2]
     steps = sorted(join.run_step for join in included)
     run_step = run.total_steps if ends else steps[len(steps) // 2]
+    run_step = min(max(head.run_step, run_step), most_run_step(run, head))
+    optimizer, lr, momentum = outer_settings(run, run_step)
     progress = run_step / run.total_steps if run.total_steps else 0.0
     sync_every = scheduled_interval(run.sync_schedule, run.sync_every, progress)
     cosine, norm = measures_of(conclusion.grams, [c.weight for c in contributors])
@@ -46,10 +51,9 @@ def record_of(
         parent_sha256=head.state_sha256,
         contributors=tuple(contributors),
         parts=conclusion.parts,
-        # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323).
-        outer_optimizer="sgd" if ends else run.outer_optimizer,
-        outer_lr=1.0 if ends else run.outer_lr * outer_lr_scale(run.outer_lr_schedule, progress),
-        outer_momentum=0.0 if ends else run.outer_momentum,
+        outer_optimizer=optimizer,
+        outer_lr=lr,
+        outer_momentum=momentum,
         run_step=run_step,
         tokens_total=min(MOST_TOKENS, head.tokens_total + sum(join.tokens for join in included)),
         intervals=tuple(
@@ -59,6 +63,49 @@ def record_of(
         cosine=cosine,
         mean_norm=norm,
     )
+
+
+def most_run_step(run: RunConfig, head: Head) -> int:
+    """The furthest that the round after `head` may bring the run, whatever steps its members claim."""
+    furthest = head.run_step + MOST_INTERVALS * run.sync_every
+    return min(furthest, run.total_steps) if run.total_steps else furthest
+
+
+def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:
+    """Outer optimizer, learning rate and momentum of a round that brings the run to this step."""
+    if 0 < run.total_steps <= run_step:
+        # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323).
+        return "sgd", 1.0, 0.0
+    progress = run_step / run.total_steps if run.total_steps else 0.0
+    return run.outer_optimizer, run.outer_lr * outer_lr_scale(run.outer_lr_schedule, progress), run.outer_momentum
+
+
+def check_record(record: Record, run: RunConfig, averaging: Averaging, num_blocks: int) -> None:
+    """Raises WireError unless a leader could have made this record, as far as that does not depend on the head."""
+    weights, intervals = {c.peer_id: c.weight for c in record.contributors}, dict(record.intervals)
+    if len(weights) < len(record.contributors) or len(intervals) < len(record.intervals):
+        raise WireError("a record whose contributors, or peers with an interval, are not distinct")
+    if max(len(weights), len(intervals), len(record.parts)) > MAX_CONTRIBUTORS:
+        raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
+    if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
+        raise WireError("a record with weights that are not between 0 and 2^53, or all zero")
+    averaging.check_record(record, num_blocks)
+    most = MOST_INTERVALS * run.sync_every
+    if not all(1 <= interval <= most for interval in intervals.values()):
+        raise WireError(f"a record with intervals that are not between 1 and {most}")
+    optimizer, *expected = outer_settings(run, record.run_step)
+    # Not equal: another math library may round the schedule's cosine differently.
+    if record.outer_optimizer != optimizer or not np.allclose((record.outer_lr, record.outer_momentum), expected):
+        raise WireError(f"a record with another outer optimizer, lr or momentum than {optimizer} {expected}")
+
+
+def check_advance(record: Record, run: RunConfig, head: Head) -> None:
+    """Raises WireError unless the round after `head` could have brought the run to this record's step and tokens."""
+    most_tokens = min(MOST_TOKENS, head.tokens_total + MOST_COUNT * len(record.contributors))
+    if not head.run_step <= record.run_step <= most_run_step(run, head):
+        raise WireError(f"a record that leads from step {head.run_step} of the run to {record.run_step}")
+    if not head.tokens_total <= record.tokens_total <= most_tokens:
+        raise WireError(f"a record that leads from {head.tokens_total} tokens to {record.tokens_total}")
 
 
 def measures_of(grams: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, float]:

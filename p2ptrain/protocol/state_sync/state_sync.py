@@ -24,9 +24,9 @@ from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.lineage import new_lineage
+from p2ptrain.protocol.rounds.lineage import generation_of, new_lineage
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
-from p2ptrain.protocol.wire.messages import Beat, Head, Record, unpack
+from p2ptrain.protocol.wire.messages import Beat, Head, Record, shown, unpack
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class StateSync:
             if beat.round > head.round and not self._engine.committer.resolving:
                 self._begin(link, "")
         elif beat.lineage and rank_of(beat) > rank_of(head):
-            self._begin(None, f"lineage {beat.lineage} has more tokens than ours")
+            self._begin(None, f"lineage {shown(beat.lineage)} has more tokens than ours")
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -339,10 +339,9 @@ def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
 
 def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:
     """Sort key of states: most tokens, then youngest lineage, then latest round, then smallest lineage id."""
-    generation = place.lineage.split("-")[0]
     return (
         place.tokens_total,
-        int(generation) if generation.isdecimal() else -1,
+        generation_of(place.lineage),
         place.round,
         tuple(-ord(character) for character in place.lineage),
     )

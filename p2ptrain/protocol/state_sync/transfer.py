@@ -22,7 +22,9 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, check_record, step_chunks
+from p2ptrain.protocol.rounds.lineage import check_head
+from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunks
+from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,7 @@ class StateServer:
         return None
 
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
-        """A piece of the serialized buffers, and the hash of their state; None if there is none (any more)."""
+        """One piece of the serialized buffers and the state it belongs to; None if that serialization is gone."""
         async with self._packing:
             now = self._engine.head
             if request.index == 0 and now.lineage and self._packed_of != now.state_sha256:
@@ -110,7 +112,9 @@ async def ask_head(links: Links, link: Link) -> Head:
     answer, payload = await links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
     if not answer.found:
         raise PeerLostError(f"{link.peer_id} cannot send its state now")
-    return unpack(Head, payload)
+    head = unpack(Head, payload)
+    check_head(head)
+    return head
 
 
 async def ask_buffers(links: Links, link: Link) -> bytes:
@@ -140,6 +144,7 @@ class Download:
     def __init__(self, context: RoundContext, state: AnchorState) -> None:
         self.state = state
         self.done_chunks = 0
+        self._run = context.run
         self._links = context.links
         self._compute = context.compute
         self._parts = context.parts
@@ -179,7 +184,7 @@ class Download:
         """Apply a round's outer step to the received chunks. If that fails they are fetched again."""
         state = self.state
         try:
-            check_record(record, state, self._averaging)
+            check_record(record, self._run, self._averaging, state.num_blocks)
             whole = [i for i in range(state.num_slices) if all(chunk in self._held for chunk in state.chunks_of(i))]
             mean_bytes = sum(self._averaging.size_bytes(record, part) for part in record.parts)
             if len(whole) * len(state.vectors) * state.chunk(0).nbytes < mean_bytes:

@@ -23,6 +23,7 @@ from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.rounds import collection
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
 from p2ptrain.protocol.rounds.transfer import Transfer
@@ -41,6 +42,8 @@ from p2ptrain.protocol.wire.messages import (
     Join,
     Message,
     Part,
+    Reduce,
+    Reduced,
     Request,
     Roster,
     RosterPart,
@@ -479,6 +482,33 @@ def test_a_reducer_that_makes_attempts_fail_is_avoided_in_the_next(says: str) ->
     three_and_x(test)
 
 
+@pytest.mark.parametrize("sha256s", [(), ("0" * 64, "1" * 64)])
+def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(sha256s: tuple[str, ...]) -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        part, reports = 0, 0
+
+        def answer(message: Message) -> Message | None:
+            nonlocal part, reports
+            match message:
+                case Call():
+                    return x.join(message)
+                case Roster(lineage, round_, attempt, members, parts):
+                    part = next((i for i, part in enumerate(parts) if part.reducer == "x"), -1)
+                    return Arrived(lineage, round_, attempt, part, members, ()) if part >= 0 else None
+                case Reduce(lineage, round_, attempt):
+                    reports += 1
+                    return Reduced(lineage, round_, attempt, part, sha256s, ())
+            return None
+
+        x.answer = answer
+        began = trio.current_time()
+        await s.until(lambda: landed(s, began, 3), within_s=90)
+        assert reports
+        assert sum(p.node.links.strikes.get("x", 0) for p in s.peers.values()) == reports
+
+    three_and_x(test)
+
+
 @pytest.mark.parametrize("fields", [{"tokens": -1}, {"run_step": -(2**62)}, {"rate": -1.0}, {"speed": -1.0}])
 def test_a_join_with_an_impossible_claim_is_refused_and_the_round_goes_on(fields: dict[str, Any]) -> None:
     async def test(s: Swarm, x: Member) -> None:
@@ -542,6 +572,33 @@ def test_a_stranger_replaces_no_call_that_waits_for_an_outcome_to_land() -> None
     three_and_x(test)
 
 
+@pytest.mark.parametrize("error", [WireError("off the plan"), KeyError("a bug")])
+def test_a_deferred_message_that_fails_closes_the_link_of_its_sender(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        node = s.peers["a"].node
+        engine, link = node.engine, node.links.live["x"]
+        while engine.committer.resolving:
+            await trio.sleep(0.1)
+        engine.committer.resolving = True
+        engine.deliver("x", x.call(5))
+        engine.committer.resolving = False
+
+        def fail(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._attempts, "receive", fail)
+            engine._on_resolved()
+        assert link.lost.is_set()
+        assert node.links.strikes.get("x", 0) == isinstance(error, WireError)
+        tracebacks = [record for record in caplog.records if record.exc_info]
+        assert len(tracebacks) == isinstance(error, KeyError)
+
+    three_and_x(test)
+
+
 # --- chunks that come before the roster -----------------------------------------------------------------------------
 
 INT8, BLOCKS = codec("int8"), 4 * CHUNK_BLOCKS
@@ -577,6 +634,21 @@ def test_an_early_chunk_that_no_roster_can_want_is_refused(start: int, stop: int
     with pytest.raises(WireError):
         early.add("a", start, stop, data)
     assert not list(early.take())
+
+
+def test_early_chunks_that_are_dropped_anyway_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, checked = EarlyChunks(INT8, BLOCKS), 0
+
+    def check(*_: object) -> None:
+        nonlocal checked
+        checked += 1
+
+    monkeypatch.setattr(collection, "check_bytes", check)
+    for _ in range(3):
+        early.add("a", 0, CHUNK_BLOCKS, CHUNK)
+    early.overrun.add("b")
+    early.add("b", 0, CHUNK_BLOCKS, CHUNK)
+    assert checked == 1
 
 
 def test_chunks_that_come_before_the_roster_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,10 +137,10 @@ class EarlyChunks:
     def add(self, sender: PeerId, start: int, stop: int, data: bytes) -> None:
         """Keep one chunk, or mark its sender as overrun. Raises WireError if it fits no roster."""
         check_chunk(start, stop, self._num_blocks)
-        check_bytes(self._codec, start, stop, data)
         held, held_bytes = self._held.setdefault(sender, {}), self._held_bytes.get(sender, 0)
         if (start, stop) in held or sender in self.overrun:
             return
+        check_bytes(self._codec, start, stop, data)
         in_all = sum(self._held_bytes.values()) + len(data)
         if held_bytes + len(data) > self._model_bytes or in_all > MOST_EARLY_MODELS * self._model_bytes:
             self.overrun.add(sender)

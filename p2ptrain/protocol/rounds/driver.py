@@ -90,7 +90,7 @@ class RoundDriver:
 
     @property
     def head(self) -> m.Head:
-        """The last resolved round, and what the next one is decided with."""
+        """The last resolved round, and the voters of the next."""
         return self.round_state.head
 
     @property
@@ -194,11 +194,10 @@ class RoundDriver:
         deferred, self._deferred = self._deferred, {}
         for (sender, _), message in deferred.items():
             # Not the Call of a leader that was lost meanwhile.
-            if self.context.liveness.is_linked(sender):
-                try:
+            link = self.context.links.get(sender)
+            if link is not None:
+                with self.context.links.containing(link, f"taking a deferred {type(message).__name__}"):
                     self.deliver(sender, message)
-                except Exception as error:
-                    logger.warning("%s of %s failed: %r", type(message).__name__, sender, error)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""

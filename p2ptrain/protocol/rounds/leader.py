@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import trio
 
-from p2ptrain.errors import RoundFailedError
+from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
@@ -47,13 +47,19 @@ class AveragingLeader:
         self._tell = tell
         self._plan: tuple[m.RosterPart, ...] = ()
         self._sends: dict[PeerId, set[int]] = {}
+        self._contributors: tuple[m.Contributor, ...] = ()
         self._gone: dict[PeerId, str] = {}
         self._heard_s: dict[PeerId, float] = {}
         self._inbox: deque[tuple[PeerId, m.Message]] = deque()
         self._changed = trio.Event()
 
     def deliver(self, sender: PeerId, message: m.Message) -> None:
-        """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full."""
+        """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError."""
+        if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
+            senders = self._plan[message.part].senders
+            reduced = [c for c in self._contributors if not senders or c.peer_id in senders]
+            if len(message.sha256s) != self._context.averaging.num_blobs(reduced):
+                raise WireError(f"a Reduced with {len(message.sha256s)} hashes for {len(reduced)} contributors")
         if len(self._inbox) >= MAX_INBOX:
             logger.warning("leader of attempt %d: inbox full, message dropped", self.attempt.counter)
             return
@@ -94,7 +100,7 @@ class AveragingLeader:
             self._tell(peer_id, roster)
         included = await self._await_contributions()
         weights = policy.weights_of(self._context.run, [joins[peer_id] for peer_id in included])
-        contributors = tuple(
+        contributors = self._contributors = tuple(
             m.Contributor(peer_id, joins[peer_id].incarnation, weight)
             for peer_id, weight in zip(included, weights, strict=True)
         )

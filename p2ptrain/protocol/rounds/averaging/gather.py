@@ -38,7 +38,7 @@ class Gather:
             raise WireError("a plan whose parts are not the whole vector from all members")
 
     def is_complete(self, plan: Plan, left: Collection[int]) -> bool:
-        """One reducer is enough: who did not receive everything fetches the rest by hash, like a late member."""
+        """One reducer is enough: members that lack chunks fetch them by hash, like a late member."""
         return bool(left)
 
     def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
@@ -46,18 +46,21 @@ class Gather:
         bounds = chunk_bounds(part.start, part.stop)
         return [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
 
+    def num_blobs(self, contributors: Sequence[Contributor]) -> int:
+        return len(contributors)
+
     def conclude(
         self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:
         """One report is enough: members with other bytes fetch those in the record."""
-        for i, report in sorted(reports.items()):
-            if len(report.sha256s) == len(contributors):
-                parts = (
-                    Part(plan[i].start, plan[i].stop, sha256, c.peer_id)
-                    for c, sha256 in zip(contributors, report.sha256s, strict=True)
-                )
-                return Conclusion(tuple(parts), (report.gram,))
-        return None
+        if not reports:
+            return None
+        i, report = min(reports.items())
+        parts = (
+            Part(plan[i].start, plan[i].stop, sha256, c.peer_id)
+            for c, sha256 in zip(contributors, report.sha256s, strict=True)
+        )
+        return Conclusion(tuple(parts), (report.gram,))
 
     def check_record(self, record: Record, num_blocks: int) -> None:
         named = [(c.peer_id, 0, num_blocks) for c in record.contributors]

@@ -48,6 +48,9 @@ class Parts:
             averaged += codec.encode(self._merge(encoded, self._codec, stop - start))
         return [averaged]
 
+    def num_blobs(self, contributors: Sequence[Contributor]) -> int:
+        return 1
+
     def conclude(
         self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:

@@ -77,6 +77,10 @@ class Averaging(Protocol):
         """
         ...
 
+    def num_blobs(self, contributors: Sequence[Contributor]) -> int:
+        """How many blobs `reduce` makes from the chunks of these contributors; other reports are refused."""
+        ...
+
     def conclude(
         self, plan: Plan, contributors: Sequence[Contributor], reports: Mapping[int, Reduced]
     ) -> Conclusion | None:

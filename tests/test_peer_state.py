@@ -63,7 +63,7 @@ def test_a_damaged_one_is_refused(change: dict[str, Any], reason: str) -> None:
 def test_tensors_that_a_user_has_converted_are_read_too() -> None:
     state = AnchorState(BLOCKS, 1)
     state.rehash()
-    head = Head("G", "L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
+    head = Head("0-G", "0-L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
     saved = to_dict(head, 84, state.vectors)
     converted = {
         "anchor": saved["anchor"].clone().requires_grad_(),

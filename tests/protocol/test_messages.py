@@ -21,6 +21,7 @@ from p2ptrain.protocol.wire.frames import MAX_HEADER_BYTES
 from p2ptrain.protocol.wire.messages import (
     KINDS,
     MAX_LIST,
+    MAX_MADDRS,
     MAX_STRING,
     Attempt,
     Beat,
@@ -99,6 +100,14 @@ def test_every_message_survives_the_wire(kind: type[Message]) -> None:
 def test_the_bytes_of_every_message_stay_what_they_are() -> None:
     written = json.loads(Path(__file__).with_name("message_bytes.json").read_text(encoding="utf-8"))
     assert {kind.__name__: pack(example_of(kind)).hex() for kind in KINDS.values()} == written
+
+
+def test_a_hello_has_a_bounded_number_of_addresses() -> None:
+    fields = ["run", "0" * 64, "i", "trainer", ["x"] * MAX_MADDRS]
+    assert len(unpack(Hello, msgpack.packb(fields)).maddrs) == MAX_MADDRS
+    fields[-1] = ["x"] * (MAX_MADDRS + 1)
+    with pytest.raises(WireError, match=r"array. of length <= 16"):
+        unpack(Hello, msgpack.packb(fields))
 
 
 @every_kind

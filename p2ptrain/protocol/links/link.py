@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
@@ -320,7 +321,8 @@ class Link:
         now = trio.current_time()
         if self.beat is not None:
             self._waits.append(now - self._beat_heard_at)
-        self.beat, self._beat_heard_at = beat, now
+        # Without the members, which take memory and are read once.
+        self.beat, self._beat_heard_at = msgspec.structs.replace(beat, members=()), now
         if beat.echo_s > 0:
             self.flow.note_round_trip(now - beat.echo_s - beat.held_s)
 

@@ -21,6 +21,7 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.links import TRAINER, Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
+from p2ptrain.protocol.wire.messages import MAX_MADDRS
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,7 @@ FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
 # in case it moves into our network.
 PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
-# Limits of a peer's addresses and their length (a relayed one with two peer ids has 150 characters).
-MAX_MADDRS = 16
+# Limit of an address's length (a relayed one with two peer ids has 150 characters).
 MAX_MADDR_LENGTH = 512
 
 Maddrs = Annotated[tuple[Annotated[str, Meta(max_length=MAX_MADDR_LENGTH)], ...], Meta(max_length=MAX_MADDRS)]

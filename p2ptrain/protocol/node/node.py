@@ -101,6 +101,7 @@ class Node:
         )  # fmt: skip
         self._gossip = Gossip(context, rng) if run.fragment_fraction > 0 else None
         self._server = RequestServer(self.engine, buffers, event_log)
+        self._leaving = False
         self._nursery: trio.Nursery | None = None
 
     async def run_forever(self) -> None:
@@ -133,6 +134,7 @@ class Node:
 
     def leave(self, reason: str) -> None:
         """Tell all peers that we leave; they close the links."""
+        self._leaving = True
         self.membership.stop()
         self.engine.leave()
         for link in self.links.live.values():
@@ -179,7 +181,8 @@ class Node:
         self.state_sync.fall_behind(reason)
 
     def _hello(self) -> messages.Hello:
-        return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, tuple(self._transport.maddrs))
+        maddrs = tuple(self._transport.maddrs)[: messages.MAX_MADDRS]
+        return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, maddrs)
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
         head = self.engine.head
@@ -203,7 +206,8 @@ class Node:
             return
         if link.left:
             self.engine.context.liveness.note_departed(link.peer_id)
-        logger.info("lost %s: %s", link.peer_id, link.lost_reason)
+        if not self._leaving:
+            logger.info("lost %s: %s", link.peer_id, link.lost_reason)
         self.engine.note_lost(link.peer_id)
         self._record_peers()
 

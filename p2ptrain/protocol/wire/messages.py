@@ -18,6 +18,8 @@ from p2ptrain.errors import WireError
 T = TypeVar("T")
 MAX_STRING = 4096
 MAX_LIST = 4096
+# Addresses of a peer.
+MAX_MADDRS = 16
 MAX_REASON = 512
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -25,6 +27,7 @@ Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Text = Annotated[str, Meta(max_length=MAX_STRING)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
+Maddrs = Annotated[tuple[Text, ...], Meta(max_length=MAX_MADDRS)]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -38,7 +41,7 @@ class Hello(_Struct, frozen=True):
     digest: Text
     incarnation: Text
     role: Text
-    maddrs: Items[Text]
+    maddrs: Maddrs
 
 
 class Beat(_Struct, frozen=True):
@@ -58,7 +61,7 @@ class Beat(_Struct, frozen=True):
     step: Int
     status: Text
     speed: Float
-    members: Items[tuple[Text, Items[Text]]]
+    members: Items[tuple[Text, Maddrs]]
     reach: Int
 
 

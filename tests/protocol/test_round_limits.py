@@ -511,16 +511,17 @@ def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(sha256
 
 def test_a_reducer_that_reports_arrivals_for_ever_and_averages_nothing_is_avoided() -> None:
     async def test(s: Swarm, x: Member) -> None:
-        report: Message | None = None
+        report, chosen = None, 0
 
         def answer(message: Message) -> Message | None:
-            nonlocal report
+            nonlocal report, chosen
             match message:
                 case Call():
                     return x.join(message)
                 case Roster(lineage, round_, attempt, members, parts):
                     part = next((i for i, part in enumerate(parts) if part.reducer == "x"), -1)
                     report = Arrived(lineage, round_, attempt, part, members, ()) if part >= 0 else None
+                    chosen += report is not None
                     return report
                 case Beat():
                     return report
@@ -529,8 +530,8 @@ def test_a_reducer_that_reports_arrivals_for_ever_and_averages_nothing_is_avoide
         x.answer = answer
         began = trio.current_time()
         # It costs each of three leaders a quarter of a minute.
-        await s.until(lambda: landed(s, began, 2), within_s=80)
-        assert report is not None
+        await s.until(lambda: landed(s, began, 1), within_s=150)
+        assert 1 <= chosen <= 3
 
     three_and_x(test)
 

@@ -59,7 +59,8 @@ def main() -> None:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:
         # click gives no context if an option of a command lacks its value.
-        command = error.ctx.command_path if error.ctx else f"p2ptrain {sys.argv[1]}"
+        names = [name for name in sys.argv[1:2] if name in cli.commands]
+        command = error.ctx.command_path if error.ctx else " ".join(["p2ptrain", *names])
         _fail(f"{error.format_message()} (see {command} --help)")
     except ConfigError as error:
         _fail(str(error), TRY_LATER if isinstance(error, TransientError) else 2)

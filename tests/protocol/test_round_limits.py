@@ -509,33 +509,6 @@ def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(sha256
     three_and_x(test)
 
 
-def test_a_reducer_that_reports_arrivals_for_ever_and_averages_nothing_is_avoided() -> None:
-    async def test(s: Swarm, x: Member) -> None:
-        report, chosen = None, 0
-
-        def answer(message: Message) -> Message | None:
-            nonlocal report, chosen
-            match message:
-                case Call():
-                    return x.join(message)
-                case Roster(lineage, round_, attempt, members, parts):
-                    part = next((i for i, part in enumerate(parts) if part.reducer == "x"), -1)
-                    report = Arrived(lineage, round_, attempt, part, members, ()) if part >= 0 else None
-                    chosen += report is not None
-                    return report
-                case Beat():
-                    return report
-            return None
-
-        x.answer = answer
-        began = trio.current_time()
-        # It costs each of three leaders a quarter of a minute.
-        await s.until(lambda: landed(s, began, 1), within_s=150)
-        assert 1 <= chosen <= 3
-
-    three_and_x(test)
-
-
 @pytest.mark.parametrize("fields", [{"tokens": -1}, {"run_step": -(2**62)}, {"rate": -1.0}, {"speed": -1.0}])
 def test_a_join_with_an_impossible_claim_is_refused_and_the_round_goes_on(fields: dict[str, Any]) -> None:
     async def test(s: Swarm, x: Member) -> None:

@@ -187,10 +187,10 @@ class RateLimit:
         self._turn = trio.Lock()
         self._free_s = 0.0
 
-    async def make(self, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Make an answer, once those before it could be sent; who waits holds no bytes."""
+    async def make(self, answer_of: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Make an answer once the time of those before it is over; a waiting caller holds no bytes."""
         async with self._turn:
             await trio.sleep_until(self._free_s)
-            answer = await make()
+            answer = await answer_of()
             self._free_s = trio.current_time() + len(answer) / self._rate_bytes_s
             return answer

@@ -321,7 +321,7 @@ class Link:
         now = trio.current_time()
         if self.beat is not None:
             self._waits.append(now - self._beat_heard_at)
-        # Without the members, which take memory and are read once.
+        # The members take memory; the handler reads them from the message.
         self.beat, self._beat_heard_at = msgspec.structs.replace(beat, members=()), now
         if beat.echo_s > 0:
             self.flow.note_round_trip(now - beat.echo_s - beat.held_s)

@@ -81,7 +81,7 @@ def encode_record(maddrs: Sequence[str], role: str) -> bytes:
 
 
 def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
-    """Addresses and role of an announced record; None if malformed, also by what is not printable."""
+    """Addresses and role of an announced record; None if malformed or not printable."""
     try:
         maddrs, role = msgspec.msgpack.decode(value, type=tuple[Maddrs, str])
     except ValueError:

@@ -40,7 +40,7 @@ class RequestServer:
         self._state_answers = trio.CapacityLimiter(MAX_STATE_ANSWERS)
 
     def take(self, nursery: trio.Nursery, link: Link, request: messages.Request) -> None:
-        """Answer a request in a task of its own; an error there closes the link. Refuses what is too much."""
+        """Answer a request in a task; an error there closes the link. Refuses requests beyond the limits."""
         member = link.hello.role == TRAINER
         if self._serving[link.peer_id] >= (MAX_SERVED_AT_ONCE if member else MAX_SERVED_TO_OBSERVER):
             link.send(messages.Answer(request.request, False, "busy"))
@@ -51,7 +51,9 @@ class RequestServer:
             nursery.start_soon(self._serve, link, request)
 
     async def _serve(self, link: Link, request: messages.Request) -> None:
-        limiter = {"events": self._pages, "part": self._pieces}.get(request.what, self._state_answers)
+        limiter = {"events": self._pages, "part": self._pieces, "record": self._pieces}.get(
+            request.what, self._state_answers
+        )
         try:
             with self._context.links.containing(link, f"answering a request for {request.what[:40]!r}"):
                 async with limiter:

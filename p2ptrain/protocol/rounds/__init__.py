@@ -17,6 +17,6 @@ It has three parts:
 The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers → Reduce → Reduced →
 `record` → Propose → fetch, Ready → Commit → outer step → landing in `peer.step()`.
 
-Errors: in a member's or leader's task, one costs that attempt; when applying a decided round, a retry, and in the end a
+Errors: in a member's or leader's task, one costs that attempt; when applying a decided round, one costs a retry, or a
 download of the whole state; bytes that break a rule cost their sender's link.
 """

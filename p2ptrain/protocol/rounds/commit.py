@@ -1,6 +1,6 @@
 """Applies decided rounds: fetches a record's parts, takes its outer step, and lands it in the weights.
 
-What fails is tried again; in the end the node replaces the whole state.
+What fails is tried again until it works, or until the whole state comes from a peer that is ahead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import Head, Record
 
-# Before the first retry of a round that could not be applied; twice as long before each further one, up to the second
-# (guesses). A decided round is retried without end, as a memory shortage may end after any time.
+# Seconds before the first retry of a round that could not be applied, doubled for each further one, and their limit
+# (guesses). Retried without end: a memory shortage may end at any time.
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
 # Retries of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2

@@ -224,6 +224,8 @@ class RoundDriver:
         wake_s, state = POLL_S, self.round_state
         if state.learner.record is not None:
             self.committer.retry(state.learner.record, now)
+            if self.committer.resolving:
+                return wake_s
         elif state.member is None and state.proposer is None and not self._schedule.waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s

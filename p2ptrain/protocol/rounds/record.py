@@ -94,9 +94,14 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
     if not all(1 <= interval <= most for interval in intervals.values()):
         raise WireError(f"a record with intervals that are not between 1 and {most}")
     optimizer, *expected = outer_settings(run, record.run_step)
+    given = (record.outer_lr, record.outer_momentum)
     # Not equal: another math library may round the schedule's cosine differently.
-    if record.outer_optimizer != optimizer or not np.allclose((record.outer_lr, record.outer_momentum), expected):
-        raise WireError(f"a record with another outer optimizer, lr or momentum than {optimizer} {expected}")
+    same = (math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(given, expected, strict=True))
+    if record.outer_optimizer != optimizer or not all(same):
+        raise WireError(
+            f"a record with outer optimizer {record.outer_optimizer[:40]!r}, lr and momentum {given}; the run has "
+            f"{optimizer!r}, {tuple(expected)}"
+        )
 
 
 def check_advance(record: Record, run: RunConfig, head: Head) -> None:

@@ -348,7 +348,7 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("what", "limiter"),
-    [("chunk", "_state_answers"), ("record", "_state_answers"), ("part", "_pieces"), ("events", "_pages")],
+    [("chunk", "_state_answers"), ("record", "_pieces"), ("part", "_pieces"), ("events", "_pages")],
 )
 def test_answers_are_bounded_over_all_partners(what: str, limiter: str) -> None:
     async def main() -> None:

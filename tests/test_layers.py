@@ -149,7 +149,7 @@ def test_what_decides_rounds_knows_neither_trio_nor_links() -> None:
 
 
 def test_an_interface_has_at_most_four_members() -> None:
-    """What needs more of its owner takes values and callables instead. A strategy, which others implement, has more."""
+    """A class that needs more of its owner takes values and callables. A strategy, which others implement, has more."""
     seen = 0
     for path in files_of("protocol"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -135,7 +135,7 @@ class LiveView:
         return max(0, last - first) / (now - began_s)
 
     def _lines(self, width: int) -> Iterator[Text]:
-        """What this peer has done so far."""
+        """The lines about this peer so far."""
         me = self._me
         if me.own_steps:
             losses = [("loss", me.loss), ("held-out", me.held_out_loss)]

@@ -19,7 +19,7 @@ MOST_REASONS = 512
 
 
 class PeerState(enum.Enum):
-    """What a peer does, with the words for users. The owner of the view sets the last four."""
+    """The state of a peer; the value is the text for users. The owner of the view sets the last four."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -98,7 +98,7 @@ class PeerView:
 
     @property
     def doing(self) -> str:
-        """What it does now, in words: its own description while it trains."""
+        """Its activity as text: its own description while it trains."""
         return self.status if self.state is PeerState.TRAINING and self.status else self.state.value
 
     @property

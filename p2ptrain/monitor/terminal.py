@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drawing:
-    """What a terminal draws, and when. Any thread may use it.
+    """The picture that a terminal draws, and when to draw it. Any thread may use it.
 
     Attributes:
         draw: returns the current frame for a terminal of some columns and lines; called on the terminal's thread.

@@ -26,7 +26,7 @@ Value = str | int | float | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, as a check and in words; `choices` are the allowed texts, if few; `example` is a number."""
+    """A check of a value, and its text for messages. `choices`: allowed texts, if few; `example`: a valid number."""
 
     text: str
     fits: Callable[[Any], bool]

@@ -33,7 +33,7 @@ def test_the_question_is_a_message_of_the_protocol() -> None:
 
 
 def read(message: bytes) -> tuple[DialBack, str]:
-    """What a peer's bytes are taken for."""
+    """The result that a peer's bytes stand for."""
     stream = Given(bytes([len(message)]) + message)
     answer, _ = trio.run(receive_message, stream, AutoNat)
     return read_answer(answer)

@@ -342,7 +342,7 @@ class Explorer:
 
 
 def restarted(state: State) -> State:
-    """What an incarnation must keep to continue after a restart: all but its current attempts."""
+    """The state with which an incarnation may continue after a restart: all but its current attempts."""
     return dataclasses.replace(state, member=None, proposer=None, learner=Learner(record=state.learner.record))
 
 

@@ -80,7 +80,7 @@ def whole_round(
     assert averaging.conclude(plan, CONTRIBUTORS, {}) is None
     conclusion = averaging.conclude(plan, CONTRIBUTORS, reports)
     assert conclusion is not None
-    if all(conclusion.grams):  # a strategy in which nobody has all outer gradients knows no inner products
+    if all(conclusion.grams):  # empty if no peer has all outer gradients
         whole = np.sum(conclusion.grams, axis=0).reshape(3, 3)
         exact = factor**2 * np.array([[float((x * y).sum()) for y in vectors.values()] for x in vectors.values()])
         np.testing.assert_allclose(whole, exact, rtol=0.1, atol=0.02 * exact.max())

@@ -229,7 +229,7 @@ def test_a_bug_in_reading_one_answer_costs_only_that_answer(
             endpoint = await start_endpoint(s.network, nursery, hello_of("a"))
             endpoint.on_request = answers(b'{"run_id": "a bug"}')
             await announce(s.network, "a")
-            # Nobody else answers: it is asked again until the time is over, and the bug is logged once.
+            # No other peer answers: it is asked again until the time is over, and the bug is logged once.
             assert await settings_of(s.network, chosen=chosen) is None
             (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
             assert error.startswith("reading the settings of a; other members are asked: KeyError('a bug')")

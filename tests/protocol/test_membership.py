@@ -22,8 +22,8 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
+    MAX_DIALLED,
     MAX_KNOWN,
-    MAX_LINKS,
     MAX_MADDR_LENGTH,
     MAX_MADDRS,
     MAX_RETRY_S,
@@ -535,7 +535,7 @@ def test_the_least_recently_heard_of_makes_room() -> None:
 def test_at_most_so_many_links_are_sought() -> None:
     async def main() -> None:
         async with town() as t:
-            others = [await t.start(f"p{i:02d}") for i in range(MAX_LINKS + 10)]
+            others = [await t.start(f"p{i:02d}") for i in range(MAX_DIALLED + 10)]
             for other in others:
                 other.membership.stop()
             a = await t.start("a")
@@ -543,12 +543,12 @@ def test_at_most_so_many_links_are_sought() -> None:
             for other in others:
                 a.membership.hint(other.peer_id, ())
             await trio.sleep(30)
-            assert len(a.linked) == MAX_LINKS
+            assert len(a.linked) == MAX_DIALLED
             # Those beyond may still come to us.
             late = next(other for other in others if other.peer_id not in a.linked)
             await late.links.connect("a", [])
             await trio.sleep(1)
-            assert len(a.linked) == MAX_LINKS + 1
+            assert len(a.linked) == MAX_DIALLED + 1
             assert {peer for peer, _ in a.membership.sample(2)} <= a.linked
             assert len(a.membership.sample(2)) == 2
 
@@ -560,13 +560,13 @@ def test_who_joins_seeks_all_that_it_knows() -> None:
 
     async def main() -> None:
         async with town() as t:
-            others = [await t.start(f"p{i:02d}") for i in range(MAX_LINKS + 10)]
+            others = [await t.start(f"p{i:02d}") for i in range(MAX_DIALLED + 10)]
             a = await t.start("a")
             for other in others:
                 other.membership.stop()
                 a.membership.hint(other.peer_id, ())
             await trio.sleep(5)
-            assert len(a.linked) == MAX_LINKS + 10
+            assert len(a.linked) == MAX_DIALLED + 10
             assert not a.membership.undecided
 
     run_virtual(main)

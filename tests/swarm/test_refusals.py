@@ -1,4 +1,4 @@
-"""What cannot work is refused: exit status 2 (75: later it may), and one line that says what and why."""
+"""Commands that cannot work exit with status 2, or 75 if they may work later, and one line names the cause."""
 
 from __future__ import annotations
 

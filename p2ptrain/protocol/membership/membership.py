@@ -36,7 +36,7 @@ LOOKUP_EVERY_S = 5.0
 EAGER_LOOKUP_S = 0.5
 # A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
 # because it must know whether any of them has the run's state.
-MAX_LINKS = 64
+MAX_DIALLED = 64
 # Members remembered at most.
 MAX_KNOWN = 128
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
@@ -158,7 +158,7 @@ class Membership:
 
     def settle(self) -> None:
         """This peer has the run's state: link to a subset of the swarm only."""
-        self._most_links = MAX_LINKS
+        self._most_links = MAX_DIALLED
 
     def stop(self) -> None:
         """Stop dialling, because this peer leaves."""

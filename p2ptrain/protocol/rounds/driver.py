@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from p2ptrain.protocol.exchange.types import Epoch
+from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.commit import Committer
@@ -35,8 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_DEFERRED = 64
 # How often we look whether a round is due, where no event says so.
 POLL_S = 1.0
-# How often we look who has stalled; when that is late by more, it was us, and by much more, we were paused.
-STALL_POLL_S, HELD_UP_S, PAUSED_S = 0.25, 1.0, 10.0
+# How often we look who has stalled; when that is late by more than HELD_UP_S, it was us, and by more than PAUSED_S, we
+# were paused.
+STALL_POLL_S, PAUSED_S = 0.25, 10.0
 NO_HEAD = m.Head("", "", -1, "", "", (), 0, 0, None)
 
 

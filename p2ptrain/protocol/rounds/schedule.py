@@ -35,7 +35,7 @@ ANY_LEADER_EVERY = 3
 # A fast peer may be due for the round after the one that has not landed here yet.
 MAX_ROUNDS_AHEAD = 2
 # A Due may name a later attempt than we know of, within this limit.
-MAX_COUNTERS_AHEAD = 8
+MAX_DUE_AHEAD = 8
 
 
 def leader_of(
@@ -120,7 +120,7 @@ class Schedule:
             return False
         self._due.setdefault(due.round, set()).add(sender)
         if due.round == head.round + 1:
-            self.counter = max(self.counter, min(due.counter, self.counter + MAX_COUNTERS_AHEAD))
+            self.counter = max(self.counter, min(due.counter, self.counter + MAX_DUE_AHEAD))
         return True
 
     def is_ours_to_lead(self, head: Head, now: float) -> bool:

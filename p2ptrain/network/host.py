@@ -49,7 +49,7 @@ class Network:
     def __init__(self, config: NetworkConfig, identity: Identity, scratch: Path, *, alone: bool) -> None:
         self.peer_id = identity.peer_id
         is_public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
-        self.transport = LibP2P(self.peer_id, scratch, is_public=is_public, relay_peers=config.relay_peers)
+        self.transport = LibP2P(identity, scratch, is_public=is_public, relay_peers=config.relay_peers)
         self.directory = HivemindDirectory(identity)
         self.on_event: Callable[..., object] | None = None
         self.failure: ConfigError | None = None

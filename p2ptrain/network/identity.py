@@ -58,9 +58,15 @@ def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
 
 def peer_id_of(public_key: RSAPublicKey) -> str:
     """The base58 peer id of a public key: the SHA-256 of its protobuf form (libp2p's peer id specification)."""
-    der = serialization.load_ssh_public_key(public_key.to_bytes()).public_bytes(
-        encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
+    return peer_id_of_der(
+        serialization.load_ssh_public_key(public_key.to_bytes()).public_bytes(
+            encoding=serialization.Encoding.DER, format=serialization.PublicFormat.SubjectPublicKeyInfo
+        )
     )
+
+
+def peer_id_of_der(der: bytes) -> str:
+    """As `peer_id_of`, of an RSA key in DER (SubjectPublicKeyInfo)."""
     encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
     return str(PeerID(_SHA256_MULTIHASH + hashlib.sha256(encoded).digest()).to_base58())
 

@@ -19,8 +19,10 @@ from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
+from p2ptrain.network.identity import Identity
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
+from p2ptrain.network.signatures import Signatures
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +55,18 @@ class LibP2P:
         control_path: socket at which daemons take requests.
     """
 
-    def __init__(self, peer_id: str, directory: Path, *, is_public: bool, relay_peers: int) -> None:
+    def __init__(self, identity: Identity, directory: Path, *, is_public: bool, relay_peers: int) -> None:
         """
         Args:
-            peer_id: our identity, base58.
+            identity: ours.
             directory: for the sockets.
             is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
         """
-        self.peer_id = peer_id
+        self.peer_id = identity.peer_id
         self.maddrs: list[str] = []
+        signatures = Signatures(identity)
+        self.sign, self.verify = signatures.sign, signatures.verify
         self.control_path = str(directory / "p2pd.sock")
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)

@@ -104,6 +104,8 @@ def join(
     optimizer: torch.optim.Optimizer | None = None,
     run_id: str = "p2ptrain",
     initial_peers: Sequence[str] = (),
+    founder: str = "",
+    anchor: str = "",
     sparta: Sparta | None = None,
     diloco: DiLoCo | None = None,
     total_steps: int | None = None,
@@ -134,6 +136,8 @@ def join(
         optimizer: the inner optimizer; needed only with `DiLoCo(inner_moments="averaged")`.
         run_id: name of the run.
         initial_peers: addresses (`peer.maddrs`) of any peers of the run, or of a bootstrap node.
+        founder: id of the peer that must have founded the run; "" for any.
+        anchor: hash of a record that the run's history must contain (a `record_sha256` of its metrics); "" for any.
         sparta: gossip settings; a joiner may leave them out and adopts the run's.
         diloco: round settings; a joiner may leave them out and adopts the run's.
         total_steps: length of the run in inner steps; it ends with one plain average. None: the run's, or no end.
@@ -188,7 +192,8 @@ def join(
             session = failing.enter_context(
                 NetworkSession(
                     NetworkConfig(
-                        initial_peers=tuple(initial_peers), host_maddrs=tuple(host_maddrs),
+                        initial_peers=tuple(initial_peers), founder=founder, anchor=anchor,
+                        host_maddrs=tuple(host_maddrs),
                         announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
                         peer_timeout_s=peer_timeout_s,
                     )

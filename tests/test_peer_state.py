@@ -12,9 +12,31 @@ import torch
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.wire.messages import Head, pack
+from p2ptrain.protocol.rounds.history import History
+from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack
+from tests.protocol.signing import Past
 
 BLOCKS = 5
+PAST = Past("digest")
+for _ in range(4):
+    PAST.commit("a")
+HISTORY = History(PAST.genesis, PAST.entries)
+
+
+def head_of(state: AnchorState) -> Head:
+    """The head of round 3."""
+    hashes = state.hashes
+    return Head(
+        PAST.genesis_id,
+        PAST.lineage,
+        3,
+        hashes.state,
+        hashes.anchor,
+        (("a", "a.1"),),
+        80,
+        1000,
+        PAST.entries[-1].commit,
+    )
 
 
 def some_state() -> tuple[AnchorState, dict[str, Any]]:
@@ -22,15 +44,15 @@ def some_state() -> tuple[AnchorState, dict[str, Any]]:
     for vector in state.vectors:
         vector[:] = rng.standard_normal(vector.shape, np.float32)
     state.rehash()
-    head = Head("0-G", "0-L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
-    return state, to_dict(head, 84, state.vectors)
+    return state, to_dict(head_of(state), HISTORY, 84, state.vectors)
 
 
 def test_what_is_read_back_is_what_was_written() -> None:
     state, saved = some_state()
     restored = from_dict(saved, AnchorState(BLOCKS, 1))
-    assert (restored.run_step, restored.head.round, restored.head.lineage) == (84, 3, "0-L")
+    assert (restored.run_step, restored.head.round, restored.head.lineage) == (84, 3, PAST.lineage)
     assert restored.state.hashes == state.hashes
+    assert (restored.history.genesis, restored.history.entries) == (PAST.genesis, PAST.entries)
     assert all(np.array_equal(*pair) for pair in zip(restored.state.vectors, state.vectors, strict=True))
 
 
@@ -46,6 +68,9 @@ def test_what_is_read_back_is_what_was_written() -> None:
         ({"head": "no hex"}, "cannot be read"),
         ({"head": None}, "cannot be read"),
         ({"head": pack(Head("0-G", "abc-def", 3, "", "", (), 80, 1000, None)).hex()}, "cannot be read"),
+        ({"history": "beef"}, "cannot be read"),
+        ({"history": pack(SavedHistory(None, ())).hex()}, "cannot be read"),
+        ({"history": pack(SavedHistory(PAST.genesis, tuple(PAST.entries[:-1]))).hex()}, "cannot be read"),
         ({"run_step": "ten"}, "cannot be read"),
         ({"run_step": -1}, "cannot be read"),
         ({"run_step": 2**60}, "cannot be read"),
@@ -63,8 +88,7 @@ def test_a_damaged_one_is_refused(change: dict[str, Any], reason: str) -> None:
 def test_tensors_that_a_user_has_converted_are_read_too() -> None:
     state = AnchorState(BLOCKS, 1)
     state.rehash()
-    head = Head("0-G", "0-L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
-    saved = to_dict(head, 84, state.vectors)
+    saved = to_dict(head_of(state), HISTORY, 84, state.vectors)
     converted = {
         "anchor": saved["anchor"].clone().requires_grad_(),
         "moments": [moment.to(torch.bfloat16) for moment in saved["moments"]],
@@ -78,9 +102,8 @@ def test_one_that_is_not_finite_is_refused(vector: int, value: float) -> None:
     state, _ = some_state()
     state.vectors[vector][2, 3] = value
     state.rehash()
-    head = Head("0-G", "0-L", 3, state.hashes.state, state.hashes.anchor, (("a", "a.1"),), 80, 1000, None)
     with pytest.raises(ConfigError, match="holds NaN or infinity; use an earlier checkpoint"):
-        from_dict(to_dict(head, 84, state.vectors), AnchorState(BLOCKS, 1))
+        from_dict(to_dict(head_of(state), HISTORY, 84, state.vectors), AnchorState(BLOCKS, 1))
 
 
 def test_one_of_something_else_is_refused() -> None:

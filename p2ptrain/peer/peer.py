@@ -31,6 +31,7 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
+from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.settings.config import RunConfig
 
@@ -56,6 +57,7 @@ class Peer:
         peer_id: this peer's network identity.
         data_seed: a seed for this peer's share of the data, the same after a restart with the same identity.
         founded: whether this peer founded the run: no other peer had a state, and it had no checkpoint.
+        run_founder: id of the peer that founded the run.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Peer:
         may_found: bool,
         peer_timeout_s: float,
         chosen: frozenset[str],
+        pins: Pins,
         resume_state: dict[str, Any] | None,
         on_status: Callable[[str], None],
     ) -> None:
@@ -85,6 +88,7 @@ class Peer:
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
         self._left = self.founded = False
+        self.run_founder = ""
         self._record_s = 0.0
         self._status = ""
         self._errors = ErrorLog(logger)
@@ -108,7 +112,8 @@ class Peer:
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
-                peer_timeout_s=peer_timeout_s, chosen=chosen, errors=self._errors,
+                peer_timeout_s=peer_timeout_s, chosen=chosen, pins=pins,
+                errors=self._errors,
             )  # fmt: skip
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
@@ -275,7 +280,9 @@ class Peer:
         """
         node = self._runner.last_ready
         if self._left:
-            return to_dict(node.engine.head, self.run_step, [vector.copy() for vector in node.state.vectors])
+            return to_dict(
+                node.engine.head, node.engine.history, self.run_step, [vector.copy() for vector in node.state.vectors]
+            )
         return self._thread.run(self._copy_state, node, timeout_s=STATE_TIMEOUT_S)
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -372,12 +379,13 @@ class Peer:
                     self._errors.note("calling on_status", error)
             self._exchange.idle()
             self._ended.wait(POLL_S)
-        self.founded = self._runner.last_ready.state_sync.founded
+        state_sync = self._runner.last_ready.state_sync
+        self.founded, self.run_founder = state_sync.founded, state_sync.run_founder
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
         async with node.engine.committer.lock:
             vectors = [await self._compute(vector.copy) for vector in node.state.vectors]
-            return to_dict(node.engine.head, self.run_step, vectors)
+            return to_dict(node.engine.head, node.engine.history, self.run_step, vectors)
 
 
 def _keep_buffers(data: bytes) -> None:

@@ -12,18 +12,23 @@ import torch
 from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.rounds.history import History, leads_to
 from p2ptrain.protocol.rounds.lineage import check_head
 from p2ptrain.protocol.rounds.policy import MOST_COUNT
 from p2ptrain.protocol.state_sync.state_sync import Restored
-from p2ptrain.protocol.wire.messages import Head, pack, unpack
+from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack, unpack
 
 Array = npt.NDArray[np.float32]
 
 
-def to_dict(head: Head, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
+def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
     """The result of `Peer.state_dict`. Its tensors share the memory of `vectors`: anchor, then moments."""
     anchor, *moments = map(torch.from_numpy, vectors)
-    return {"head": pack(head).hex(), "run_step": run_step, "anchor": anchor, "moments": moments}
+    past = SavedHistory(history.genesis, tuple(history.entries))
+    return {
+        "head": pack(head).hex(), "history": pack(past).hex(), "run_step": run_step, "anchor": anchor,
+        "moments": moments,
+    }  # fmt: skip
 
 
 def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
@@ -36,6 +41,10 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
         vectors = [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
         head = unpack(Head, bytes.fromhex(state["head"]))
         check_head(head)
+        past = unpack(SavedHistory, bytes.fromhex(state["history"]))
+        history = History(past.genesis, past.entries)
+        if not leads_to(history.entries, head):
+            raise ValueError("a history that does not lead to its head")
         if not 0 <= run_step <= MOST_COUNT:
             raise ValueError(f"run_step = {run_step}")
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, WireError) as error:
@@ -54,4 +63,4 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
         raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
     if not into.is_finite():
         raise ConfigError("the state to resume from holds NaN or infinity; use an earlier checkpoint")
-    return Restored(into, head, run_step)
+    return Restored(into, head, run_step, history)

@@ -24,6 +24,7 @@ from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, list_members
+from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.settings.config import RunConfig, agrees
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -50,6 +51,7 @@ class NetworkSession:
         Raises ConfigError if the network cannot be opened, or no initial peer answers.
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
+        self._pins = Pins(config.anchor, config.founder)
         self._peer_timeout_s = config.peer_timeout_s
         self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
@@ -136,8 +138,8 @@ class NetworkSession:
             return Peer(
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, resume_state=resume_state,
-                on_status=on_status or (lambda status: None),
+                peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, pins=self._pins,
+                resume_state=resume_state, on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:
             records.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from p2ptrain.settings.presets import PRESETS
@@ -31,6 +32,11 @@ ENDPOINT = text(
     "PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100, with a port from 0 to 65535",
     lambda endpoint: parse_endpoint(endpoint) is not None,
 )
+PEER_ID = text(
+    "a peer id, as `p2ptrain peers` shows it",
+    lambda peer: re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,64}|", peer) is not None,
+)
+SHA256 = text("64 hexadecimal digits", lambda digest: re.fullmatch(r"[0-9a-f]{64}|", digest) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,12 @@ class NetworkConfig:
     initial_peers: tuple[str, ...] = setting((), metavar="ADDRESS|FILE",
         help="Address of a peer of the run, or a file of addresses; repeatable.",
         why="Without initial peers a new run starts.")
+    founder: str = setting("", PEER_ID, metavar="PEER_ID",
+        help="Join only the run that this peer founded.",
+        why="A first join trusts its initial peers. `p2ptrain join` prints the founder's id.")
+    anchor: str = setting("", SHA256, metavar="SHA256",
+        help="Join only a run with this record in its history.",
+        why="As the founder, for a run that you have seen before: a record_sha256 of your metrics.")
     # Addresses of earlier peers, which `p2ptrain join` keeps in its output directory. They are also used to join, but
     # the user did not choose them, so their answers cannot prevent a start.
     remembered_peers: tuple[str, ...] = ()

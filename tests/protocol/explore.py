@@ -38,10 +38,9 @@ from p2ptrain.protocol.rounds.events import (
     Send,
     Tick,
 )
-from p2ptrain.protocol.rounds.learner import Learner
-from p2ptrain.protocol.rounds.quorum import record_sha256
+from p2ptrain.protocol.rounds.quorum import is_quorum, record_sha256
 from p2ptrain.protocol.rounds.round_state import Limits, State
-from p2ptrain.protocol.wire.messages import Abort, Commit, Head, Join, Record, Refuse, Withdraw
+from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
 
 # A peer's number in a state of the whole has so many bits.
@@ -154,7 +153,7 @@ class Explorer:
         """Breadth first, to the end, to a double commit, or until so many states have been seen."""
         sent = 0
         if self.scenario.liar:
-            lie = Received("liar", Commit(record_of(self.scenario.head, 0, "liar", "1")))
+            lie = Received("liar", Commit(record_of(self.scenario.head, 0, "liar", "1"), Attempt(9, "liar", "1"), ()))
             sent = sum(1 << self._post(Envelope(peer, lie)) for peer in self.scenario.peers)
         first = self._pack([self._intern(self._fresh(peer, "1")) for peer in self.scenario.peers], 0, sent)
         seen: dict[int, int] = {first: 0}
@@ -240,7 +239,9 @@ class Explorer:
         key = (number, envelope_id)
         if key not in self._deliveries:
             local, envelope = self._locals[number], self._envelopes[envelope_id]
-            if envelope.incarnation not in (None, local.state.incarnation):
+            commit = envelope.event.message if isinstance(envelope.event, Received) else None
+            unproven = isinstance(commit, Commit) and not is_proven(commit, self.scenario.head)
+            if envelope.incarnation not in (None, local.state.incarnation) or unproven:
                 self._deliveries[key] = None
             else:
                 self._deliveries[key] = self._step(local, envelope.event, 0.0)
@@ -251,7 +252,7 @@ class Explorer:
         state = local.state
         if not self.scenario.lean or (state.proposer is not None and state.proposer.joining):
             yield self._step(local, Tick(), 0.0 if state.proposer is not None else 1.0)
-        if local.leads and state.proposer is None and state.learner.record is None:
+        if local.leads and state.proposer is None and state.learned is None:
             lead = Lead(tuple(self.scenario.voters), 0.0, 0.0, 0.0)
             yield self._step(dataclasses.replace(local, leads=local.leads - 1), lead, 0.0)
         if local.kept:
@@ -267,7 +268,7 @@ class Explorer:
             state, effects = consensus.step(state, events.pop(0), now)
             for effect in effects:
                 if isinstance(effect, Learned):
-                    learned = record_sha256(effect.record)
+                    learned = record_sha256(effect.commit.record)
                 for envelope in self._carry_out(state, effect):
                     may_fail = self.scenario.unheld and isinstance(effect, Fetch)
                     if self.scenario.lean and envelope.incarnation is not None and not may_fail:
@@ -343,7 +344,12 @@ class Explorer:
 
 def restarted(state: State) -> State:
     """The state with which an incarnation may continue after a restart: all but its current attempts."""
-    return dataclasses.replace(state, member=None, proposer=None, learner=Learner(record=state.learner.record))
+    return dataclasses.replace(state, member=None, proposer=None)
+
+
+def is_proven(commit: Commit, head: Head) -> bool:
+    """The driver's check of a Commit; here a vote is one that was sent, as nobody can make one up."""
+    return is_quorum({(vote.peer_id, vote.incarnation) for vote in commit.votes}, head.voters)
 
 
 def record_of(head: Head, counter: int, leader: str, incarnation: str) -> Record:

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 # Fields that are sorted by peer.
-SORTED = {"called", "joins", "claims"}
+SORTED = {"called", "joins", "ready"}
 
 
 class Renaming:
@@ -66,6 +66,9 @@ def renamed(value: Any, names: dict[str, str]) -> Any:
         return tuple(renamed(item, names) for item in value)
     if isinstance(value, frozenset):
         return frozenset(renamed(item, names) for item in value)
+    if isinstance(value, Commit):
+        votes = sorted(renamed(value.votes, names), key=lambda vote: vote.peer_id)
+        return Commit(value.record, renamed(value.attempt, names), tuple(votes))
     if isinstance(value, msgspec.Struct):
         return type(value)(*(renamed(getattr(value, name), names) for name in value.__struct_fields__))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -16,10 +16,9 @@ import pytest
 
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.consensus import Joins, Result
-from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.round_state import Acceptor, State
-from p2ptrain.protocol.wire.messages import Attempt, Propose, Record
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Propose
 from tests.protocol.explore import Explorer, Scenario
 
 STATES = int(os.environ.get("STATES", "100000"))
@@ -108,8 +107,8 @@ def count_whom_we_ignore(state: State, joins: Joins) -> Joins:
     )
 
 
-def believe_anybody(learner: Learner, own: Record | None, voters: Any) -> Record | None:
-    return learner.heard[0][1] if learner.heard else None
+def believe_anybody(commit: Commit, head: Head) -> bool:
+    return True
 
 
 def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> Attempt:
@@ -127,7 +126,7 @@ def attempt_of_any_incarnation(counter: int, leader: str, incarnation: str) -> A
         ("consensus.unfinished", lambda joins, voters: None, Scenario("ab", "ab", lean=True)),
         ("consensus.heeded", count_whom_we_ignore, Scenario("ab", "ab", lean=True, unheld=True)),
         ("round_state.State", same_incarnation, Scenario("ab", "ab", forgotten=1, frail="a", lean=True)),
-        ("consensus.Learner.shown", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
+        ("explore.is_proven", believe_anybody, Scenario("ab", "ab", lean=True, liar=True)),
         ("consensus.m.Attempt", attempt_of_any_incarnation, Scenario("ba", "xy", forgotten=1, frail="x", lean=True)),
     ],
     ids=[

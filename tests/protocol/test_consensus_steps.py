@@ -30,9 +30,7 @@ from p2ptrain.protocol.rounds.events import (
     Received,
     Send,
     Tick,
-    Unproven,
 )
-from p2ptrain.protocol.rounds.learner import ASK_AGAIN_S, MAX_ASKS, MAX_HEARD, is_shown
 from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, record_sha256, voters_of
 from p2ptrain.protocol.rounds.round_state import (
     MAX_COUNTERS_AHEAD,
@@ -45,14 +43,12 @@ from p2ptrain.protocol.rounds.round_state import (
 from p2ptrain.protocol.wire.messages import (
     MAX_REASON,
     Abort,
-    Accepted,
     Attempt,
     Call,
     Commit,
     Contributor,
     Due,
     Head,
-    Inquire,
     Join,
     Message,
     Propose,
@@ -60,6 +56,7 @@ from p2ptrain.protocol.wire.messages import (
     Record,
     Refuse,
     Roster,
+    Vote,
     Withdraw,
     pack,
     unpack,
@@ -90,7 +87,11 @@ def join(
 
 
 def ready(attempt: Attempt, of: Record, incarnation: str = "1") -> Ready:
-    return Ready("0-x", 5, attempt, incarnation, record_sha256(of))
+    return Ready("0-x", 5, attempt, incarnation, record_sha256(of), b"")
+
+
+def commit(of: Record, attempt: Attempt = FIRST, *names: str) -> Commit:
+    return Commit(of, attempt, tuple(Vote(name, "1", b"") for name in names or "ab"))
 
 
 def peer(name: str = "c", incarnation: str = "1") -> State:
@@ -172,7 +173,7 @@ def test_a_member_goes_from_call_to_ready() -> None:
     assert run(Prepared(FIRST, join(FIRST))) == [Send("a", join(FIRST))]
     assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
     assert run(Held(FIRST, record_sha256(of))) == [Send("a", ready(FIRST, of))]
-    assert run.hears("a", Commit(of)) == [Learned(of)]
+    assert run.hears("a", commit(of)) == [Learned(commit(of))]
 
 
 def test_what_is_said_twice_is_done_once() -> None:
@@ -290,8 +291,7 @@ def test_other_rounds_and_lineages_change_nothing() -> None:
     before = run.state
     for message in (
         Call("0-x", 6, SECOND, 1.0), Call("0-y", 5, SECOND, 1.0), Abort("0-x", 4, FIRST, ""),
-        Propose(FIRST, record(round=6)), Commit(record(round=4)), Commit(record(lineage="0-y")),
-        Accepted("0-x", 6, "1", FIRST, "sha"), Inquire("0-x", 9),
+        Propose(FIRST, record(round=6)), commit(record(round=4)), commit(record(lineage="0-y")),
     ):  # fmt: skip
         assert run.hears("b" if isinstance(message, Call) else "a", message) == []
     assert run.state == before
@@ -411,7 +411,8 @@ def test_a_leader_goes_from_call_to_commit() -> None:
     assert run.hears("b", join(FIRST)) == [Average(FIRST, joins)]
     assert run(Averaged(FIRST, of)) == [Send(name, Propose(FIRST, of)) for name in "abc"]
     assert run.hears("c", ready(FIRST, of)) == []
-    assert run.hears("a", ready(FIRST, of)) == [Broadcast(Commit(of)), Learned(of)]
+    of_both = commit(of, FIRST, "a", "c")
+    assert run.hears("a", ready(FIRST, of)) == [Broadcast(of_both), Learned(of_both)]
     assert run.hears("b", ready(FIRST, of)) == []
 
 
@@ -533,8 +534,8 @@ def test_an_incarnation_votes_once_and_strangers_never() -> None:
     ):  # fmt: skip
         assert run.hears(sender, message) == []
     assert run.state.proposer is not None
-    assert run.state.proposer.ready == {("b", "1")}
-    assert run.hears("c", ready(FIRST, of))[-1] == Learned(of)
+    assert run.state.proposer.ready == ((("b", "1"), b""),)
+    assert run.hears("c", ready(FIRST, of))[-1] == Learned(commit(of, FIRST, "b", "c"))
 
 
 def test_a_leader_goes_on_while_there_can_be_a_quorum() -> None:
@@ -574,104 +575,31 @@ def test_the_next_attempt_has_a_higher_number_also_after_a_restart_with_memory()
     assert run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0)) == []  # one at a time
 
 
-# --- learner ---------------------------------------------------------------------------------------------------------
+# --- the outcome -----------------------------------------------------------------------------------------------------
 
 
-def claim(attempt: Attempt | None, of: Record, incarnation: str = "1") -> Accepted:
-    return Accepted("0-x", 5, incarnation, attempt, record_sha256(of))
-
-
-def test_a_commit_without_proof_is_not_believed() -> None:
-    run, of = accepted(FIRST, record("sgd")), record("nesterov")
-    assert run.hears("x", Commit(of)) == [Send(name, Inquire("0-x", 5)) for name in "ab"]
-    assert run.hears("x", Commit(of)) == []
-    assert run.state.learner.record is None
-    # One voter is not enough, nor are strangers and such as were started anew.
-    for sender, told in (
-        ("a", claim(FIRST, of)), ("a", claim(FIRST, of)), ("x", claim(FIRST, of)), ("b", claim(FIRST, of, "2")),
-        ("b", claim(FIRST, record("sgd"))),
-    ):  # fmt: skip
-        assert run.hears(sender, told) == []
-    assert run.hears("b", claim(FIRST, of)) == [Learned(of)]
-
-
-def test_a_commit_that_comes_before_we_are_ready_counts_once_we_are() -> None:
-    run, of = joined(), record()
-    run.hears("a", Propose(FIRST, of))
-    run.hears("a", Commit(of))
-    assert run(Held(FIRST, record_sha256(of))) == [Send("a", ready(FIRST, of)), Learned(of)]
-
-
-def test_what_was_accepted_in_two_attempts_does_not_add_up() -> None:
+def test_a_commit_counts_before_we_are_ready_and_without_an_attempt() -> None:
     of = record()
-    run = Run(peer())
-    run.hears("x", Commit(of))
-    run.hears("a", claim(FIRST, of))
-    assert run.hears("b", claim(SECOND, of)) == []
-    assert run.hears("a", claim(SECOND, of)) == [Learned(of)]
-
-
-def test_who_has_committed_counts_as_one_that_accepted() -> None:
-    of, sha256 = record(), record_sha256(record())
-    committed, at_first = (("a", "1"), claim(None, of)), (("b", "1"), claim(FIRST, of))
-    assert is_shown(sha256, [committed, at_first], VOTERS)
-    assert not is_shown(sha256, [committed], VOTERS)
-    assert not is_shown("other", [committed, at_first], VOTERS)
-
-
-def test_voters_are_asked_again_and_then_the_record_is_given_up() -> None:
-    run, of = Run(peer()), record()
-    asked = run.hears("a", Commit(of))
-    for _ in range(MAX_ASKS - 1):
-        assert deadline_s(run.state) == run.now + ASK_AGAIN_S
-        run.now += ASK_AGAIN_S
-        assert run(Tick()) == asked
-    run.now += ASK_AGAIN_S
-    assert run(Tick()) == [Unproven(of)]
-    assert deadline_s(run.state) == math.inf
-    assert run.hears("a", Commit(of)) == asked  # another chance
-
-
-def test_many_who_lie_take_a_bounded_room() -> None:
-    run = Run(peer())
-    for number in range(5 * MAX_HEARD):
-        run.hears(f"x{number}", Commit(record(run_step=number)))
-        run.hears(f"x{number}", claim(FIRST, record(run_step=number)))
-    assert len(run.state.learner.heard) == MAX_HEARD
-    assert run.state.learner.claims == ()
-
-
-def test_a_voter_says_what_it_accepted_and_what_it_committed() -> None:
-    of, sha256 = record(), record_sha256(record())
-    run = accepted(FIRST, of)
-    assert Run(peer()).hears("x", Inquire("0-x", 5)) == []
-    assert run.hears("x", Inquire("0-x", 5)) == [Send("x", Accepted("0-x", 5, "1", FIRST, sha256))]
-    run.hears("a", Commit(of))
-    committed = [Send("x", Accepted("0-x", 5, "1", None, sha256))]
-    assert run.hears("x", Inquire("0-x", 5)) == committed
-    # Also when it stands at the next round.
-    after = Run(State("c", "1", msgspec.structs.replace(HEAD, round=5, record=of), LIMITS))
-    assert after.hears("x", Inquire("0-x", 5)) == committed
-    assert after.hears("x", Inquire("0-x", 6)) == []
+    for run in (Run(peer()), joined(), accepted(SECOND, record("nesterov"))):
+        *_, learned = run.hears("x", commit(of))
+        assert learned == Learned(commit(of))
 
 
 def test_an_attempt_of_ours_is_aborted_when_another_was_decided() -> None:
     run, of = leading("a", "b"), record()
-    run.hears("c", Commit(of))
-    run.hears("b", claim(SECOND, of))
-    *aborts, ended, learned = run.hears("c", claim(SECOND, of))
+    *aborts, ended, learned = run.hears("c", commit(of, SECOND))
     assert [effect.to for effect in aborts if isinstance(effect, Send)] == ["a", "b", "c"]
     assert ended == LeaderEnded(FIRST, "another attempt was decided")
-    assert learned == Learned(of)
+    assert learned == Learned(commit(of, SECOND))
 
 
 def test_after_the_outcome_nothing_changes() -> None:
     run = accepted(FIRST)
-    run.hears("a", Commit(record()))
+    run.hears("a", commit(record()))
     before = run.state
     for event in (
         Received("b", call(SECOND)), Received("a", Propose(FIRST, record("nesterov"))), Tick(), Lost("a"),
-        Lead(("a", "b", "c"), 1.0, 0.5, 30.0), Received("b", Commit(record("nesterov"))),
+        Lead(("a", "b", "c"), 1.0, 0.5, 30.0), Received("b", commit(record("nesterov"))),
     ):  # fmt: skip
         assert run(event) == []
     assert run.state == before

@@ -71,7 +71,10 @@ class Peer:
         links: Any = SimpleNamespace(get=self.mailboxes.get, peer_timeout_s=30.0)
         host: Any = SimpleNamespace(trainers=lambda: list(self.mailboxes))
         errors = ErrorLog(logging.getLogger("test"))
-        context = RoundContext("a", "1", run, links, self.exchange.new_state(), self.exchange, inline, errors, host)
+        prover: Any = None  # gossip proves nothing
+        context = RoundContext(
+            "a", "1", run, prover, links, self.exchange.new_state(), self.exchange, inline, errors, host
+        )
         self.gossip = Gossip(context, random.Random(seed))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,10 +11,24 @@ import numpy as np
 import pytest
 import trio
 
+from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds import leader
-from p2ptrain.protocol.rounds.round_state import Acceptor
-from p2ptrain.protocol.wire.messages import Attempt, Beat, Commit, Contributor, Head, Join, Message, Record
+from p2ptrain.protocol.rounds.quorum import record_sha256
+from p2ptrain.protocol.wire.messages import (
+    Attempt,
+    Beat,
+    Commit,
+    Contributor,
+    Head,
+    Join,
+    Message,
+    Ready,
+    Record,
+    SignedHead,
+    Vote,
+)
+from tests.protocol.signing import signed_by
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -35,68 +49,91 @@ class LyingDonor:
         class Engine:
             committer = node.engine.committer
             head = property(lambda _: self._head(node.engine.head))
+            history = property(lambda _: node.engine.history)
+            signed_head = property(lambda engine: self._signed(node.engine.signed_head))
 
         node._server._state._engine = Engine()  # type: ignore[assignment]
 
     def _beat(self, beat: Beat) -> Beat:
         return msgspec.structs.replace(beat, **self.beat(beat))
 
+    def _signed(self, signed: SignedHead | None) -> SignedHead | None:
+        if signed is None:
+            return None
+        head = self._head(signed.head)
+        self.asked += head != signed.head
+        return msgspec.structs.replace(signed, head=head)
+
     def _head(self, head: Head) -> Head:
-        lie = self.head(head)
-        self.asked += bool(lie)
-        return msgspec.structs.replace(head, **lie)
+        return msgspec.structs.replace(head, **self.head(head))
 
 
 def places_of(node: Node) -> list[tuple[str, int]]:
     """Where a node stands, and each place that it stands at from now on, in order."""
-    set_head, places = node.engine.set_head, [(node.engine.head.lineage, node.engine.head.round)]
+    set_head, places = node.engine._set_head, [(node.engine.head.lineage, node.engine.head.round)]
 
-    def spy(head: Head) -> None:
-        set_head(head)
+    def spy(head: Head, votes: Sequence[Vote] = ()) -> None:
+        set_head(head, votes)
         places.append((head.lineage, head.round))
 
-    node.engine.set_head = spy  # type: ignore[method-assign]
-    node.engine.committer._set_head = spy
+    node.engine._set_head = spy  # type: ignore[method-assign]
     return places
 
 
-def test_a_donor_at_our_own_place_with_more_tokens_makes_nobody_vote_twice() -> None:
+@pytest.mark.parametrize(
+    ("beat", "head"),
+    [
+        ({"tokens_total": 10**15}, {"tokens_total": 10**15}),
+        ({"lineage": "7-elsewhere", "tokens_total": 10**15}, {"lineage": "7-elsewhere", "tokens_total": 10**15}),
+        ({"lineage": "7-elsewhere"}, {"lineage": "7-elsewhere", "state_sha256": "0" * 64, "voters": (("x", "x.4"),)}),
+        ({"lineage": "7-elsewhere"}, {"genesis": "0-other", "lineage": "0-other", "voters": (("x", "x.4"),)}),
+    ],
+    ids=["more tokens", "another lineage", "another state and voters", "another run"],
+)
+def test_a_donor_whose_head_is_not_signed_leads_nobody_away_and_is_struck(beat: Lie, head: Lie) -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
+            lineage, genesis = s.peers["a"].node.engine.head.lineage, s.peers["a"].node.engine.head.genesis
             places = [places_of(s.peers[name].node) for name in "abc"]
             liar = LyingDonor(s.peers["x"].node)
-            liar.beat = lambda beat: {"round": beat.round + 1, "tokens_total": 10**15}
-            liar.head = lambda head: {"tokens_total": 10**15}
-            await s.until(lambda: liar.asked >= 10 and common(s, 4, 4))
+            liar.beat = lambda told: {"round": told.round + 1, **beat}
+            liar.head = lambda told: head
+            began = trio.current_time()
+
+            def gone_on() -> bool:
+                rounds = [s.peers[name].rounds("committed") for name in "abc"]
+                return liar.asked > 0 and all(sum(r["t"] > began for r in of) >= 4 for of in rounds)
+
+            await s.until(gone_on)
             for stood in places:
                 assert len(stood) == len(set(stood)) > 1, stood
+            for name in "abc":
+                at = s.peers[name].node.engine.head
+                assert (at.lineage, at.genesis) == (lineage, genesis)
+            assert any(s.peers[name].node.links.strikes.get("x") for name in "abc")
 
     run_virtual(main)
 
 
-def test_a_donor_that_leads_us_away_and_back_makes_nobody_vote_twice() -> None:
-    """By way of another lineage we must not come back to a round in which we may have voted."""
+def test_a_lineage_that_one_member_founds_leads_nobody_away() -> None:
+    """Well formed and signed, from the head that all have, and with rounds of its own since."""
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
-            b, liar = s.peers["b"].node, LyingDonor(s.peers["x"].node)
-            s.network.partition(["b", "x"])
-            await trio.sleep(20)
-            stood, home = places_of(b), b.engine.head.lineage
-            away: Lie = {"lineage": "7-elsewhere", "tokens_total": 10**15}
-            liar.beat = liar.head = lambda _: away
-            await s.until(lambda: b.engine.head.lineage == "7-elsewhere")
-            back: Lie = {"lineage": home, "tokens_total": 10**16}
-            liar.beat = liar.head = lambda _: back
-            asked = liar.asked
-            await s.until(lambda: liar.asked >= asked + 3)
-            assert len(stood) == len(set(stood)) > 1, stood
-            await trio.sleep(20)
-            assert b.engine.head.lineage != home
+            lineage = s.peers["a"].node.engine.head.lineage
+            engine = s.peers["x"].node.engine
+            await s.until(lambda: not engine.committer.resolving)
+            async with engine.paused():
+                engine.found_lineage(engine.head, engine.history)
+            began = trio.current_time()
+            await s.until(lambda: len([r for r in s.peers["a"].rounds("committed") if r["t"] > began]) >= 4)
+            assert {s.peers[name].node.engine.head.lineage for name in "abc"} == {lineage}
+            # And x comes back, as the others go on with a quorum.
+            await s.until(lambda: engine.head.lineage == lineage)
 
     run_virtual(main)
 
@@ -109,11 +146,11 @@ def test_a_head_at_a_place_of_before_is_refused() -> None:
             engine = s.peers["b"].node.engine
             head = engine.head
             earlier = msgspec.structs.replace(head, round=head.round - 1)
-            assert not engine.history.may_adopt(earlier)
-            assert engine.history.may_adopt(msgspec.structs.replace(head, lineage="5-new"))
+            assert not engine.past_heads.may_adopt(earlier)
+            assert engine.past_heads.may_adopt(msgspec.structs.replace(head, lineage="5-new"))
             for place in (head, earlier):
                 with pytest.raises(AssertionError, match="our head before"):
-                    engine.set_head(msgspec.structs.replace(place, tokens_total=10**15))
+                    engine._set_head(msgspec.structs.replace(place, tokens_total=10**15))
             assert engine.head is head
 
     run_virtual(main)
@@ -208,8 +245,8 @@ def test_a_forged_proposal_ends_nobody_and_rounds_go_on(lie: Lie, monkeypatch: p
 
 
 @forgeries
-def test_a_forged_commit_of_our_own_ready_record_ends_nobody(lie: Lie) -> None:
-    """As if a quorum of liars had decided it: the peer that refuses it takes the state of the others."""
+def test_a_forged_commit_ends_nobody_even_if_a_quorum_signed_it(lie: Lie) -> None:
+    """The peer that refuses it takes the state of the others."""
 
     async def main() -> None:
         async with swarm(PLAIN) as s:
@@ -221,10 +258,19 @@ def test_a_forged_commit_of_our_own_ready_record_ends_nobody(lie: Lie) -> None:
             assert head.record is not None
             honest = msgspec.structs.replace(head.record, round=head.round + 1, parent_sha256=head.state_sha256)
             forged = msgspec.structs.replace(honest, **lie)
-            acceptor = Acceptor(attempt, attempt, forged)
-            engine._attempts.state = dataclasses.replace(engine.round_state, acceptor=acceptor)
-            engine.deliver("x", Commit(forged))
-            assert engine.round_state.learner.record == forged
+            unproven = signed_by("abc", forged, PLAIN.digest, attempt)
+            names = {peer.peer_id: peer.node.incarnation for peer in s.peers.values()}
+            votes = []
+            for name, incarnation in names.items():
+                prover = s.peers[name].node.engine.context.prover
+                ready = Ready(forged.lineage, forged.round, attempt, incarnation, record_sha256(forged), b"")
+                votes.append(Vote(name, incarnation, prover.signed_ready(ready).signature))
+            for commit in (unproven, Commit(forged, attempt, ()), Commit(forged, attempt, tuple(votes[:1] * 3))):
+                with pytest.raises(WireError):
+                    engine.deliver("x", commit)
+            assert engine.round_state.learned is None
+            engine.deliver("x", Commit(forged, attempt, tuple(votes)))
+            assert engine.round_state.learned is not None
             steps = len(s.peers["c"].reports)
 
             def gone_on() -> bool:

@@ -13,8 +13,8 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.lineage import (
     MAX_JUMPS,
     QUORUM_LOST_S,
-    HeadHistory,
     LineageWatch,
+    PastHeads,
     check_head,
     generation_of,
     new_lineage,
@@ -110,7 +110,7 @@ def at(lineage: str, round_: int) -> Head:
 
 
 def test_no_head_is_had_twice() -> None:
-    history, stood = HeadHistory(), []
+    history, stood = PastHeads(), []
     # The second is in a far future that somebody made up: it closes no way back to where we have not been.
     for lineage, rounds in (("x", range(5, 9)), ("x", [10**9]), ("y", [8]), ("x", range(9, 12)), ("z", [-1, 0])):
         for round_ in rounds:
@@ -125,7 +125,7 @@ def test_no_head_is_had_twice() -> None:
 
 
 def test_where_we_stood_takes_a_bounded_room() -> None:
-    history = HeadHistory()
+    history = PastHeads()
     for number in range(MAX_JUMPS):
         assert history.may_adopt(at(str(number), 3))
         history.note(at(str(number), 3))

@@ -324,7 +324,7 @@ NOISE = random.Random(0).randbytes(200)
 FIRST_FRAMES = [
     pytest.param(NOISE, id="noise"),
     pytest.param(encode_frame(Ack()), id="not a Hello"),
-    pytest.param(b"\x02" + encode_frame(hello_of("b"))[1:], id="another wire version"),
+    pytest.param(b"\x01" + encode_frame(hello_of("b"))[1:], id="another wire version"),
     pytest.param(encode_frame(hello_of("b"))[:-1] + b"\xc1", id="a broken Hello"),
 ]
 

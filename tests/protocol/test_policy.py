@@ -107,7 +107,7 @@ def test_incredible_speeds_and_counts_fit_the_wire() -> None:
     contributors = [Contributor(name, f"{name}.1", 1.0) for name in joins]
     record = record_of(RunConfig(), HEAD, joins, contributors, Conclusion((), ((1e300,) * 9,)))
     assert unpack(Record, pack(record)) == record
-    assert dict(record.intervals)["c"] == 1000 * RunConfig().sync_every
+    assert dict(record.intervals)["c"] == 16 * RunConfig().sync_every
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_two_halves_that_meet_again_are_one_lineage_and_keep_what_they_learnt() 
             assert lineages(s) == {before}
             assert sorted(set(kinds)) == [("a", "keep"), ("b", "keep")]
             for name in "ab":
-                assert adoptions(s.peers[name])[-1] == f"lineage {before} has more tokens than ours"
+                assert adoptions(s.peers[name])[-1] == f"lineage {before} goes on, ours does not"
 
     run_virtual(main)
 

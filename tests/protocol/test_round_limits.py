@@ -35,7 +35,6 @@ from p2ptrain.protocol.wire.messages import (
     Attempt,
     Beat,
     Call,
-    Commit,
     Contribution,
     Head,
     Hello,
@@ -49,6 +48,7 @@ from p2ptrain.protocol.wire.messages import (
     RosterPart,
     Withdraw,
 )
+from tests.protocol.signing import signed_by
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_round_faults import after
 from tests.protocol.test_rounds import common, start_all
@@ -521,7 +521,7 @@ def test_a_join_with_an_impossible_claim_is_refused_and_the_round_goes_on(fields
     three_and_x(test)
 
 
-def test_a_commit_counts_only_when_the_voters_say_so() -> None:
+def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
     """A record of x's own, whose parts it serves: all that a peer needs to take its step, but for the voters."""
 
     async def test(s: Swarm, x: Member) -> None:
@@ -545,7 +545,7 @@ def test_a_commit_counts_only_when_the_voters_say_so() -> None:
                 head.record, round=head.round + 1, parent_sha256=head.state_sha256, tokens_total=2**50,
                 parts=(Part(0, blocks, sha256, "x"),),
             )  # fmt: skip
-            x.tell(Commit(forged))
+            x.tell(signed_by("x", forged, s.run.digest))
             await trio.sleep(0.5)
         await s.until(lambda: landed(s, began, 4), within_s=60)
         assert all(p.node.engine.head.tokens_total < 2**40 for p in s.peers.values())

@@ -25,10 +25,12 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.outer_step import Progress, step_chunks
 from p2ptrain.protocol.rounds.part_store import PartStore
+from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
-from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers, ask_head
+from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
@@ -36,17 +38,21 @@ from p2ptrain.protocol.wire.messages import (
     Beat,
     Contribution,
     Contributor,
+    Founding,
     Head,
     Part,
     Record,
     Request,
+    SignedHead,
     pack,
 )
+from tests.protocol.signing import Past, genesis_of, prover_of, signed_by, signed_head
 from tests.protocol.swarm import RUN, Swarm, inline, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, hello_of, start_endpoint, until
 
 BLOCKS = 12 * STATE_CHUNK_BLOCKS - 100
 CHUNKS = 24
+PAST = Past(RUN.digest)
 
 
 def some_state(seed: int = 0, num_blocks: int = BLOCKS) -> AnchorState:
@@ -59,7 +65,16 @@ def some_state(seed: int = 0, num_blocks: int = BLOCKS) -> AnchorState:
 
 def head_of(state: AnchorState, lineage: str = "0-L", round_: int = 7) -> Head:
     hashes = state.hashes
-    return Head("0-G", lineage, round_, hashes.state, hashes.anchor, (("a", "a.1"),), 140, 1000, None)
+    return Head(PAST.genesis_id, lineage, round_, hashes.state, hashes.anchor, (("a", "a.1"),), 140, 1000, None)
+
+
+ONE_BLOCK = some_state(num_blocks=1)
+
+
+def sign(head: Head, by: str = "a", genesis: Founding = PAST.genesis, **changed: object) -> SignedHead:
+    """A head signed by these, and what was changed in it since."""
+    signed = signed_head(head, genesis, RUN.digest, by)
+    return msgspec.structs.replace(signed, head=msgspec.structs.replace(head, **changed))
 
 
 class Donor:
@@ -83,6 +98,14 @@ class Donor:
     def committer(self) -> SimpleNamespace:
         return SimpleNamespace(stepping=self.busy)
 
+    @property
+    def signed_head(self) -> SignedHead:
+        return signed_head(self.head, PAST.genesis, RUN.digest, "a")
+
+    @property
+    def history(self) -> History:
+        return History(PAST.genesis, PAST.entries)
+
     def pack(self, buffers: bytes) -> bytes:
         """The model's buffers; every packing finds other values in them, as training goes on."""
         self.packed += 1
@@ -101,11 +124,27 @@ class Donor:
         contributors = (Contributor("a", "a.1", 1.0),)
         round_ = self.head.round + 1
         record = Record(
-            "0-G", "0-L", round_, before, contributors, tuple(parts), "nesterov", 0.7, 0.9, 160, 2000, (), 0.0, 0.0
+            PAST.genesis_id,
+            "0-L",
+            round_,
+            before,
+            contributors,
+            tuple(parts),
+            "nesterov",
+            0.7,
+            0.9,
+            160,
+            2000,
+            (),
+            0.0,
+            0.0,
         )
         step_chunks(self.state, averaging_of(RUN), Progress(record), self.parts.get, (0, BLOCKS), None)
         self.state.rehash()
-        self.head = msgspec.structs.replace(head_of(self.state, round_=round_), record=record)
+        head = head_of(self.state, round_=round_)
+        self.head = msgspec.structs.replace(
+            head, run_step=160, tokens_total=2000, commit=signed_by("a", record, RUN.digest)
+        )
 
     async def serve(self, link: Link, request: Request) -> None:
         self.asked[request.what] += 1
@@ -131,6 +170,11 @@ async def donors_and_joiner(
         joiner = await start_endpoint(network, nursery, hello_of("joiner"))
         yield network, donors, joiner, [await joiner.links.connect(name, []) for name in names]
         nursery.cancel_scope.cancel()
+
+
+async def head_from(joiner: Endpoint, link: Link) -> Head:
+    context: Any = SimpleNamespace(run=RUN, links=joiner.links, prover=prover_of("joiner", RUN.digest))
+    return (await provenance.ask_head(context, link)).head
 
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
@@ -185,7 +229,7 @@ def test_chunks_are_views_that_cover_both_vectors_once() -> None:
 def test_a_download_is_the_donors_state_bit_by_bit_and_spread_over_them(names: str) -> None:
     async def main() -> None:
         async with donors_and_joiner(*names) as (_, donors, joiner, links):
-            head = await ask_head(joiner.links, links[0])
+            head = await head_from(joiner, links[0])
             assert head == donors["a"].head
             state = AnchorState(BLOCKS, 1)
             download = download_into(state, joiner)
@@ -412,7 +456,7 @@ def test_a_donor_that_moves_on_mid_way_is_asked_again_about_its_new_state() -> N
                 with pytest.raises(PeerLostError):
                     await download.run(donor.head, links)
             await trio.sleep(1)
-            head = await ask_head(joiner.links, links[0])
+            head = await head_from(joiner, links[0])
             assert head.round == 8
             await download.run(head, links)
             check_equal(state, donor.state)
@@ -461,7 +505,8 @@ def test_a_record_that_no_peer_could_commit_rolls_nothing_forward(bad: dict[str,
             donor.chunks.clear()
             donor.resolve_round()
             assert donor.head.record is not None
-            donor.head = msgspec.structs.replace(donor.head, record=msgspec.structs.replace(donor.head.record, **bad))
+            record = msgspec.structs.replace(donor.head.record, **bad)
+            donor.head = msgspec.structs.replace(donor.head, commit=signed_by("a", record, RUN.digest))
             await download.run(donor.head, links)
             check_equal(state, donor.state)
             assert len(donor.chunks) == CHUNKS
@@ -488,7 +533,7 @@ def test_a_slow_joiner_comes_to_the_end_however_often_rounds_are() -> None:
                 with trio.fail_after(60):
                     while download.done_chunks < CHUNKS:
                         with contextlib.suppress(PeerLostError):
-                            await download.run(await ask_head(joiner.links, links[0]), links)
+                            await download.run(await head_from(joiner, links[0]), links)
                         await trio.sleep(0.1)
                 nursery.cancel_scope.cancel()
             check_equal(state, donor.state)
@@ -507,7 +552,7 @@ def test_a_fresh_or_busy_peer_gives_nothing(why: str) -> None:
             else:
                 donors["a"].busy = True
             with pytest.raises(PeerLostError, match="cannot send its state now"):
-                await ask_head(joiner.links, links[0])
+                await head_from(joiner, links[0])
             for what in ("manifest", "chunk"):
                 answer, payload = await joiner.links.request(links[0], what, timeout_s=1)
                 assert (answer.found, payload) == (False, b"")
@@ -551,14 +596,20 @@ def test_what_there_is_not_is_not_found(what: str, index: int) -> None:
 
 @pytest.mark.parametrize(
     "head",
-    [b"", b"\x90", pack(head_of(some_state(num_blocks=1)))[:-1], pack(head_of(some_state(num_blocks=1), "abc-def"))],
-)
-def test_a_head_that_is_none_is_refused(head: bytes) -> None:
+    [
+        b"", b"\x90", pack(head_of(ONE_BLOCK)), pack(sign(head_of(ONE_BLOCK)))[:-1],
+        pack(sign(head_of(ONE_BLOCK, "abc-def"))), pack(sign(head_of(ONE_BLOCK), by="")),
+        pack(sign(head_of(ONE_BLOCK), by="b")), pack(sign(head_of(ONE_BLOCK), genesis=genesis_of("b", RUN.digest))),
+        pack(sign(head_of(ONE_BLOCK), genesis=genesis_of("a", "another run"))),
+        pack(sign(head_of(ONE_BLOCK), run_step=141)), pack(sign(head_of(ONE_BLOCK), state_sha256="0" * 64)),
+    ],
+)  # fmt: skip
+def test_a_head_that_is_none_or_not_signed_is_refused(head: bytes) -> None:
     async def main() -> None:
         async with donors_and_joiner("a") as (_, donors, joiner, links):
             donors["a"].instead["head"] = head
             with pytest.raises(WireError):
-                await ask_head(joiner.links, links[0])
+                await head_from(joiner, links[0])
 
     run_virtual(main)
 
@@ -837,14 +888,17 @@ def test_peers_that_only_claim_to_have_a_state_keep_nobody_from_joining(says: st
             await trio.sleep(3)
             for name in ("x", "y"):
                 liar = await start_endpoint(s.network, nursery, hello_of(name, digest=RUN.digest))
-                far = (f"{name}-beef", f"9-{name}", 2**62, 2**63 - 1, 2**62, "training", 1e300, (), 3)
+                far = (f"0-{name}", f"9-{name}", 2**61, 2**62, 2**62, "training", 1e300, (), 3)
                 liar.make_beat = lambda *times, far=far: Beat(*times, *far)  # type: ignore[method-assign]
-                head = Head(*far[:3], "0" * 64, "0" * 64, (), 7, far[3], None)
+                genesis = genesis_of(name, RUN.digest)
+                voters = ((name, f"{name}.1"),)
+                head = Head(lineage_of(genesis), *far[1:3], "0" * 64, "0" * 64, voters, 7, 2**61, None)
+                signed = pack(signed_head(head, genesis, RUN.digest, name))
 
-                async def answer(link: Link, request: Request, head: Head = head) -> None:
+                async def answer(link: Link, request: Request, signed: bytes = signed) -> None:
                     if says == "nothing" or (says == "a head and no more" and request.what != "head"):
                         return
-                    payload = pack(head) if says != "nonsense" else b"nonsense"
+                    payload = signed if says != "nonsense" else b"nonsense"
                     await link.send_bulk(Answer(request.request, True, request.what), payload, Traffic.STATE)
 
                 liar.on_request = answer

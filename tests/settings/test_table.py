@@ -53,6 +53,8 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "sharding": ("clusters", "clusters"),
     "run_seed": ("3", 3),
     "initial_peers": ("/ip4/10.0.0.1/tcp/1/p2p/QmA", ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)),
+    "founder": ("Qm" + "a" * 44, "Qm" + "a" * 44),
+    "anchor": ("0" * 64, "0" * 64),
     "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
     "announce_maddrs": ("/ip4/10.0.0.2/tcp/2", ("/ip4/10.0.0.2/tcp/2",)),
     "identity": ("id.key", "id.key"),
@@ -157,7 +159,7 @@ def test_an_unknown_variable_is_an_error_with_a_hint() -> None:
 def test_an_unknown_toml_key_is_an_error_with_a_hint(key: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key '{key}'; did you mean {hint}\?"):
         merge({}, {}, _toml(tmp_path / "c.toml", f"{key} = 5"))
-    with pytest.raises(ConfigError, match="unknown key 'qqqqqq'; known are: announce_maddrs, "):
+    with pytest.raises(ConfigError, match="unknown key 'qqqqqq'; known are: anchor, announce_maddrs, "):
         merge({}, {}, _toml(tmp_path / "c.toml", "qqqqqq = 5"))
 
 

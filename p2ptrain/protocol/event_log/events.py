@@ -67,7 +67,7 @@ KINDS: dict[str, Kind] = {
             "reason": Text, "lineage": Name, "round": Index, "run_step": Count, "anchor_sha256": Text,
             "state_sha256": Text,
         },
-        {"founded": bool},
+        {"founded": bool, "founder": Text},
     ),
     "shard": Kind({"sharding": Text, "shard": Count, "sizes": Numbers, "partition_sha256": Text}),
     "step": Kind(
@@ -87,7 +87,7 @@ KINDS: dict[str, Kind] = {
             "bytes_sent": Count, "bytes_received": Count, "wall_s": Number | None, "stall_s": Number | None,
             "tokens_discarded": Count, "reason": Text,
         },
-        {"cosine": Number | None, "mean_norm": Number | None, "earlier_bytes_sent": Count},
+        {"record_sha256": Text, "cosine": Number | None, "mean_norm": Number | None, "earlier_bytes_sent": Count},
     ),
     "eval": Kind({"step": Count, "loss": Loss}),
     "sample": Kind({"step": Count, "every": Annotated[int, Meta(ge=1, lt=LARGEST)], "values": Numbers}),

@@ -110,6 +110,7 @@ class RoundReport:
     anchor_sha256: str = ""
     state_sha256: str = ""
     parent_sha256: str = ""
+    record_sha256: str = ""
     wall_s: float = 0.0
     stall_s: float = 0.0
     tokens_discarded: int = 0

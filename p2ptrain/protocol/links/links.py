@@ -75,6 +75,7 @@ class Links:
         errors: logs exceptions of our code.
 
     Attributes:
+        chosen: as given.
         mismatch: an error for the user if the settings of a chosen peer differ from ours, else None.
     """
 
@@ -88,7 +89,7 @@ class Links:
         self.budget = ReceiveBudget()
         self.strikes: dict[PeerId, int] = {}
         self.mismatch: str | None = None
-        self._chosen = frozenset(chosen)
+        self.chosen = frozenset(chosen)
         self._transport = transport
         self._hello = hello
         self._events = events
@@ -268,7 +269,7 @@ class Links:
         reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
         _, hello, _ = await reader.frame()
         if isinstance(hello, Leave):
-            if stream.remote in self._chosen:
+            if stream.remote in self.chosen:
                 logger.warning("%s refused the link: %.100r", stream.remote, hello.reason)
             raise PeerLostError(f"{stream.remote} refused the link: {hello.reason[:100]!r}")
         if not isinstance(hello, Hello):
@@ -284,7 +285,7 @@ class Links:
                 f"(run digest {hello.digest[:12]!r}, ours is {ours.digest[:12]!r}); "
                 "leave settings out to take over the run's, or choose another run id"
             )
-            if stream.remote in self._chosen:
+            if stream.remote in self.chosen:
                 self.mismatch = mismatch
             raise RunMismatchError(mismatch)
         return hello, reader

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -170,6 +170,10 @@ class Membership:
         self.known.pop(peer_id, None)
         self._ignored_until_s = {peer: until_s for peer, until_s in self._ignored_until_s.items() if until_s > now}
         self._ignored_until_s[peer_id] = now + 2 * RECORD_TTL_S
+
+    def awaits(self, peer_ids: Collection[PeerId]) -> bool:
+        """Whether one of these is a known member that has not been dialled yet."""
+        return any(peer_id in self.known and not self.known[peer_id].dials for peer_id in peer_ids)
 
     @property
     def undecided(self) -> bool:

@@ -25,6 +25,8 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.node.requests import RequestServer
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.proof import Prover
+from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
@@ -52,6 +54,7 @@ class Node:
         rng: source of all random choices of this peer.
         peer_timeout_s: seconds without a message before a peer is considered lost.
         chosen: ids of the user's initial peers.
+        pins: what the user knows of the run.
         errors: logs exceptions that cost no more than a link or an answer.
     """
 
@@ -73,6 +76,7 @@ class Node:
         rng: random.Random,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         chosen: Collection[PeerId] = (),
+        pins: Pins = NO_PINS,
         errors: ErrorLog | None = None,
     ) -> None:
         errors = errors or ErrorLog(logger)
@@ -91,13 +95,14 @@ class Node:
         self.state = exchange.new_state()
         self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors)
         self.membership = Membership(self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng)
+        prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(
-            self.peer_id, incarnation, run, self.links, self.state, exchange, compute, errors, host=self
+            self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self
         )
         self.engine = RoundDriver(context, rng)
         self.state_sync = StateSync(
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
-            restored=restored, rng=rng,
+            restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
         self._gossip = Gossip(context, rng) if run.fragment_fraction > 0 else None
         self._server = RequestServer(self.engine, buffers, event_log)
@@ -197,6 +202,7 @@ class Node:
         if link.hello.role == TRAINER:
             logger.info("met %s", link.peer_id)
             self.met_others = True
+            self.engine.introduce(link)
             self.engine.context.liveness.note_linked(link.peer_id)
             self.membership.welcome(link.peer_id, link.hello.maddrs, TRAINER)
             self._record_peers()

@@ -30,6 +30,7 @@ class RequestServer:
     """Serves this peer's state, parts of the last round, settings and events. `buffers` serializes the model's."""
 
     def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes], event_log: EventLog) -> None:
+        self._engine = engine
         self._context = engine.context
         self._state = StateServer(engine, buffers)
         self._event_log = event_log
@@ -75,9 +76,9 @@ class RequestServer:
             case "part":
                 await self._context.parts.serve(link, request)
             case "record":
-                record = self._context.parts.record(request.subject, request.index)
-                answer = messages.Answer(request.request, record is not None, "record")
-                await link.send_bulk(answer, messages.pack(record) if record else b"", Traffic.STATE)
+                commit = self._engine.last_commit(request.subject, request.index)
+                answer = messages.Answer(request.request, commit is not None, "record")
+                await link.send_bulk(answer, messages.pack(commit) if commit else b"", Traffic.STATE)
             case _:
                 await self._state.serve(link, request)
                 link.served_s = trio.current_time()

@@ -142,7 +142,7 @@ class Attempts:
                         self._queue.append(ev.LeaderFailed(attempt, "unexpected error"))
         self._running = False
         now = self.state
-        if (before.member, before.proposer, before.learner) != (now.member, now.proposer, now.learner):
+        if (before.member, before.proposer, before.learned) != (now.member, now.proposer, now.learned):
             self._changed()
 
     def _step(self, event: ev.Event) -> None:
@@ -163,6 +163,8 @@ class Attempts:
 
     def _carry_out(self, effect: ev.Effect, cause: ev.Event) -> None:
         match effect:
+            case ev.Send(to, m.Ready() as ready):
+                self.tell(to, self._context.prover.signed_ready(ready))
             case ev.Send(to, message):
                 self.tell(to, message)
             case ev.Broadcast(message):
@@ -182,7 +184,7 @@ class Attempts:
                 self._schedule.note_led(trio.current_time(), timed_out=effect.timed_out)
                 self._end_leader()
                 self._changed()
-            case ev.Learned(record):
+            case ev.Learned(commit):
                 if self._member is not None:
                     # Only the leader of the attempt that was decided gets another chance.
                     leader = self._member.attempt.leader
@@ -190,9 +192,7 @@ class Attempts:
                     self._failed_of.pop(leader, None)
                 self._end_member()
                 self._end_leader()
-                self._committer.apply(record)
-            case ev.Unproven(record):
-                self._context.host.fall_behind(f"round {record.round}: no quorum says that it was committed")
+                self._committer.apply(commit)
 
     def tell(self, peer_id: PeerId, message: m.Message) -> None:
         """Send a control message, also to ourselves; dropped if the peer is not linked."""
@@ -264,10 +264,9 @@ class Attempts:
             case m.Call():
                 self._on_call(sender, message)
             case _:
+                self._check_signatures(sender, message)
                 self._receive(sender, message)
         match message:
-            case m.Commit(record) if self.state.learner.heard:
-                self._committer.fetcher.prefetch(record)
             case m.Join(attempt=attempt):
                 if attempt.leader == self._context.peer_id and attempt.counter == self.state.highest:
                     self._schedule.note_join(trio.current_time())
@@ -277,6 +276,15 @@ class Attempts:
             case m.Arrived() | m.Reduced() | m.Withdraw() | m.Refuse():
                 if self._leader is not None and message.attempt == self._leader.attempt:
                     self._to_leader(self._leader, sender, message)
+
+    def _check_signatures(self, sender: PeerId, message: m.Message) -> None:
+        """Raises WireError if a message of this round is not signed by those who must have signed it."""
+        head, prover, here = self.state.head, self._context.prover, (self.state.head.lineage, self.state.round)
+        match message:
+            case m.Ready() if self.state.proposer and message.attempt == self.state.proposer.attempt:
+                prover.check_ready(sender, message)
+            case m.Commit(record) if (record.lineage, record.round) == here and self.state.learned is None:
+                prover.check_commit(message, head.voters)
 
     def _on_call(self, sender: PeerId, call: m.Call) -> None:
         schedule, liveness, member = self._schedule, self._context.liveness, self.state.member

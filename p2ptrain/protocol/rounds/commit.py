@@ -17,8 +17,9 @@ from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
+from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 # Seconds before the first retry of a round that could not be applied, doubled for each further one, and their limit
 # (guesses). Retried without end: a memory shortage may end at any time.
@@ -86,17 +87,17 @@ class Committer:
             self.stepping = False
             self._end()
 
-    def apply(self, record: Record) -> None:
+    def apply(self, commit: Commit) -> None:
         """Apply a decided round in a task. If that fails, the node is told to replace the state."""
         assert not self.resolving
         self._taker.begin()
         self._begin()
-        self._start_soon(self._apply, record)
+        self._start_soon(self._apply, commit)
 
-    def retry(self, record: Record, now: float) -> None:
+    def retry(self, commit: Commit, now: float) -> None:
         """Try again to apply a decided round, unless it is too soon."""
         if not self.resolving and now >= self._retry_s:
-            self.apply(record)
+            self.apply(commit)
 
     def _begin(self) -> None:
         self.resolving, self._idle = True, trio.Event()
@@ -106,11 +107,12 @@ class Committer:
         self._idle.set()
         self._ended()
 
-    async def _apply(self, record: Record) -> None:
+    async def _apply(self, commit: Commit) -> None:
+        record = commit.record
         self._head_set = False
         try:
             await self.fetcher.fetch(record)
-            report = await self._commit(record)
+            report = await self._commit(commit)
             self._start_soon(self._trim_later, record)
             self._context.host.round_ended(report)
         except (RoundFailedError, PeerLostError, WireError) as error:
@@ -128,9 +130,9 @@ class Committer:
             self._retry_delay_s = min(2 * self._retry_delay_s, MAX_RETRY_S)
             self._context.host.fall_behind(f"round {record.round} cannot be adopted: {reason}")
 
-    async def _commit(self, record: Record) -> RoundReport:
+    async def _commit(self, commit: Commit) -> RoundReport:
         """Take the outer step, or the rest of it after an error, and land it. The parts are here and decode."""
-        context, own = self._context, self._taker.own
+        record, context, own = commit.record, self._context, self._taker.own
         contributors = ((c.peer_id, c.incarnation) for c in record.contributors)
         included = own is not None and context.liveness.own in contributors
         if self._progress is None or self._progress.record != record:
@@ -140,7 +142,7 @@ class Committer:
             # Shielded, so that a checkpoint written on leaving is consistent.
             with trio.CancelScope(shield=True):
                 landing = await self._step_with_retries(self._progress, included)
-                head = head_of(record, context.state)
+                head = head_of(commit, context.state)
                 if own is not None:
                     context.timeouts.note_round(self._taker.spent().wall_s)
                 self._set_head(head)
@@ -211,6 +213,7 @@ class Committer:
             bytes_received=spent.bytes_received,
             late=not included,
             parent_sha256=record.parent_sha256,
+            record_sha256=record_sha256(record),
             wall_s=spent.wall_s,
             stall_s=own.snapshot.held_s if own else 0.0,
             tokens_discarded=context.exchange.tokens if overwrite else 0,

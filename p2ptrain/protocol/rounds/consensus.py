@@ -9,9 +9,8 @@ with its incarnation (new at every start of the process). How our messages map t
 | Join | promise (1b), with the highest accepted record | acceptor → leader |
 | Propose | accept request (2a) | leader → joined peers |
 | Ready | accepted (2b) | acceptor → leader |
-| Commit | learn | leader → all |
+| Commit | learn, with the READY of a quorum | leader → all |
 | Refuse | nack | acceptor → leader |
-| Inquire, Accepted | a learner queries acceptors | learner → voters → learner |
 | Attempt(counter, leader, incarnation) | proposal number | |
 
 Between a quorum of promises and Propose the peers average, outside of the consensus. Promises and accepted records are
@@ -21,7 +20,8 @@ incarnation, so it is not a voter and its attempts are new ones. An incarnation 
 **The driver's contract.** A round begins with a new `State`. The driver calls `step` for each event, one
 at a time, keeps the new state, and carries out the effects in order; `events` documents both. A `Send` to our own id
 comes back as `Received` from ourselves. Between steps the driver may set `State.limits`, which hold for the next Calls,
-and nothing else of a state.
+and nothing else of a state. It signs each Ready that is sent, and passes on only those Ready and Commit messages whose
+signatures it has checked (`proof`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import msgspec
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.learner import Learner
 from p2ptrain.protocol.rounds.quorum import is_quorum, record_sha256, unfinished
 from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
 from p2ptrain.protocol.wire import messages as m
@@ -58,9 +57,7 @@ def heeded(state: State, joins: Joins) -> Joins:
 
 def step(state: State, event: ev.Event, now: float) -> Result:
     """The new state and the effects of one event. Raises WireError if a message breaks a rule."""
-    if isinstance(event, ev.Received) and isinstance(event.message, m.Inquire):
-        return state, _answer(state, event.sender, event.message)
-    if state.learner.record is not None:
+    if state.learned is not None:
         return state, ()
     match event:
         case ev.Received(sender, message):
@@ -93,7 +90,7 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
     match message:
         case m.Commit() | m.Propose():
             place = message.record.lineage, message.record.round
-        case m.Call() | m.Join() | m.Refuse() | m.Roster() | m.Ready() | m.Abort() | m.Withdraw() | m.Accepted():
+        case m.Call() | m.Join() | m.Refuse() | m.Roster() | m.Ready() | m.Abort() | m.Withdraw():
             place = message.lineage, message.round
         case _:
             raise WireError(f"{type(message).__name__} is no message of the consensus")
@@ -102,10 +99,8 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
     if place != (state.head.lineage, state.round):
         return state, ()
     match message:
-        case m.Commit(record):
-            return _hear(state, sender, record, now)
-        case m.Accepted():
-            return _on_claim(state, sender, message)
+        case m.Commit():
+            return _learn(state, message)
         case m.Call():
             return _promise(state, message, now)
         case m.Propose():
@@ -217,12 +212,12 @@ def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
     if state.acceptor.attempt == attempt:
         return state, ()
     # A higher promise would have ended this attempt for us.
-    state, effects = _settle(replace(state, acceptor=Acceptor(attempt, attempt, member.proposal)))
-    return state, (_ready(state, attempt, member.proposal), *effects)
+    state = replace(state, acceptor=Acceptor(attempt, attempt, member.proposal))
+    return state, (_ready(state, attempt, member.proposal),)
 
 
 def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
-    ready = m.Ready(record.lineage, record.round, attempt, state.incarnation, record_sha256(record))
+    ready = m.Ready(record.lineage, record.round, attempt, state.incarnation, record_sha256(record), b"")
     return ev.Send(attempt.leader, ready)
 
 
@@ -286,7 +281,7 @@ def _go_on(state: State, proposer: Proposer, reason: str, now: float) -> Result:
             return _abort(state, proposer, reason or "no quorum of voters was called")
         return _end_joining(state, proposer, now) if awaited <= dict(proposer.joins).keys() else (state, ())
     able = {(peer, join.incarnation) for peer, join in proposer.joins if peer not in proposer.gone}
-    if not is_quorum(able | proposer.ready, voters):
+    if not is_quorum(able | dict(proposer.ready).keys(), voters):
         return _abort(state, proposer, reason or "no quorum can become READY without the lost members")
     return state, ()
 
@@ -315,11 +310,14 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready
     record, voter, voters = proposer.record, (sender, message.incarnation), state.head.voters
     if record is None or message.record_sha256 != record_sha256(record) or voter not in voters:
         return state, ()
-    ready = proposer.ready | {voter}
-    if is_quorum(ready, voters):
-        state, effects = _learn(replace(state, proposer=None), record)
-        return state, (ev.Broadcast(m.Commit(record)), *effects)
-    return replace(state, proposer=replace(proposer, ready=ready)), ()
+    ready = {**dict(proposer.ready), voter: message.signature}
+    proposer = replace(proposer, ready=tuple(sorted(ready.items())))
+    if not is_quorum(ready.keys(), voters):
+        return replace(state, proposer=proposer), ()
+    votes = tuple(m.Vote(peer, incarnation, signature) for (peer, incarnation), signature in proposer.ready)
+    commit = m.Commit(record, proposer.attempt, votes)
+    state, effects = _learn(replace(state, proposer=None), commit)
+    return state, (ev.Broadcast(commit), *effects)
 
 
 def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = False) -> Result:
@@ -328,51 +326,11 @@ def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = F
     return replace(state, proposer=None), (*tell, ev.LeaderEnded(proposer.attempt, reason, timed_out))
 
 
-def _hear(state: State, sender: PeerId, record: m.Record, now: float) -> Result:
-    """On a Commit: learn the record if it is our READY record, else ask the voters."""
-    if (sender, record) in state.learner.heard:
-        return state, ()
-    state, effects = _settle(replace(state, learner=state.learner.hear(sender, record, now)))
-    return state, effects or _ask_voters(state)
-
-
-def _ask_voters(state: State) -> tuple[ev.Effect, ...]:
-    inquiry = m.Inquire(state.head.lineage, state.round)
-    return tuple(ev.Send(peer, inquiry) for peer, _ in state.head.voters if peer != state.peer)
-
-
-def _answer(state: State, sender: PeerId, inquiry: m.Inquire) -> tuple[ev.Effect, ...]:
-    """Report what we accepted in this round, or committed in it or in the one before."""
-    attempt, record, place = None, state.learner.record, (inquiry.lineage, inquiry.round)
-    if place != (state.head.lineage, state.round):
-        before = state.head.record
-        record = before if before is not None and place == (before.lineage, before.round) else None
-    elif record is None:
-        attempt, record = state.acceptor.attempt, state.acceptor.record
-    if record is None:
-        return ()
-    accepted = m.Accepted(inquiry.lineage, inquiry.round, state.incarnation, attempt, record_sha256(record))
-    return (ev.Send(sender, accepted),)
-
-
-def _on_claim(state: State, sender: PeerId, claim: m.Accepted) -> Result:
-    voter = (sender, claim.incarnation)
-    if voter not in state.head.voters:
-        return state, ()
-    return _settle(replace(state, learner=state.learner.claim(voter, claim)))
-
-
-def _settle(state: State) -> Result:
-    """Learn a record from a Commit once it is proven."""
-    record = state.learner.shown(state.acceptor.record, state.head.voters)
-    return (state, ()) if record is None else _learn(state, record)
-
-
-def _learn(state: State, record: m.Record) -> Result:
+def _learn(state: State, commit: m.Commit) -> Result:
     effects: tuple[ev.Effect, ...] = ()
     if state.proposer is not None:
         state, effects = _abort(state, state.proposer, "another attempt was decided")
-    return replace(state, member=None, learner=Learner(record=record)), (*effects, ev.Learned(record))
+    return replace(state, member=None, learned=commit), (*effects, ev.Learned(commit))
 
 
 def _lost(state: State, peer: PeerId, now: float) -> Result:
@@ -387,7 +345,7 @@ def _lost(state: State, peer: PeerId, now: float) -> Result:
 
 def _tick(state: State, now: float) -> Result:
     effects: tuple[ev.Effect, ...] = ()
-    member, proposer, learner = state.member, state.proposer, state.learner
+    member, proposer = state.member, state.proposer
     if member is not None and now >= member.deadline_s:
         state, more = _withdraw(state, member, "the leader did not answer in time")
         effects += more
@@ -397,7 +355,4 @@ def _tick(state: State, now: float) -> Result:
         else:
             state, more = _abort(state, proposer, f"not decided within {proposer.attempt_s:.0f} s", timed_out=True)
         effects += more
-    if learner.heard and now >= learner.ask_again_s:
-        effects += (ev.Unproven(learner.heard[-1][1]),) if learner.gives_up else _ask_voters(state)
-        state = replace(state, learner=learner.asked(now))
     return state, effects

@@ -18,6 +18,7 @@ from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Message
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -62,6 +63,7 @@ class RoundContext:
     peer_id: PeerId
     incarnation: str
     run: RunConfig
+    prover: Prover
     links: Links
     state: AnchorState
     exchange: Exchange

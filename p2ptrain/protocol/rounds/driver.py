@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
 import trio
 
 from p2ptrain.protocol.exchange.types import Epoch
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
@@ -23,7 +24,9 @@ from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import Tick
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.lineage import HeadHistory, LineageWatch, new_lineage
+from p2ptrain.protocol.rounds.head_votes import HeadVotes
+from p2ptrain.protocol.rounds.history import History, lineage_of
+from p2ptrain.protocol.rounds.lineage import LineageWatch, PastHeads
 from p2ptrain.protocol.rounds.round_state import State, deadline_s
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -46,19 +49,21 @@ class RoundDriver:
     """Drives rounds. See the package docstring for the objects that it uses.
 
     Attributes:
-        history: the heads that we had; `set_head` takes only those that it allows.
+        past_heads: the heads that we had; `adopt` takes only those that it allows.
+        history: the run's, as far as we know it; it stands at our head.
         committer: applies decided rounds.
     """
 
     def __init__(self, context: RoundContext, rng: random.Random) -> None:
         self.context = context
-        self.history = HeadHistory()
+        self.past_heads = PastHeads()
+        self.history = History()
         self._exchange = context.exchange
         self._taker = SnapshotTaker(context)
-        self._fetcher = RecordFetcher(context, lambda: self.head, self._wake, self._start_soon)
+        self._fetcher = RecordFetcher(context, lambda: self.head, self._start_soon)
         self.committer = Committer(
             context, self._taker, self._fetcher,
-            set_head=self.set_head, ended=self._on_resolved, start_soon=self._start_soon,
+            set_head=self._advance, ended=self._on_resolved, start_soon=self._start_soon,
         )  # fmt: skip
         self._schedule = Schedule(context, rng)
         self._attempts = Attempts(
@@ -66,6 +71,8 @@ class RoundDriver:
             deliver=self.deliver, changed=self._wake, start_soon=self._start_soon,
         )  # fmt: skip
         self._lineage_watch = LineageWatch(context.liveness)
+        self._head_votes = HeadVotes(context.prover)
+        self._landed: m.Landed | None = None
         self._leaving = False
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
@@ -104,7 +111,7 @@ class RoundDriver:
     def status(self) -> str:
         """What this peer is doing now, for people."""
         stage = self._attempts.stage
-        if self.committer.resolving and self.round_state.learner.record is not None:
+        if self.committer.resolving and self.round_state.learned is not None:
             stage = "landing"
         return f"round {self.round_state.round}: {stage}" if stage else "training"
 
@@ -116,27 +123,66 @@ class RoundDriver:
 
     # The head.
 
-    def set_head(self, head: m.Head) -> None:
-        """Go on from this head, after founding, adopting or a committed round. Forgets votes and plans of before.
-
-        Only if `history.may_adopt` allows it.
-        """
-        assert self.history.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
-        self.history.note(head)
+    def _set_head(self, head: m.Head, votes: Sequence[m.Vote] = ()) -> None:
+        """Go on from this head. Forgets votes and plans of before. Only if `past_heads.may_adopt` allows it."""
+        assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
+        self.past_heads.note(head)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
         self._schedule.begin(head, same_lineage=same_lineage)
         self._lineage_watch.reset(trio.current_time())
         self.committer.forget()
+        self._landed = self._head_votes.begin(head, votes)
+        for link in self.context.links.trainers():
+            self.introduce(link)
+        self._head_votes.note(self.context.peer_id, self._landed)
         self._wake()
 
-    def found_lineage(self, head: m.Head) -> None:
-        """Go on alone from this head under a new lineage, as its only voter; others adopt it."""
-        own = self.context.liveness.own
-        lineage = new_lineage(head.lineage, head.round, *own)
+    def _advance(self, head: m.Head) -> None:
+        """Go on from the head after a committed round."""
+        self.history.add(m.Entry(head.commit, None))
+        self._set_head(head)
+
+    def adopt(self, signed: m.SignedHead, history: History) -> None:
+        """Go on from another peer's head, whose state we have; both have been checked."""
+        self.history = history
+        self._set_head(signed.head, signed.votes)
+
+    def found_run(self) -> None:
+        """Begin a run with the state that we have, as its only voter."""
+        context = self.context
+        founding = context.prover.founding(context.run.digest, -1, context.state.hashes.state)
+        self.history = History(founding, [m.Entry(None, founding)])
+        genesis, hashes = lineage_of(founding), context.state.hashes
+        voters = (context.liveness.own,)
+        self._set_head(m.Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
+
+    def found_lineage(self, head: m.Head, history: History) -> None:
+        """Go on alone from this head, at which a history stands, under a new lineage; others adopt it."""
+        founding = self.context.prover.founding(head.lineage, head.round, head.state_sha256)
+        lineage = lineage_of(founding)
         logger.info("the voters of lineage %s are gone: beginning lineage %s", head.lineage, lineage)
-        self.set_head(msgspec.structs.replace(head, lineage=lineage, voters=(own,)))
+        self.history = history
+        self.history.add(m.Entry(None, founding))
+        self._set_head(msgspec.structs.replace(head, lineage=lineage, voters=(self.context.liveness.own,)))
         self._exchange.epoch = Epoch(lineage, head.round)
+
+    def introduce(self, link: Link) -> None:
+        """Send a peer our signature under our head."""
+        if self._landed is not None:
+            link.send(self._landed)
+
+    @property
+    def signed_head(self) -> m.SignedHead | None:
+        """Our head with the signatures of a quorum of its voters; None until we have those."""
+        votes, genesis = self._head_votes.quorum, self.history.genesis
+        return m.SignedHead(self.head, votes, genesis) if votes is not None and genesis is not None else None
+
+    def last_commit(self, lineage: str, round_: int) -> m.Commit | None:
+        """The last committed round, if it is this one."""
+        commit = self.head.commit
+        is_it = commit is not None and (commit.record.lineage, commit.record.round) == (lineage, round_)
+        return commit if is_it else None
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
@@ -152,19 +198,14 @@ class RoundDriver:
         if not self.committer.resolving:
             self._attempts.give_up("it leaves")
 
-    async def adopt_record(self, sender: PeerId, record: m.Record) -> None:
-        """Apply a round that we missed, by the record that another peer gave us.
+    async def adopt_commit(self, sender: PeerId, commit: m.Commit) -> None:
+        """Apply a round that we missed, which another peer gave us. Returns once it has landed, or failed.
 
-        Returns once it has landed, or when it cannot be shown that it was committed, or its parts are gone; at once if
-        it is not the next.
+        At once if it is not the next. Raises WireError if it is not proven.
         """
         head = self.head
-        self.deliver(sender, m.Commit(record))
-        while (
-            self.head is head
-            and (self.committer.resolving or self.round_state.learner.heard)
-            and self._fetcher.unavailable != record
-        ):
+        self.deliver(sender, commit)
+        while self.head is head and self.committer.resolving:
             await self._changed.wait()
 
     # Messages and links.
@@ -174,8 +215,8 @@ class RoundDriver:
         if isinstance(message, m.Join):
             policy.check_join(message)
         match message:
-            case m.Inquire():
-                self._attempts.receive(sender, message)
+            case m.Landed():
+                self._head_votes.note(sender, message)
             case m.Call() | m.Commit() if self.committer.resolving or self._is_one_ahead(message):
                 # Of the round after the one that is about to be applied: delivered once that has landed.
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
@@ -224,15 +265,15 @@ class RoundDriver:
     def _act(self, now: float) -> float:
         """Do what is due; returns the seconds until the next call."""
         wake_s, state = POLL_S, self.round_state
-        if state.learner.record is not None:
-            self.committer.retry(state.learner.record, now)
+        if state.learned is not None:
+            self.committer.retry(state.learned, now)
             if self.committer.resolving:
                 return wake_s
         elif state.member is None and state.proposer is None and not self._schedule.waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
         if not self.committer.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s, now):
-            self.found_lineage(self.head)
+            self.found_lineage(self.head, self.history)
         return wake_s
 
     def _call(self, now: float) -> float:

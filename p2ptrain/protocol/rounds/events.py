@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2ptrain.protocol.wire.messages import Attempt, Join, Message, Record
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Join, Message, Record
 from p2ptrain.protocol.wire.transport import PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of the consensus, of any round. Raises WireError if it breaks a rule; the state is unchanged then."""
+    """A message of the consensus, of any round. The signatures of a Ready or Commit are right.
+
+    Raises WireError if it breaks a rule; the state is unchanged then.
+    """
 
     sender: PeerId
     message: Message
@@ -146,14 +149,7 @@ class LeaderEnded:
 class Learned:
     """The round's outcome; our attempts end, without a `MemberEnded`. If it cannot be applied, replace the state."""
 
-    record: Record
+    commit: Commit
 
 
-@dataclass(frozen=True, slots=True)
-class Unproven:
-    """A peer sent this as committed, and no quorum of voters confirmed it: replace the whole state."""
-
-    record: Record
-
-
-Effect = Send | Broadcast | Prepare | Fetch | Average | MemberEnded | LeaderEnded | Learned | Unproven
+Effect = Send | Broadcast | Prepare | Fetch | Average | MemberEnded | LeaderEnded | Learned

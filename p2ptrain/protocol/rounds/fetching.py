@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import trio
@@ -12,8 +11,6 @@ from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.record import check_advance, check_record
 from p2ptrain.protocol.wire.messages import Head, Record
-
-logger = logging.getLogger(__name__)
 
 
 class _Fetch:
@@ -31,19 +28,11 @@ class RecordFetcher:
 
     Args:
         head: the head that records must follow.
-        changed: called when `unavailable` has changed.
-
-    Attributes:
-        unavailable: a record that a peer sent as committed, and whose parts no peer has.
     """
 
-    def __init__(
-        self, context: RoundContext, head: Callable[[], Head], changed: Callable[[], None], start_soon: StartSoon
-    ) -> None:
-        self.unavailable: Record | None = None
+    def __init__(self, context: RoundContext, head: Callable[[], Head], start_soon: StartSoon) -> None:
         self._context = context
         self._head = head
-        self._changed = changed
         self._start_soon = start_soon
         self._current: _Fetch | None = None
 
@@ -54,7 +43,6 @@ class RecordFetcher:
 
     def forget(self) -> None:
         """After a new head: stop fetching, as the parts are no longer needed."""
-        self.unavailable = None
         self._cancel()
 
     def _cancel(self) -> None:
@@ -80,22 +68,6 @@ class RecordFetcher:
         await fetch.ended.wait()
         if fetch.error is not None:
             raise fetch.error
-
-    def prefetch(self, record: Record) -> None:
-        """Fetch the parts of a record that may have been committed, unless others are needed."""
-        if not self.needed:
-            self._start_soon(self._prefetch, record)
-
-    async def _prefetch(self, record: Record) -> None:
-        try:
-            await self.fetch(record)
-        except (RoundFailedError, PeerLostError, WireError) as error:
-            logger.debug("round %d: %s", record.round, error)
-            if isinstance(error, PeerLostError):
-                self.unavailable = record
-                self._changed()
-        except Exception as error:
-            self._context.errors.note(f"fetching the parts of round {record.round}", error)
 
     async def _run(self, fetch: _Fetch) -> None:
         context, record = self._context, fetch.record

@@ -20,7 +20,7 @@ MAX_JUMPS = 1000
 MAX_GENERATION = 999_999_999
 
 
-class HeadHistory:
+class PastHeads:
     """The lineages and rounds of the heads that this incarnation had, in order.
 
     What it promised and accepted is forgotten with each head: at the same round it would vote a second time.

@@ -19,6 +19,7 @@ from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.policy import check_join
 from p2ptrain.protocol.rounds.quorum import record_sha256
+from p2ptrain.protocol.rounds.record import check_proposal
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
@@ -144,6 +145,7 @@ class Participation:
             await transfer.send()
 
     async def _hold(self, record: Record) -> None:
+        check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
         await self._fetch(record)
         self._held = True
         self._apply(Held(self.attempt, record_sha256(record)))

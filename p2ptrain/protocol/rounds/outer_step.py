@@ -14,7 +14,7 @@ from p2ptrain.protocol.exchange.types import Landing
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.quorum import voters_of
-from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 
 def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:
@@ -69,9 +69,10 @@ def step_chunks(
         progress.stepped = high
 
 
-def head_of(record: Record, state: AnchorState) -> Head:
-    """The head after a record's outer step."""
+def head_of(commit: Commit, state: AnchorState) -> Head:
+    """The head after a committed record's outer step."""
+    record = commit.record
     return Head(
         record.genesis, record.lineage, record.round, state.hashes.state, state.hashes.anchor, voters_of(record),
-        record.run_step, record.tokens_total, record,
+        record.run_step, record.tokens_total, commit,
     )  # fmt: skip

@@ -61,11 +61,6 @@ class PartStore:
     def get(self, sha256: str) -> bytes | bytearray:
         return self._parts[sha256]
 
-    def record(self, lineage: str, round_: int) -> Record | None:
-        """The last committed record, if it is of this round."""
-        last = self._committed
-        return last if last is not None and (last.lineage, last.round) == (lineage, round_) else None
-
     def keep(self, record: Record) -> None:
         """Keep a committed record, and drop all parts that it does not name."""
         self._committed = record

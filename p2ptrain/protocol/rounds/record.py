@@ -9,15 +9,19 @@ import numpy as np
 
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
-from p2ptrain.errors import WireError
+from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
-# A member's interval, whatever speed it claims, and a round's advance of the run are at most so many times H (guess).
+# A member's interval is at most so many times H, whatever speed it claims (guess).
+MOST_INTERVAL = 16
+# A committed round advances the run by at most so many times H: without a quorum, peers train on for long (guess).
 MOST_INTERVALS = 1000
+# A member that has trained less is not READY for a record so many times H further (guess).
+MOST_AHEAD = 8
 # Counts have 64 bits on the wire.
 MOST_TOKENS = 2**62
 
@@ -57,7 +61,7 @@ def record_of(
         run_step=run_step,
         tokens_total=min(MOST_TOKENS, head.tokens_total + sum(join.tokens for join in included)),
         intervals=tuple(
-            (peer_id, min(MOST_INTERVALS * run.sync_every, scaled_interval(sync_every, join.speed, median_speed)))
+            (peer_id, min(MOST_INTERVAL * run.sync_every, scaled_interval(sync_every, join.speed, median_speed)))
             for peer_id, join in members.items()
         ),
         cosine=cosine,
@@ -90,7 +94,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
         raise WireError("a record with weights that are not between 0 and 2^53, or all zero")
     averaging.check_record(record, num_blocks)
-    most = MOST_INTERVALS * run.sync_every
+    most = MOST_INTERVAL * run.sync_every
     if not all(1 <= interval <= most for interval in intervals.values()):
         raise WireError(f"a record with intervals that are not between 1 and {most}")
     optimizer, *expected = outer_settings(run, record.run_step)
@@ -111,6 +115,17 @@ def check_advance(record: Record, run: RunConfig, head: Head) -> None:
         raise WireError(f"a record that leads from step {head.run_step} of the run to {record.run_step}")
     if not head.tokens_total <= record.tokens_total <= most_tokens:
         raise WireError(f"a record that leads from {head.tokens_total} tokens to {record.tokens_total}")
+
+
+def check_proposal(record: Record, run: RunConfig, head: Head, own_step: int) -> None:
+    """Raises RoundFailedError if a record that we have not decided yet is too far ahead of what we trained.
+
+    Args:
+        own_step: our position in the run.
+    """
+    most = max(head.run_step, own_step) + MOST_AHEAD * run.sync_every
+    if record.run_step > most:
+        raise RoundFailedError(f"a record at step {record.run_step} of the run, while we are at {own_step}")
 
 
 def measures_of(grams: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, float]:

@@ -1,12 +1,12 @@
-"""The consensus state of one round at one peer: acceptor, member, proposer and learner."""
+"""The consensus state of one round at one peer: acceptor, member, proposer and outcome."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from p2ptrain.protocol.rounds.learner import NOTHING_HEARD, Learner
 from p2ptrain.protocol.rounds.quorum import Voter
-from p2ptrain.protocol.wire.messages import Attempt, Head, Join, Record
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Lower than every real attempt.
@@ -54,7 +54,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Proposer:
-    """An attempt that we lead. `record` is None until proposed; `gone` peers refused, withdrew or were lost."""
+    """An attempt that we lead. `record` is None until proposed; `gone` peers refused, withdrew or were lost.
+
+    `ready` has the signatures of the voters that are READY.
+    """
 
     attempt: Attempt
     called: tuple[PeerId, ...]
@@ -65,14 +68,14 @@ class Proposer:
     joins: tuple[tuple[PeerId, Join], ...] = ()
     gone: frozenset[PeerId] = frozenset()
     record: Record | None = None
-    ready: frozenset[Voter] = frozenset()
+    ready: tuple[tuple[Voter, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """The state of the round after `head`; it begins with the first four fields alone.
 
-    Calls may exceed `highest`, the highest known counter, by `ahead`.
+    `learned` is the round's outcome. Calls may exceed `highest`, the highest known counter, by `ahead`.
     `unheld` has the hashes of proposed records whose parts were unavailable here, `doubted` the peers that reported
     such a record as their READY one to an attempt of ours.
     """
@@ -84,7 +87,7 @@ class State:
     acceptor: Acceptor = Acceptor()
     member: Member | None = None
     proposer: Proposer | None = None
-    learner: Learner = NOTHING_HEARD
+    learned: Commit | None = None
     highest: int = 0
     ahead: int = MAX_COUNTERS_AHEAD
     unheld: frozenset[str] = frozenset()
@@ -98,4 +101,4 @@ class State:
 def deadline_s(state: State) -> float:
     """When the next `Tick` is needed; infinite if never."""
     deadlines = [part.deadline_s for part in (state.member, state.proposer) if part is not None]
-    return min([*deadlines, state.learner.ask_again_s])
+    return min(deadlines, default=math.inf)

@@ -1,7 +1,7 @@
 """Gets this peer the run's state: founds the run, adopts the state when joining, and catches up when behind.
 
 A peer that missed rounds applies their records. If that is impossible, or the lineage is another one, it replaces its
-whole state. When two lineages meet, the one with more tokens wins.
+whole state. When two lineages meet, their histories decide (`rounds.history`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +18,26 @@ import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.errors import ConfigError, PeerLostError, TransientError, WireError
+from p2ptrain.error_log import innermost
+from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError, TransientError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.lineage import generation_of, new_lineage
-from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers, ask_head
-from p2ptrain.protocol.wire.messages import Beat, Head, Record, shown, unpack
+from p2ptrain.protocol.rounds.history import History, is_better, leads_to, merged, shared
+from p2ptrain.protocol.state_sync.provenance import (
+    NO_PINS,
+    Pins,
+    ask_head,
+    ask_history,
+    check_founder,
+    check_pins,
+    is_preferred,
+    rank_of,
+)
+from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
+from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Head, SignedHead, shown, unpack
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -42,15 +53,20 @@ DONOR_PATIENCE_S = 20.0
 COMMIT_GRACE_S = 0.2
 # Delay between attempts to catch up (guess).
 RETRY_S = 2.0
+# A joiner waits so long for an initial peer of the user's before it takes the state from others (guess).
+CHOSEN_FIRST_S = 5.0
+# A partner of another lineage is asked for its history again after this (guess).
+COMPARE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The state from a checkpoint. It may be newer or older than the swarm's."""
+    """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's."""
 
     state: AnchorState
     head: Head
     run_step: int
+    history: History
 
 
 class StateSync:
@@ -66,6 +82,7 @@ class StateSync:
         may_found: bool,
         restored: Restored | None,
         rng: random.Random,
+        pins: Pins = NO_PINS,
     ) -> None:
         self.founded = False
         self._engine = engine
@@ -76,6 +93,8 @@ class StateSync:
         self._may_found = may_found
         self._restored = restored
         self._rng = rng
+        self._pins = pins
+        self._compared_s: dict[PeerId, float] = {}
         self._download: Download | None = None
         self._skipped: set[PeerId] = set()
         self._jobs_send, self._jobs = trio.open_memory_channel[tuple[Link | None, str]](1)
@@ -84,6 +103,12 @@ class StateSync:
     def status(self) -> str:
         """The activity of a joining peer, for display."""
         return f"downloading state {100 * self._download.progress:.0f} %" if self._download else "joining"
+
+    @property
+    def run_founder(self) -> PeerId:
+        """The id of the peer that founded the run; "" before we have its state."""
+        genesis = self._engine.history.genesis
+        return genesis.founder if genesis is not None else ""
 
     # At the start.
 
@@ -96,8 +121,8 @@ class StateSync:
         state, space = context.state, context.exchange.averaged.space
         started = trio.current_time()
         while not self._may_found and not engine.head.lineage:
-            donors = self._donors()
-            if donors and not self._is_ahead_of(donors[0]):
+            donors = self._donors() if self._may_choose(started) else []
+            if donors and not await self._is_ahead_of(donors[0]):
                 await self._adopt(donors)
                 return
             if donors or self._should_found(started):
@@ -105,17 +130,21 @@ class StateSync:
             await trio.sleep(0.1)
         restored = self._restored
         if restored is not None:
+            if restored.history.genesis is not None:
+                check_founder(self._pins, restored.history.genesis.founder)
             state.copy_from(restored.state)
-            engine.found_lineage(restored.head)
+            engine.found_lineage(restored.head, restored.history)
             await engine.committer.land(self._arrival("keep", "restored from a checkpoint", restored.run_step))
             return
+        if self._pins.anchor or self._pins.founder not in ("", context.peer_id):
+            raise TransientError(
+                f"run {context.run.run_id!r}: no peer of it answers, and founder or anchor forbid to start another; "
+                "check the initial peers"
+            )
         context.exchange.averaged.read(state.anchor_tensor())
         await context.compute(check_founding, state.anchor, space)
         await context.compute(state.rehash)
-        hashes = state.hashes
-        genesis = new_lineage(context.run.digest, -1, context.peer_id, context.incarnation)
-        voters = ((context.peer_id, context.incarnation),)
-        engine.set_head(Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
+        engine.found_run()
         self.founded = True
         await engine.committer.land(self._arrival("keep", "founded the run", founded=True))
 
@@ -132,12 +161,35 @@ class StateSync:
         fresh = (link.peer_id for link in self._context.links.trainers())
         return waited_s > FOUND_AFTER_S and all(self._context.peer_id <= peer_id for peer_id in fresh)
 
-    def _is_ahead_of(self, donor: Link) -> bool:
-        assert donor.beat is not None
-        return self._restored is not None and rank_of(self._restored.head) > rank_of(donor.beat)
+    def _may_choose(self, started: float) -> bool:
+        """Whether a donor may be chosen: initial peers that the user gave come first, if they answer soon."""
+        chosen = [link for link in self._context.links.trainers() if link.peer_id in self._context.links.chosen]
+        if chosen:
+            return any(link.beat for link in chosen)
+        awaited = not self._membership.looked_up.is_set() or self._membership.awaits(self._context.links.chosen)
+        return not awaited or trio.current_time() - started > CHOSEN_FIRST_S
+
+    async def _is_ahead_of(self, donor: Link) -> bool:
+        """Whether our checkpoint goes on from the donor's state, or has more of the voters than its lineage."""
+        if self._restored is None:
+            return False
+        ours = self._restored.history.entries
+        try:
+            signed = await ask_head(self._context, donor)
+            theirs = await ask_history(self._context, donor, signed.head, ours)
+        except (PeerLostError, WireError) as error:
+            logger.info("comparing the checkpoint with the state of %s: %s", donor.peer_id, error)
+            return False
+        if shared(ours, theirs) is None:
+            logger.warning(
+                "the checkpoint is of another start of run %r, or too old to be compared; taking the swarm's state",
+                self._context.run.run_id,
+            )
+            return False
+        return not leads_to(ours, signed.head) and not is_better(ours, theirs, ())
 
     def _donors(self) -> list[Link]:
-        """Live peers with the best known state, without skipped ones."""
+        """Live peers with the state of the best initial peer, or else of the best of all; without skipped ones."""
         stateful = [
             (link, link.beat)
             for link in self._context.links.live.values()
@@ -145,7 +197,8 @@ class StateSync:
         ]
         if not stateful:
             return []
-        _, best = max(stateful, key=lambda pair: rank_of(pair[1]))
+        chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
+        _, best = max(chosen or stateful, key=lambda pair: rank_of(pair[1]))
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
 
     async def _adopt(self, donors: list[Link]) -> None:
@@ -157,14 +210,21 @@ class StateSync:
         if restored is not None:
             context.state.copy_from(restored.state)
         download = self._download = Download(context, context.state)
-        head, progress, progress_s = None, 0, trio.current_time()
-        while head is None:
+        adopted: SignedHead | None = None
+        entries: list[Entry] = []
+        progress, progress_s = 0, trio.current_time()
+        while adopted is None:
             try:
                 self._rng.shuffle(donors)
-                asked = await ask_head(context.links, donors[0])
-                await download.run(asked, donors)
+                signed, entries = await self._fetch(download, donors)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
-                head = asked
+                adopted = signed
+            except RunMismatchError:
+                # Not the run that the user wants. Other peers may be of it.
+                self._skipped.update(donor.peer_id for donor in donors)
+                donors = self._donors()
+                if not donors:
+                    raise
             except (PeerLostError, WireError) as error:
                 logger.info("state download: %s", error)
                 if download.done_chunks > progress:
@@ -180,12 +240,30 @@ class StateSync:
                 donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
-        self._engine.set_head(head)
-        if restored is not None and restored.head.state_sha256 == head.state_sha256:
+        self._engine.adopt(adopted, History(adopted.genesis, entries))
+        if restored is not None and restored.head.state_sha256 == adopted.head.state_sha256:
             landing = self._arrival("keep", "the swarm has the checkpoint's state", restored.run_step)
         else:
             landing = self._arrival("write", "adopted the swarm's state")
         await self._engine.committer.land(landing)
+
+    async def _fetch(self, download: Download, donors: list[Link]) -> tuple[SignedHead, list[Entry]]:
+        """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""
+        signed = await ask_head(self._context, donors[0])
+        entries: list[Entry] = []
+
+        async def fetch_history() -> None:
+            entries.extend(await ask_history(self._context, donors[0], signed.head, ()))
+            check_pins(self._pins, signed, entries)
+
+        check_founder(self._pins, signed.genesis.founder)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fetch_history)
+                await download.run(signed.head, donors)
+        except* (PeerLostError, WireError, RunMismatchError) as errors:
+            raise innermost(errors) from None
+        return signed, entries
 
     def _skip(self, donors: list[Link]) -> bool:
         """Skip these donors if other peers have a state; else returns False."""
@@ -206,6 +284,7 @@ class StateSync:
         self._record(
             "adopt",
             founded=founded,
+            founder=self.run_founder,
             reason=reason,
             lineage=head.lineage,
             round=head.round,
@@ -231,26 +310,27 @@ class StateSync:
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
         async for link, reason in self._jobs:
+            head = self._engine.head
             with self._context.errors.containing("catching up"):
                 try:
-                    if link is None:
-                        await self._replace_state(reason)
-                    elif not await self._follow_record(link):
-                        await self._replace_state("the next round cannot be followed by its record")
-                    continue
-                except (PeerLostError, WireError) as error:
+                    if link is None or not await self._follow_record(link):
+                        await self._replace_state(link, reason)
+                except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
             # The next heartbeat of a partner that is ahead retries. The delay is for partners with false claims.
-            await trio.sleep(RETRY_S)
+            if self._engine.head is head:
+                await trio.sleep(RETRY_S * self._rng.uniform(0.5, 1.5))  # not in step with the rounds
 
     def on_beat(self, link: Link, beat: Beat) -> None:
-        """Start catching up if a partner is ahead of us."""
-        head = self._engine.head
+        """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
+        head, now = self._engine.head, trio.current_time()
         if beat.lineage == head.lineage:
             if beat.round > head.round and not self._engine.committer.resolving:
-                self._begin(link, "")
-        elif beat.lineage and rank_of(beat) > rank_of(head):
-            self._begin(None, f"lineage {shown(beat.lineage)} has more tokens than ours")
+                self._begin(link, "the next round cannot be followed by its record")
+        elif beat.lineage and now >= self._compared_s.get(link.peer_id, 0.0):
+            self._compared_s = {peer: until_s for peer, until_s in self._compared_s.items() if until_s > now}
+            self._compared_s[link.peer_id] = now + COMPARE_EVERY_S
+            self._begin(link, f"lineage {shown(beat.lineage)} goes on, ours does not")
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -264,63 +344,108 @@ class StateSync:
     async def _follow_record(self, link: Link) -> bool:
         """Apply the records of rounds that a partner has and we lack. False if the next one cannot be applied."""
         engine = self._engine
+        if link.beat is None or link.beat.lineage != engine.head.lineage:
+            return False
         await trio.sleep(COMMIT_GRACE_S)
-        while not engine.committer.resolving and link.beat is not None and link.beat.lineage == engine.head.lineage:
+        while not engine.committer.resolving and link.beat.lineage == engine.head.lineage:
             lineage, round_ = engine.head.lineage, engine.head.round + 1
             if link.beat.round < round_:
                 break
             answer, payload = await self._context.links.request(link, "record", lineage, round_, timeout_s=10.0)
             if not answer.found:
                 return False
-            record = unpack(Record, payload)
-            if (record.lineage, record.round) != (lineage, round_):
-                raise WireError("not the requested record")
             head = engine.head
-            await engine.adopt_record(link.peer_id, record)
+            with self._context.links.containing(link, "following a record"):
+                commit = unpack(Commit, payload)
+                if (commit.record.lineage, commit.record.round) != (lineage, round_):
+                    raise WireError("not the requested record")
+                await engine.adopt_commit(link.peer_id, commit)
             if engine.head is head:
                 return False
         return True
 
-    async def _replace_state(self, reason: str) -> None:
-        """Adopt the best known state. Local weights are kept if the genesis is the same, else overwritten.
+    async def _replace_state(self, link: Link | None, reason: str) -> None:
+        """Adopt the state of a partner, or (None) of the first of all whose history is preferred to ours.
 
-        Our own rounds go on until the new state is complete and verified, so a false claim does not stop them.
+        Local weights are kept if the genesis is the same, else overwritten. Our own rounds go on until the new state is
+        complete and verified, so a false claim does not stop them.
         """
+        candidates = [link] if link is not None else self._elsewhere()
+        for donor in candidates:
+            with self._context.links.containing(donor, "comparing histories"):
+                try:
+                    if await self._replace_from(donor, reason):
+                        return
+                except PeerLostError as error:
+                    logger.info("catching up with %s failed: %s", donor.peer_id, error)
+
+    def _elsewhere(self) -> list[Link]:
+        """Live peers with another state than ours, those of our lineage first."""
+        head = self._engine.head
+        beats = [
+            (link, link.beat)
+            for link in self._context.links.trainers()
+            if link.beat and link.beat.lineage and (link.beat.lineage, link.beat.round) != (head.lineage, head.round)
+        ]
+        beats.sort(key=lambda pair: (pair[1].lineage == head.lineage, rank_of(pair[1])), reverse=True)
+        return [link for link, _ in beats]
+
+    async def _replace_from(self, donor: Link, reason: str) -> bool:
+        """Adopt a partner's state, if its history is preferred to ours. Raises PeerLostError, WireError."""
         context, engine = self._context, self._engine
-        donors = [donor for donor in self._donors() if donor.beat and rank_of(donor.beat) > rank_of(engine.head)]
-        if not donors:
-            return
+        signed = await ask_head(context, donor)
+        head = signed.head
+        entries = await ask_history(context, donor, head, engine.history.entries)
+        if not self._prefers(head, entries):
+            return False
+        check_founder(self._pins, signed.genesis.founder)
         logger.info("replacing our state: %s", reason)
-        head = await ask_head(context.links, donors[0])
-        if not engine.history.may_adopt(head):
-            # More tokens at a place where we may have voted: no honest donor reports that.
-            return
         # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
             # Into a second state, so that ours remains valid if the download fails.
             self._download = self._download or Download(context, context.state.blank())
-            await self._download.run(head, donors)
+            donors = [
+                link
+                for link in context.links.trainers()
+                if link.beat and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
+            ]
+            await self._download.run(head, donors or [donor])
         async with engine.paused():
-            if rank_of(head) <= rank_of(engine.head) or not engine.history.may_adopt(head):
-                return
+            if not self._prefers(head, entries):
+                return False
             if head.state_sha256 != engine.head.state_sha256:
                 if self._download is None:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)
             self._download = None
             kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"
-            engine.set_head(head)
+            engine.adopt(signed, History(signed.genesis, merged(engine.history.entries, entries)))
             await engine.committer.land(self._arrival(kind, reason))
+        return True
+
+    def _prefers(self, head: Head, entries: Sequence[Entry]) -> bool:
+        """Whether to go on from another head, which a history leads to."""
+        engine, here = self._engine, (self._engine.head.lineage, self._engine.head.round)
+        # At a place where we may have voted: no honest donor reports that.
+        if not engine.past_heads.may_adopt(head):
+            return False
+        liveness = self._context.liveness
+        voters, beats = liveness.present(), liveness.beats().values()
+        return is_preferred(
+            engine.head, engine.history.entries, head, entries,
+            {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in voters},
+            has_company=any((beat.lineage, beat.round) == here for beat in beats),
+        )  # fmt: skip
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours."""
-        return rank_of(restored.head) > rank_of(self._engine.head)
+        return self._prefers(restored.head, restored.history.entries)
 
     async def restore(self, restored: Restored) -> None:
         """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""
         async with self._engine.paused():
             self._context.state.copy_from(restored.state)
-            self._engine.found_lineage(restored.head)
+            self._engine.found_lineage(restored.head, restored.history)
             await self._engine.committer.land(self._arrival("keep", "restored by the user", restored.run_step))
 
 
@@ -335,13 +460,3 @@ def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
                 f"{name}: {count} of its values are NaN, infinite or beyond {MAX_GRADIENT:g}, and a run starts from "
                 "finite weights; initialise the model again, or load other weights"
             )
-
-
-def rank_of(place: Head | Beat) -> tuple[int, int, int, tuple[int, ...]]:
-    """Sort key of states: most tokens, then youngest lineage, then latest round, then smallest lineage id."""
-    return (
-        place.tokens_total,
-        generation_of(place.lineage),
-        place.round,
-        tuple(-ord(character) for character in place.lineage),
-    )

@@ -22,16 +22,15 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.lineage import check_head
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunks
 from p2ptrain.protocol.rounds.record import check_record
-from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack, unpack
+from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, encode_page
+from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack
 
 logger = logging.getLogger(__name__)
 
 # Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and other peers may be joining too.
 CHUNK_TIMEOUT_S = 60.0
-SHORT_TIMEOUT_S = 15.0
 # Requests in flight per donor: two hide the round trip of a slow link, more are used if chunks take less than QUICK_S.
 # Chunks in flight are wasted when the swarm commits a round.
 PER_DONOR = 2
@@ -46,7 +45,7 @@ MAX_BUFFERS_BYTES = 1024 * 1024 * 1024
 
 
 class StateServer:
-    """Answers requests for this peer's head, manifest, chunks and model buffers.
+    """Answers requests for this peer's head, history, manifest, chunks and model buffers.
 
     Buffers change at every training step. They are serialized when the first piece is asked for, at most once for each
     state, and kept until they are serialized again. The answer names the serialization (by that state), and the request
@@ -79,7 +78,10 @@ class StateServer:
         current = request.subject == self._engine.head.state_sha256
         match request.what:
             case "head":
-                return pack(self._engine.head)
+                signed = self._engine.signed_head
+                return pack(signed) if signed is not None else None
+            case "history":
+                return encode_page(self._engine.history.page(request.subject, PAGE_ENTRIES))
             case "manifest" if current and 0 <= request.index < num_pages(self._state.num_chunks):
                 start = request.index * MANIFEST_PAGE_HASHES
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
@@ -105,16 +107,6 @@ class StateServer:
 def num_pages(num_chunks: int) -> int:
     """Number of manifest pages for so many chunks."""
     return -(-num_chunks // MANIFEST_PAGE_HASHES)
-
-
-async def ask_head(links: Links, link: Link) -> Head:
-    """A partner's head. Raises PeerLostError, WireError."""
-    answer, payload = await links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
-    if not answer.found:
-        raise PeerLostError(f"{link.peer_id} cannot send its state now")
-    head = unpack(Head, payload)
-    check_head(head)
-    return head
 
 
 async def ask_buffers(links: Links, link: Link) -> bytes:

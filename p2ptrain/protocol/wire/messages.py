@@ -21,6 +21,8 @@ MAX_LIST = 4096
 # Addresses of a peer.
 MAX_MADDRS = 16
 MAX_REASON = 512
+# A public key and a signature of it; those of an RSA key of 4096 bits have 1,070 bytes.
+MAX_SIGNATURE_BYTES = 2048
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -28,6 +30,7 @@ Text = Annotated[str, Meta(max_length=MAX_STRING)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 Maddrs = Annotated[tuple[Text, ...], Meta(max_length=MAX_MADDRS)]
+Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -144,10 +147,48 @@ class Record(_Struct, frozen=True):
     mean_norm: Float
 
 
+class Vote(_Struct, frozen=True):
+    """A voter's signature: see `rounds.proof` for what it signs."""
+
+    peer_id: Text
+    incarnation: Text
+    signature: Signature
+
+
+class Commit(_Struct, frozen=True):
+    """The outcome of a round: the record, and the signed READY of a quorum of its voters, all in this attempt."""
+
+    record: Record
+    attempt: Attempt
+    votes: Items[Vote]
+
+
+class Founding(_Struct, frozen=True):
+    """The start of a lineage, signed by its founder, who is the only voter of its next round.
+
+    It goes on from the head of `parent` at `round` with this state. A run's first lineage has the run digest as its
+    parent, and round -1.
+    """
+
+    parent: Text
+    round: Int
+    state_sha256: Text
+    founder: Text
+    incarnation: Text
+    signature: Signature
+
+
+class Entry(_Struct, frozen=True):
+    """One entry of a run's history: either a committed round or the founding of a lineage."""
+
+    commit: Commit | None
+    founding: Founding | None
+
+
 class Head(_Struct, frozen=True):
     """The last resolved round of a lineage, and what is needed to decide the next one.
 
-    `record` is the last committed one, None at genesis; after a new lineage began it is still that of the lineage
+    `commit` is of the last committed round, None at genesis; after a new lineage began it is still that of the lineage
     before. `voters` decide the next.
     """
 
@@ -159,7 +200,26 @@ class Head(_Struct, frozen=True):
     voters: Items[tuple[Text, Text]]
     run_step: Int
     tokens_total: Int
-    record: Record | None
+    commit: Commit | None
+
+    @property
+    def record(self) -> Record | None:
+        return self.commit.record if self.commit is not None else None
+
+
+class SignedHead(_Struct, frozen=True):
+    """A head with the signatures of a quorum of its voters, who have the same state; and how the run began."""
+
+    head: Head
+    votes: Items[Vote]
+    genesis: Founding
+
+
+class SavedHistory(_Struct, frozen=True):
+    """How a run began, and the last entries of its history; kept in checkpoints."""
+
+    genesis: Founding | None
+    entries: Items[Entry]
 
 
 class Due(_Struct, frozen=True):
@@ -284,19 +344,14 @@ class Propose(_Struct, frozen=True):
 
 
 class Ready(_Struct, frozen=True):
-    """Member to leader: it holds all parts of the record and has stored READY."""
+    """Member to leader: it holds all parts of the record and has stored READY. Signed with the sender's identity."""
 
     lineage: Text
     round: Int
     attempt: Attempt
     incarnation: Text
     record_sha256: Text
-
-
-class Commit(_Struct, frozen=True):
-    """A quorum is READY: the record is the round's outcome."""
-
-    record: Record
+    signature: Signature
 
 
 class Abort(_Struct, frozen=True):
@@ -317,21 +372,13 @@ class Withdraw(_Struct, frozen=True):
     reason: Reason
 
 
-class Inquire(_Struct, frozen=True):
-    """To a voter: which record of this round has it accepted or committed? There is no answer when it has none."""
-
-    lineage: Text
-    round: Int
-
-
-class Accepted(_Struct, frozen=True):
-    """Answers Inquire: the record that the sender accepted in `attempt`, or (None) knows to be committed."""
+class Landed(_Struct, frozen=True):
+    """To all peers: the sender's signature under the head that it has now, for those who join."""
 
     lineage: Text
     round: Int
     incarnation: Text
-    attempt: Attempt | None
-    record_sha256: Text
+    signature: Signature
 
 
 class Request(_Struct, frozen=True):
@@ -353,7 +400,7 @@ class Answer(_Struct, frozen=True):
 
 Message = (
     Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
-    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Inquire | Accepted
+    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed
 )  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.

@@ -72,6 +72,8 @@ class DiLoCo:
         prune_fraction: share of the values that "int8" leaves out, by sign.
         weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".
         mean: "weighted" or "disjoint".
+        guard: what rounds do with far too large outer gradients: "exclude", "clip" or "off".
+        audit_rate: share of the rounds after which one part is averaged again.
         inner_moments: "local"; or "averaged", with codec "none": rounds also average the moments of the optimizer.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
         outer_lr: learning rate of the outer step.
@@ -89,6 +91,8 @@ class DiLoCo:
     prune_fraction: float | None = None
     weights: str | None = _named("round_weights")
     mean: str | None = _named("round_mean")
+    guard: str | None = _named("round_guard")
+    audit_rate: float | None = None
     inner_moments: str | None = None
     outer_optimizer: str | None = None
     outer_lr: float | None = None

@@ -129,6 +129,14 @@ class RunConfig:
         help="Weighted mean, or DiLoCo's disjoint merge.",
         why="Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, "
         "section 6.1, with larger models.")
+    round_guard: str = setting("exclude", choice("exclude", "clip", "off"),
+        help="Leave out, scale down or accept far too large outer gradients.",
+        why="Above 4 x the median norm a member is left out. Honest norms differ less: they grow with the steps of an "
+        "interval, and tokens count for up to twice their median. Clip keeps the direction of such a member.")
+    audit_rate: float = setting(0.1, number("between 0 and 1 (0.1 is one round in ten)", lambda x: 0 <= x <= 1),
+        help="Share of the rounds after which one part is averaged again.",
+        why="A reducer that lies in every round is found after ten on average; each audit moves one part once more. "
+        "0 also turns off the hashing of outer gradients.")
     inner_moments: str = setting("local", choice("local", "averaged"),
         help="Keep Adam's moments, or average them (codec none).",
         why="DiLoCo saw no significant gain from averaging (appendix), which takes three times the bytes.")
@@ -170,6 +178,10 @@ class RunConfig:
         pruned, codec = self.prune_fraction, self.round_codec
         can_prune = pruned == 0 or codec == "int8"
         check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {codec!r}: only int8 can prune")
+        plain = self.round_guard != "clip" or self.round_mean == "weighted"
+        # Other means do not scale with a member's weight.
+        rule = f"exclude or off with round_mean = {self.round_mean!r}: only the weighted mean can clip"
+        check(plain, "round_guard", self.round_guard, rule)
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
         exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
         rule = "local unless round_codec = 'none' and round_mean = 'weighted'"

@@ -244,3 +244,22 @@ def test_values_that_are_not_finite_are_a_wire_error(name: str, pattern: str, va
     struct.pack_into(pattern, payload, 2 * BYTES_PER_BLOCK[name], value)
     with pytest.raises(WireError, match="finite"):
         codec(name).decode(bytes(payload), 3)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "topk", "pruned"])
+def test_squared_norms_are_those_of_the_decoded_blocks(name: str) -> None:
+    coded = codec("int8", prune_fraction=0.5) if name == "pruned" else codec(name)
+    blocks = normal_blocks(40)
+    blocks[7] = 0
+    data = coded.encode(blocks)
+    decoded = coded.decode(data, 40).astype(np.float64)
+    for counted in (0, 1, 30, 40):
+        assert coded.squared_norm(data, 40, counted) == pytest.approx(np.square(decoded[:counted]).sum(), rel=1e-5)
+    with pytest.raises(WireError):
+        coded.squared_norm(data[:-1], 40, 40)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_squared_norms_are_finite_at_the_ends_of_float32(name: str) -> None:
+    data = codec(name).encode(np.full((1024, 64), LARGEST[name], np.float32))
+    assert codec(name).squared_norm(data, 1024, 1024) == pytest.approx(65536 * LARGEST[name] ** 2, rel=0.02)

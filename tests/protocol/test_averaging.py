@@ -34,7 +34,7 @@ from tests.protocol.test_rounds import Witness, common, start_all
 
 BLOCKS = 2500
 WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
-CONTRIBUTORS = tuple(Contributor(name, f"{name}.1", weight) for name, weight in WEIGHTS.items())
+CONTRIBUTORS = tuple(Contributor(name, f"{name}.1", weight, bytes(32)) for name, weight in WEIGHTS.items())
 ATTEMPT = Attempt(1, "a", "a.1")
 TIMEOUTS = Timeouts(peer_timeout_s=30.0, round_timeout_s=60.0)
 RUNS = {name: RunConfig(averaging=name) for name in STRATEGIES}

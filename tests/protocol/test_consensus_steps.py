@@ -158,9 +158,11 @@ def test_any_two_quorums_share_a_voter() -> None:
 
 
 def test_voters_are_contributors_once_each_and_not_too_many() -> None:
-    twice = record(contributors=(Contributor("a", "1", 1.0), Contributor("b", "1", 1.0), Contributor("a", "2", 1.0)))
+    twice = record(
+        contributors=(Contributor("a", "1", 1.0, b""), Contributor("b", "1", 1.0, b""), Contributor("a", "2", 1.0, b""))
+    )
     assert voters_of(twice) == (("a", "1"), ("b", "1"))
-    many = record(contributors=tuple(Contributor(f"{i:03d}", "1", 1.0) for i in range(99)))
+    many = record(contributors=tuple(Contributor(f"{i:03d}", "1", 1.0, b"") for i in range(99)))
     assert voters_of(many) == tuple((f"{i:03d}", "1") for i in range(MAX_VOTERS))
 
 

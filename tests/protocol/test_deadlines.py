@@ -32,7 +32,6 @@ from p2ptrain.protocol.rounds.timeouts import (
 from p2ptrain.protocol.wire.messages import (
     Abort,
     Answer,
-    Arrived,
     Attempt,
     Head,
     Join,
@@ -44,6 +43,7 @@ from p2ptrain.protocol.wire.messages import (
 )
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.test_policy import arrived_of
 from tests.protocol.wiring import Endpoint, hello_of, linked_pair, start_endpoint, until
 
 # --- a silent peer --------------------------------------------------------------------------------------------------
@@ -284,6 +284,7 @@ class Host:
         self._context: Any = SimpleNamespace(
             run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
             state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
+            liveness=SimpleNamespace(own=("a", "a.1")), audited=True,
         )  # fmt: skip
 
     def tell(self, peer_id: str, message: Message) -> None:
@@ -334,7 +335,7 @@ def test_after_half_of_its_time_a_round_goes_on_without_those_who_trickle_and_en
                 await trio.sleep(REPORT_S)
                 for part, reducer in enumerate("abc"):
                     # "c" goes on sending, chunk after chunk, and is never done.
-                    host.leader.deliver(reducer, Arrived("0-g", 1, host.attempt, part, ("a", "b"), ()))
+                    host.leader.deliver(reducer, arrived_of(host.attempt, part, ("a", "b")))
         (told_s, _, order), *_ = host.of(Reduce)
         assert told_s == pytest.approx(0.1 + SENDING_SHARE * 100.0)
         assert [c.peer_id for c in order.contributors] == ["a", "b"]  # type: ignore[union-attr]
@@ -353,6 +354,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
             context: Any = SimpleNamespace(
                 run=RunConfig(), averaging=averaging_of(RunConfig()), timeouts=timeouts(),
                 state=SimpleNamespace(num_blocks=64 * 1024), links=SimpleNamespace(strikes={}), peer_id="a",
+                liveness=SimpleNamespace(own=("a", "a.1")), audited=True,
             )  # fmt: skip
             backoff, plans = PeerBackoff(), []
 
@@ -374,7 +376,7 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
                         await trio.sleep(REPORT_S)
                         for part, reducer in enumerate(plans[-1]):
                             if reducer != "c":
-                                arrived = Arrived("0-g", 1, leader.attempt, part, ("a", "b"), ())
+                                arrived = arrived_of(leader.attempt, part, ("a", "b"))
                                 leader.deliver(reducer, arrived)
 
                 began_s = trio.current_time()

@@ -208,8 +208,8 @@ FORGERIES: dict[str, Lie] = {
     "optimizer": {"outer_optimizer": "adam"},
     "tokens before the head": {"tokens_total": -1},
     "tokens far ahead": {"tokens_total": 2**62},
-    "weight": {"contributors": (Contributor("a", "a.1", -1.0), Contributor("b", "b.2", 1.0))},
-    "no weight": {"contributors": (Contributor("a", "a.1", 0.0),)},
+    "weight": {"contributors": (Contributor("a", "a.1", -1.0, bytes(32)), Contributor("b", "b.2", 1.0, bytes(32)))},
+    "no weight": {"contributors": (Contributor("a", "a.1", 0.0, bytes(32)),)},
 }
 forgeries = pytest.mark.parametrize("lie", FORGERIES.values(), ids=FORGERIES)
 

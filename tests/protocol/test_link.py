@@ -42,7 +42,7 @@ CHUNK = bytes(66 * KIB)
 
 
 def chunk(number: int) -> Contribution:
-    return Contribution("lineage", 0, Attempt(0, "a", "a.1"), number, number + 1)
+    return Contribution("lineage", 0, Attempt(0, "a", "a.1"), number, number + 1, b"", ())
 
 
 def fragment(number: int) -> Callable[[], Fragment]:

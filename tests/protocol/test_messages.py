@@ -258,7 +258,7 @@ def test_the_longest_honest_messages_fit() -> None:
     ids = [f"{i:052d}" for i in range(128)]
     record = Record(
         "g" * 20, "l" * 20, 2**40, "0" * 64,
-        tuple(Contributor(peer, "i" * 16, 1 / 3) for peer in ids[:64]),
+        tuple(Contributor(peer, "i" * 16, 1 / 3, bytes(32)) for peer in ids[:64]),
         tuple(Part(1024 * i, 1024 * i + 1024, "0" * 64, ids[i % 64]) for i in range(512)),
         "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids), 0.5, 1.5,
     )  # fmt: skip

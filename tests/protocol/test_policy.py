@@ -14,6 +14,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.record import MOST_INTERVALS, check_advance, check_record, record_of
 from p2ptrain.protocol.wire.messages import (
+    Arrived,
     Attempt,
     Contributor,
     Head,
@@ -36,6 +37,77 @@ def join_of(peer_id: str, linked: tuple[str, ...] = (), **fields: object) -> Joi
         "0-g", 1, ATTEMPT, f"{peer_id}.1", "state", True, 100, 0, 20, 10.0, 1e6, linked, False, None, None
     )  # fmt: skip
     return msgspec.structs.replace(join, **fields)
+
+
+def arrived_of(attempt: Attempt, part: int, complete: tuple[str, ...], root: bytes = bytes(32)) -> Arrived:
+    """A report of members with one norm and one root."""
+    return Arrived("0-g", 1, attempt, part, complete, (), (1.0,) * len(complete), (root,) * len(complete))
+
+
+def scales(norms: dict[str, float], leader: str | None = "a", guard: str = "exclude", **tokens: int) -> list[float]:
+    joins = {name: join_of(name, tokens=tokens.get(name, 100)) for name in norms}
+    verdicts = policy.guarded(RunConfig(round_guard=guard), joins, norms, leader)
+    assert list(verdicts) == list(norms)
+    return [verdict.scale for verdict in verdicts.values()]
+
+
+def test_who_is_above_four_times_the_median_norm_is_left_out_or_scaled_down() -> None:
+    norms = {"a": 1.0, "b": 2.0, "c": 8.0, "d": 1e6, "e": 1.5}
+    assert scales(norms) == [1, 1, 1, 0, 1]
+    assert scales({**norms, "c": 8.01}) == [1, 1, 0, 0, 1]
+    assert scales(norms, guard="clip") == [1, 1, 1, 8e-6, 1]
+    assert scales(norms, guard="off") == [1] * 5
+    assert scales({"a": 1.0, "b": 1e6, "c": 1.0}, leader="b") == [1, 0, 1]  # whoever leads
+
+
+def test_of_two_members_the_leader_judges_by_its_own_unless_it_is_new() -> None:
+    assert scales({"a": 1.0, "b": 4.0}) == [1, 1]
+    assert scales({"a": 1.0, "b": 4.1}) == [1, 0]
+    assert scales({"a": 1.0, "b": 4.1}, leader="b") == [1, 1]
+    assert scales({"a": 1.0, "b": 10.0}, guard="clip") == [1, 0.4]
+    assert scales({"a": 1.0, "b": 100.0}, leader=None) == [1, 1]
+    assert scales({"a": 1e9}) == [1]
+
+
+def test_more_tokens_allow_a_larger_norm_within_limits() -> None:
+    norms = {"a": 1.0, "b": 7.0, "c": 1.0}
+    assert scales(norms) == [1, 0, 1]
+    assert scales(norms, b=180) == [1, 1, 1]
+    assert scales({**norms, "b": 8.1}, b=2**53) == [1, 0, 1]
+    # Fewer than the median take nothing away.
+    assert scales(norms, b=180, c=1) == [1, 1, 1]
+
+
+def test_members_without_any_change_do_not_leave_out_those_that_have_trained() -> None:
+    assert scales({"a": 0.0, "b": 0.0, "c": 5.0}) == [1, 1, 1]
+    assert scales({"a": 0.0, "b": 5.0}) == [1, 1]
+    assert scales({"a": 0.0, "b": 0.0}) == [1, 1]
+    assert scales({"a": 0.0, "b": 5.0, "c": 5.0, "d": 21.0}, a=0) == [1, 1, 1, 0]
+
+
+def test_norms_are_summed_over_the_parts_and_of_several_reports_the_median_counts() -> None:
+    plan = [RosterPart(0, 1024, "a", ()), RosterPart(1024, 2048, "b", ())]
+    squares = {0: {"a": 9.0, "b": 1.0}, 1: {"a": 16.0, "b": 0.0}}
+    assert policy.norms_of(plan, {0, 1}, squares, ["a", "b"]) == {"a": 5.0, "b": 1.0}
+    # As "gather" has it: all reducers receive everything.
+    plan = [RosterPart(0, 1024, name, ()) for name in "abc"]
+    squares = {0: {"a": 4.0}, 1: {"a": 4.0}, 2: {"a": 1e300}}
+    assert policy.norms_of(plan, {0, 1, 2}, squares, ["a"]) == {"a": 2.0}
+    assert policy.norms_of(plan, {0, 1}, {0: {"a": 4.0}, 1: {}}, ["a"]) == {"a": 2.0}
+
+
+def test_a_report_has_one_norm_and_one_root_for_each_member() -> None:
+    arrived = arrived_of(ATTEMPT, 0, ("a", "b"))
+    policy.check_arrived(arrived, sealed=True)
+    lies: list[dict[str, Any]] = [
+        {"norms": (1.0,)}, {"norms": (1.0, -1e-9)}, {"roots": (bytes(32),)}, {"roots": (bytes(32), b"")}
+    ]  # fmt: skip
+    for lie in lies:
+        with pytest.raises(WireError, match="Arrived"):
+            policy.check_arrived(msgspec.structs.replace(arrived, **lie), sealed=True)
+    with pytest.raises(WireError, match="root"):
+        policy.check_arrived(arrived, sealed=False)
+    policy.check_arrived(arrived_of(ATTEMPT, 0, ("a",), root=b""), sealed=False)
 
 
 def test_of_more_than_64_members_a_sample_contributes_another_in_each_round() -> None:
@@ -104,7 +176,7 @@ def test_a_member_is_whole_where_all_that_it_sends_arrived_if_anybody_has_it() -
 
 def test_incredible_speeds_and_counts_fit_the_wire() -> None:
     joins = {"a": join_of("a"), "b": join_of("b"), "c": join_of("c", speed=1e300, tokens=2**53, run_step=2**53)}
-    contributors = [Contributor(name, f"{name}.1", 1.0) for name in joins]
+    contributors = [Contributor(name, f"{name}.1", 1.0, bytes(32)) for name in joins]
     record = record_of(RunConfig(), HEAD, joins, contributors, Conclusion((), ((1e300,) * 9,)))
     assert unpack(Record, pack(record)) == record
     assert dict(record.intervals)["c"] == 16 * RunConfig().sync_every
@@ -193,7 +265,9 @@ def test_a_record_passes_the_check_whatever_the_members_claim(run: RunConfig, sp
         "b": join_of("b", tokens=0, run_step=claimed, at_length=at_length),
     }
     weights = policy.weights_of(run, list(joins.values()))
-    contributors = [Contributor(name, f"{name}.1", weight) for name, weight in zip(joins, weights, strict=True)]
+    contributors = [
+        Contributor(name, f"{name}.1", weight, bytes(32)) for name, weight in zip(joins, weights, strict=True)
+    ]
     head = msgspec.structs.replace(HEAD, tokens_total=1000)
     record = record_of(run, head, joins, contributors, Conclusion((Part(0, 1024, "", "a"),), ((),)))
     check_record(record, run, averaging_of(run), 1024)

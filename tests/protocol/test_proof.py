@@ -153,7 +153,7 @@ def test_what_lands_early_takes_a_bounded_room() -> None:
 def test_the_proof_of_a_round_of_31_voters_has_less_than_32_kb() -> None:
     """With signatures, ids and hashes as long as they are in a network."""
     ids = [f"Qm{number:044d}" for number in range(MAX_VOTERS)]
-    contributors = tuple(Contributor(peer_id, "0" * 16, 1.0) for peer_id in ids)
+    contributors = tuple(Contributor(peer_id, "0" * 16, 1.0, bytes(32)) for peer_id in ids)
     parts = tuple(Part(i * 10**6, (i + 1) * 10**6, "0" * 64, peer_id) for i, peer_id in enumerate(ids))
     intervals = tuple((peer_id, 100) for peer_id in ids)
     record = msgspec.structs.replace(

@@ -29,7 +29,7 @@ MIB = 1024 * 1024
 
 def chunk(size_bytes: int = MAX_PAYLOAD_BYTES) -> bytes:
     """A frame of a large payload."""
-    return encode_frame(Contribution("lineage", 0, Attempt(0, "b", "b.1"), 0, 1), bytes(size_bytes), bulk=True)
+    return encode_frame(Contribution("lineage", 0, Attempt(0, "b", "b.1"), 0, 1, b"", ()), bytes(size_bytes), bulk=True)
 
 
 async def greet(network: MemoryNetwork, peer_id: str, hello: Hello) -> MemoryStream:
@@ -180,7 +180,9 @@ def test_unfinished_frames_of_many_links_hold_no_more_than_the_budget() -> None:
             most = 0
             start = trio.current_time()
             # An honest partner's frame waits for its turn, and comes.
-            await link.send_bulk(Contribution("lineage", 0, Attempt(0, "h", "h.1"), 0, 1), bytes(MIB), Traffic.ROUND)
+            await link.send_bulk(
+                Contribution("lineage", 0, Attempt(0, "h", "h.1"), 0, 1, b"", ()), bytes(MIB), Traffic.ROUND
+            )
             while not a.of(Contribution):
                 most = max(most, held_bytes(a))
                 assert trio.current_time() - start < PEER_TIMEOUT_S
@@ -198,7 +200,7 @@ def test_unfinished_frames_of_many_links_hold_no_more_than_the_budget() -> None:
 
 def test_small_frames_that_expand_are_counted_as_what_they_expand_to() -> None:
     """60 partners, each a frame of a few hundred bytes on the wire and 4 MiB in memory, none of them handled soon."""
-    message = Contribution("lineage", 0, Attempt(0, "b", "b.1"), 0, 1)
+    message = Contribution("lineage", 0, Attempt(0, "b", "b.1"), 0, 1, b"", ())
     bomb = encode_frame(message, bytes(MAX_PAYLOAD_BYTES), bulk=True, compress=True)
     assert len(bomb) < 1024
 
@@ -233,7 +235,9 @@ def test_a_partner_is_not_silent_while_we_do_not_listen() -> None:
         async with linked_pair(MemoryNetwork()) as (a, b, link, other):
             share = await b.links.budget.take(MAX_RECEIVE_BYTES)
             share.receiving = None  # a frame that is being handled
-            await link.send_bulk(Contribution("lineage", 0, Attempt(0, "a", "a.1"), 0, 1), bytes(MIB), Traffic.ROUND)
+            await link.send_bulk(
+                Contribution("lineage", 0, Attempt(0, "a", "a.1"), 0, 1, b"", ()), bytes(MIB), Traffic.ROUND
+            )
             await trio.sleep(25)
             assert not other.lost.is_set()
             b.links.budget.release(share)
@@ -302,7 +306,7 @@ def test_control_frames_are_bounded_in_bytes() -> None:
 def test_bulk_frames_are_bounded_in_bytes_and_one_always_fits() -> None:
     async def main() -> None:
         async with linked_pair(MemoryNetwork(bandwidth_bytes_s=1000)) as (_, _, link, _):
-            message = Contribution("lineage", 0, Attempt(0, "a", "a.1"), 0, 1)
+            message = Contribution("lineage", 0, Attempt(0, "a", "a.1"), 0, 1, b"", ())
             queued = 0
 
             async def send() -> None:

@@ -121,7 +121,7 @@ class Donor:
             sha256 = hashlib.sha256(mean).hexdigest()
             self.parts.add(sha256, mean)
             parts.append(Part(start, stop, sha256, "nobody"))
-        contributors = (Contributor("a", "a.1", 1.0),)
+        contributors = (Contributor("a", "a.1", 1.0, bytes(32)),)
         round_ = self.head.round + 1
         record = Record(
             PAST.genesis_id,

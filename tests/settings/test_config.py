@@ -45,6 +45,8 @@ from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
         ("sync_schedule", "slow"),
         ("round_weights", "size"),
         ("round_mean", "median"),
+        ("round_guard", "median"),
+        ("audit_rate", 1.5),
         ("inner_moments", "averaged"),
         ("inner_moments", "shared"),
         ("max_missed_rounds", -1),
@@ -145,7 +147,7 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
             "fragment_selection": "fresh", "data": "text", "sharding": "clusters", "fragment_schedule": "ramp",
             "topology": "all", "sync_schedule": "grow", "round_weights": "equal", "round_mean": "disjoint",
             "outer_optimizer": "adam", "outer_lr_schedule": "cosine", "inner_moments": "averaged",
-            "averaging": "gather",
+            "averaging": "gather", "round_guard": "clip",
         }  # fmt: skip
         value = choices.get(field.name, other[type(field.default)])
         before = dataclasses.replace(run, round_codec="none") if field.name == "inner_moments" else run
@@ -162,7 +164,8 @@ MEANT = {
     "fragment_fraction": 0.005, "fragment_selection": "cyclic", "fragment_codec": "int8",
     "fragment_schedule": "fixed", "fragment_delay": 0, "max_staleness": 0.15, "topology": "push", "fan_out": 1,
     "round_codec": "int8", "round_density": 0.02, "prune_fraction": 0.0, "round_weights": "tokens",
-    "round_mean": "weighted", "averaging": "parts", "inner_moments": "local", "max_missed_rounds": 1,
+    "round_mean": "weighted", "round_guard": "exclude", "audit_rate": 0.1, "averaging": "parts",
+    "inner_moments": "local", "max_missed_rounds": 1,
     "round_timeout_s": 1800.0, "outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_lr_schedule": "constant",
     "outer_momentum": 0.9, "num_shards": 0, "sharding": "iid", "run_seed": 0,
 }  # fmt: skip

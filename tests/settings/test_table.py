@@ -42,6 +42,8 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "prune_fraction": ("0.5", 0.5),
     "round_weights": ("shard", "shard"),
     "round_mean": ("disjoint", "disjoint"),
+    "round_guard": ("clip", "clip"),
+    "audit_rate": ("0.25", 0.25),
     "inner_moments": ("averaged", "averaged"),
     "max_missed_rounds": ("4", 4),
     "round_timeout_s": ("90.5", 90.5),

@@ -33,6 +33,7 @@ class Codec:
     _encode: Callable[[Blocks], bytes]
     _decode: Callable[[memoryview, int], Blocks]
     _check: Callable[[memoryview, int], object] | None = None
+    _squares: Callable[[memoryview, int], npt.NDArray[np.float64]] | None = None
 
     def encode(self, blocks: Blocks) -> bytes:
         """Code (n, 64) float32 values, only read, into `size_bytes(n)` bytes, the same on every machine.
@@ -51,6 +52,18 @@ class Codec:
     def check(self, data: bytes | memoryview, num_blocks: int) -> None:
         """Raise what `decode` would raise. With most codecs a small part of its work."""
         (self._check or self._decode)(self._sized(data, num_blocks), num_blocks)
+
+    def squared_norm(self, data: bytes | memoryview, num_blocks: int, counted: int) -> float:
+        """The squared Euclidean norm of the first `counted` of the decoded blocks, to about float32's precision.
+
+        Raises WireError as `decode` does.
+        """
+        view = self._sized(data, num_blocks)
+        if self._squares is not None:
+            return float(self._squares(view, num_blocks)[:counted].sum())
+        values = self._decode(view, num_blocks)[:counted]
+        # In double precision: the squares of values that are allowed overflow float32.
+        return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
 
     def _sized(self, data: bytes | memoryview, num_blocks: int) -> memoryview:
         view = memoryview(data)

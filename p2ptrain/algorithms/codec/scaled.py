@@ -88,10 +88,19 @@ def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: 
         packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
         return width.dequantise(np.frombuffer(data, "<u2", num_blocks), unpack(packed))
 
+    def squares(data: memoryview, num_blocks: int) -> npt.NDArray[np.float64]:
+        """(n,) squared norms of the blocks, in half the time of decoding: the scale is taken out of the sum."""
+        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
+        scales = np.frombuffer(data, "<u2", num_blocks)
+        width.check(scales)
+        steps = unpack(packed).astype(np.float32)
+        of_steps: npt.NDArray[np.float32] = np.einsum("ij,ij->i", steps, steps)
+        return np.square(_scale_values(scales).astype(np.float64)) * of_steps
+
     def check(data: memoryview, num_blocks: int) -> None:
         width.check(np.frombuffer(data, "<u2", num_blocks))
 
-    return Codec(name, per_block(SCALE_BYTES + packed_bytes), encode, decode, check)
+    return Codec(name, per_block(SCALE_BYTES + packed_bytes), encode, decode, check, squares)
 
 
 def _pack_halves(steps: Steps) -> npt.NDArray[np.uint8]:

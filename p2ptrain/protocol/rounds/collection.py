@@ -15,7 +15,7 @@ from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.grid import check_chunk, chunk_bounds
 from p2ptrain.protocol.rounds.timeouts import Timeouts
-from p2ptrain.protocol.wire.messages import Contributor, RosterPart
+from p2ptrain.protocol.wire.messages import Contribution, Contributor, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Chunks before the roster: at most this many encoded models in all, and one of each member.
@@ -67,6 +67,9 @@ class Collection:
         if not checked:
             check_bytes(self._codec, start, stop, data)
         chunks = self.chunks[sender]
+        if start in chunks:
+            # The first one was measured, and hashed.
+            return False
         chunks[start] = data
         self._timeouts.note_wait(sender, now - self._progress_at[sender])
         self._progress_at[sender] = now
@@ -82,6 +85,12 @@ class Collection:
         self.failed.add(sender)
         self.chunks[sender] = {}
         return True
+
+    def reject(self, sender: PeerId) -> None:
+        """Exclude a sender whose chunks are all here, and are not what it said."""
+        self.complete.discard(sender)
+        self.failed.add(sender)
+        self.chunks[sender] = {}
 
     def clear(self) -> None:
         """Drop all chunks, and await no more."""
@@ -131,11 +140,12 @@ class EarlyChunks:
         self._codec = codec
         self._num_blocks = num_blocks
         self._model_bytes = codec.size_bytes(num_blocks)
-        self._held: dict[PeerId, dict[tuple[int, int], bytes]] = {}
+        self._held: dict[PeerId, dict[tuple[int, int], tuple[Contribution, bytes]]] = {}
         self._held_bytes: dict[PeerId, int] = {}
 
-    def add(self, sender: PeerId, start: int, stop: int, data: bytes) -> None:
+    def add(self, sender: PeerId, message: Contribution, data: bytes) -> None:
         """Keep one chunk, or mark its sender as overrun. Raises WireError if it fits no roster."""
+        start, stop = message.start, message.stop
         check_chunk(start, stop, self._num_blocks)
         held, held_bytes = self._held.setdefault(sender, {}), self._held_bytes.get(sender, 0)
         if (start, stop) in held or sender in self.overrun:
@@ -146,12 +156,12 @@ class EarlyChunks:
             self.overrun.add(sender)
             self._held[sender], self._held_bytes[sender] = {}, 0
             return
-        held[start, stop] = data
+        held[start, stop] = message, data
         self._held_bytes[sender] = held_bytes + len(data)
 
-    def take(self) -> Iterator[tuple[PeerId, int, int, bytes]]:
+    def take(self) -> Iterator[tuple[PeerId, Contribution, bytes]]:
         """Remove and yield all chunks."""
         held, self._held, self._held_bytes = self._held, {}, {}
         for sender, chunks in held.items():
-            for (start, stop), data in chunks.items():
-                yield sender, start, stop, data
+            for message, data in chunks.values():
+                yield sender, message, data

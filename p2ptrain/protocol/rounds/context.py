@@ -58,6 +58,7 @@ class RoundContext:
         state: anchor and moments; changed by commits only.
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
+        audited: whether members commit to their chunks, and reducers are audited.
     """
 
     peer_id: PeerId
@@ -75,12 +76,14 @@ class RoundContext:
     codec: Codec = field(init=False)
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
+    audited: bool = field(init=False)
 
     def __post_init__(self) -> None:
         run, links = self.run, self.links
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
         self.codec = gradient_codec(run)
+        self.audited = run.audit_rate > 0 and self.averaging.auditable
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
         self.parts = PartStore(links, self.compute, self.averaging, spare_bytes=SPARE_MODELS * model_bytes)

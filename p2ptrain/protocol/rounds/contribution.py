@@ -8,6 +8,7 @@ import numpy as np
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
 
 # Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
@@ -26,11 +27,13 @@ class OwnContribution:
 
     Attributes:
         error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
+        tree: commits to all chunks, once `seal` made it.
         next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
     snapshot: Snapshot
     chunks: dict[int, bytes] = field(default_factory=dict)
+    tree: Tree | None = None
     error: np.ndarray | None = None
     next_error: np.ndarray | None = None
 
@@ -56,6 +59,11 @@ class OwnContribution:
                 encoded = codec.encode(gradient)
                 self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
             self.chunks[start] = encoded
+
+    def seal(self, bounds: list[tuple[int, int]]) -> None:
+        """Commit to all chunks, which are encoded, with a Merkle tree. Call it in a worker thread."""
+        if self.tree is None:
+            self.tree = Tree([leaf_hash(self.chunks[start]) for start, _ in bounds])
 
 
 def _check(gradient: np.ndarray, weights: np.ndarray) -> None:

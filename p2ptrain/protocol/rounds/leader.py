@@ -7,8 +7,8 @@ fails.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import trio
 
@@ -48,6 +48,9 @@ class AveragingLeader:
         self._plan: tuple[m.RosterPart, ...] = ()
         self._sends: dict[PeerId, set[int]] = {}
         self._contributors: tuple[m.Contributor, ...] = ()
+        # By part, then by member: squared norms and Merkle roots, as the reducers report them.
+        self._squares: dict[int, dict[PeerId, float]] = defaultdict(dict)
+        self._roots: dict[int, dict[PeerId, bytes]] = defaultdict(dict)
         self._gone: dict[PeerId, str] = {}
         self._heard_s: dict[PeerId, float] = {}
         self._inbox: deque[tuple[PeerId, m.Message]] = deque()
@@ -55,6 +58,8 @@ class AveragingLeader:
 
     def deliver(self, sender: PeerId, message: m.Message) -> None:
         """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError."""
+        if isinstance(message, m.Arrived):
+            policy.check_arrived(message, sealed=self._context.audited)
         if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
             senders = self._plan[message.part].senders
             reduced = [c for c in self._contributors if not senders or c.peer_id in senders]
@@ -99,11 +104,7 @@ class AveragingLeader:
         for peer_id in members:
             self._tell(peer_id, roster)
         included = await self._await_contributions()
-        weights = policy.weights_of(self._context.run, [joins[peer_id] for peer_id in included])
-        contributors = self._contributors = tuple(
-            m.Contributor(peer_id, joins[peer_id].incarnation, weight)
-            for peer_id, weight in zip(included, weights, strict=True)
-        )
+        contributors = self._contributors = self._guarded(joins, included)
         for part in self._parts_left(included):
             order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
             self._tell(self._plan[part].reducer, order)
@@ -127,10 +128,15 @@ class AveragingLeader:
         while trio.current_time() < until_s and is_anyone_awaited(self._parts_left(sends)):
             for sender, message in await self._news(until_s):
                 if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
-                    for member in message.complete:
-                        complete.get(member, set()).add(message.part)
+                    for member, square, root in zip(message.complete, message.norms, message.roots, strict=True):
+                        if message.part in sends.get(member, ()):
+                            complete[member].add(message.part)
+                            self._squares[message.part][member] = square
+                            self._roots[message.part][member] = root
                     given_up = {member for member in message.failed if message.part in sends.get(member, ())}
                     failed_at[message.part] |= given_up - {sender}
+        for part, members in self._conflicts().items():
+            failed_at[part] |= members
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
             left = self._parts_left(sends)
@@ -139,6 +145,45 @@ class AveragingLeader:
         left = self._parts_left(sends)
         excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}
         return policy.included(sends, complete, left, excluded)
+
+    def _conflicts(self) -> dict[int, set[PeerId]]:
+        """By part, the members that committed to other chunks there, as its reducer says.
+
+        Other than our own part says or, if we reduce none, than most parts say.
+        """
+        given: dict[PeerId, dict[int, bytes]] = defaultdict(dict)
+        for part, roots in self._roots.items():
+            for member, root in roots.items():
+                given[member][part] = root
+        conflicts: dict[int, set[PeerId]] = defaultdict(set)
+        for member, of_member in given.items():
+            own = (root for part, root in of_member.items() if self._plan[part].reducer == self._context.peer_id)
+            agreed = next(own, Counter(of_member.values()).most_common(1)[0][0])
+            for part, root in of_member.items():
+                if root != agreed:
+                    conflicts[part].add(member)
+        return conflicts
+
+    def _guarded(self, joins: Mapping[PeerId, m.Join], included: Sequence[PeerId]) -> tuple[m.Contributor, ...]:
+        """The contributors with their weights, after the guard by norms."""
+        run, left = self._context.run, self._parts_left(included)
+        norms = policy.norms_of(self._plan, left, self._squares, included)
+        # At parts that are left, all reducers report the same root of a contributor.
+        roots = {member: root for part in left for member, root in self._roots[part].items()}
+        kept: dict[PeerId, float] = {}
+        own = self._context.peer_id if self._context.liveness.own in self._head.voters else None
+        for member, verdict in policy.guarded(run, joins, norms, own).items():
+            if verdict.scale:
+                kept[member] = verdict.scale
+            if verdict.scale < 1:
+                reason = f"the norm of its outer gradient, {verdict.norm:.3g}, is above the limit, {verdict.limit:.3g}"
+                what = "scaled down" if verdict.scale else "left out"
+                logger.warning("round %d: %s is %s: %s", self._head.round + 1, member, what, reason)
+        weights = policy.weights_of(run, [joins[member] for member in kept])
+        return tuple(
+            m.Contributor(member, joins[member].incarnation, weight * kept[member], roots[member])
+            for member, weight in zip(kept, weights, strict=True)
+        )
 
     async def _await_reports(self, contributors: Sequence[m.Contributor]) -> Conclusion:
         """The parts of the record, from the reports of the reducers."""

@@ -81,9 +81,9 @@ class Participation:
     def contribute(self, sender: PeerId, message: Contribution, data: bytes) -> None:
         """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan."""
         if self._transfer is not None:
-            self._transfer.collect(sender, message.start, message.stop, data)
+            self._transfer.collect(sender, message, data)
         else:
-            self._early.add(sender, message.start, message.stop, data)
+            self._early.add(sender, message, data)
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
@@ -116,6 +116,7 @@ class Participation:
                                 )
                                 nursery.start_soon(self._send, transfer, sending)
                                 nursery.start_soon(transfer.report_forever)
+                                nursery.start_soon(transfer.inspect_forever)
                             case Reduce() if self._transfer is not None:
                                 # Sending goes on while we reduce for others.
                                 nursery.start_soon(self._transfer.reduce, order)

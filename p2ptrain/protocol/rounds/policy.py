@@ -6,12 +6,15 @@ Claims of one peer are limited by those of the others, so that a single wrong nu
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from p2ptrain.algorithms.averaging import token_weights
+from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.wire.messages import Join, Roster, RosterPart
+from p2ptrain.protocol.wire.messages import Arrived, Join, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -19,8 +22,21 @@ from p2ptrain.settings.config import RunConfig
 MAX_CONTRIBUTORS = 64
 # A claimed rate is limited to this many times the median.
 MOST_RATES = 4.0
+# A contributor's norm is limited to this many times the median (guess; see `guarded`).
+MOST_NORMS = 4.0
+# Tokens raise that limit at most so many times, as they do a weight (`averaging.token_weights`).
+MOST_TOKENS_ALLOWED = 2.0
 # The largest integer that floats represent exactly.
 MOST_COUNT = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """The guard's decision on one member: its norm and limit, and the factor on its weight; 0 leaves it out."""
+
+    norm: float
+    limit: float
+    scale: float
 
 
 def check_join(join: Join) -> None:
@@ -31,6 +47,15 @@ def check_join(join: Join) -> None:
     for name in ("speed", "rate"):
         if getattr(join, name) < 0:
             raise WireError(f"a Join with {name} = {getattr(join, name)}: must be 0 or more")
+
+
+def check_arrived(arrived: Arrived, *, sealed: bool) -> None:
+    """Raises WireError unless each complete member has a norm, and a Merkle root exactly if the run is `sealed`."""
+    size, counts = HASH_BYTES if sealed else 0, {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
+    if len(counts) > 1 or any(len(root) != size for root in arrived.roots):
+        raise WireError("an Arrived whose members have not one norm and one root each")
+    if any(norm < 0 for norm in arrived.norms):
+        raise WireError(f"an Arrived with norm {min(arrived.norms)}: must be 0 or more")
 
 
 def check_roster(roster: Roster, own: PeerId) -> None:
@@ -112,6 +137,71 @@ def weights_of(run: RunConfig, joins: Sequence[Join]) -> list[float]:
         case "shard":
             return token_weights([join.shard_tokens for join in joins])
     return token_weights([join.tokens for join in joins])
+
+
+def guarded(
+    run: RunConfig, joins: Mapping[PeerId, Join], norms: Mapping[PeerId, float], leader: PeerId | None
+) -> dict[PeerId, Guarded]:
+    """What the guard does with each contributor, in the order of `norms`.
+
+    A member's limit is `MOST_NORMS` times the median norm; with two members, of the leader's, and none if the leader is
+    new. Members without any change, such as peers that have just joined, are left out of the median.
+
+    Norms of honest members differ. They grow with the steps of an interval, about with their square root and at most in
+    proportion, and intervals give fast members more steps. So a member with more tokens than the median has a limit
+    higher in proportion, up to `MOST_TOKENS_ALLOWED` times: tokens are a claim. A newcomer's optimizer is cold, and its
+    first gradients are up to two or three times as large. Codecs change a norm by little, and pruning and top-k, which
+    remove values, only make it smaller. Where moments are averaged too, they do not count.
+
+    With at most half of the members lying, the rest stays: the median is within the norms of honest ones, or above them
+    if exactly half lie. A reducer that reports false norms can have members left out that it names, fewer than half of
+    them, and let pass what it names too low in its own part.
+
+    Args:
+        joins: those of all members.
+        norms: of the contributors. Not squared.
+        leader: None if it did not contribute to the last round: it has adopted the other's state, and a few steps
+            of its own say little.
+    """
+    positive = {member: norm for member, norm in norms.items() if norm > 0}
+    if run.round_guard == "off" or len(norms) < 2 or not positive:
+        return {member: Guarded(norm, math.inf, 1.0) for member, norm in norms.items()}
+    basis = list(positive)
+    if len(norms) == 2:
+        if leader not in positive:
+            return {member: Guarded(norm, math.inf, 1.0) for member, norm in norms.items()}
+        basis = [leader]
+    median = statistics.median(positive[member] for member in basis)
+    tokens = max(1.0, statistics.median(joins[member].tokens for member in basis))
+    limits = {
+        member: MOST_NORMS * median * min(max(1.0, joins[member].tokens / tokens), MOST_TOKENS_ALLOWED)
+        for member in norms
+    }
+
+    def scale(member: PeerId) -> float:
+        if norms[member] <= limits[member]:
+            return 1.0
+        return limits[member] / norms[member] if run.round_guard == "clip" else 0.0
+
+    return {member: Guarded(norm, limits[member], scale(member)) for member, norm in norms.items()}
+
+
+def norms_of(
+    plan: Sequence[RosterPart], parts: Collection[int], squares: Mapping[int, Mapping[PeerId, float]],
+    contributors: Sequence[PeerId],
+) -> dict[PeerId, float]:  # fmt: skip
+    """The norm of each contributor, from the squared norms that the reducers of these parts report.
+
+    Parts of the same blocks were reported by several reducers: the median of these counts.
+    """
+    ranges = sorted({(plan[part].start, plan[part].stop) for part in parts})
+    of_range = {bounds: [part for part in parts if (plan[part].start, plan[part].stop) == bounds] for bounds in ranges}
+
+    def square(member: PeerId) -> float:
+        reports = ([squares[p][member] for p in of if member in squares[p]] for of in of_range.values())
+        return math.fsum(statistics.median(reported) for reported in reports if reported)
+
+    return {member: math.sqrt(square(member)) for member in contributors}
 
 
 def included(

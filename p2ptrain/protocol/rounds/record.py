@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
@@ -93,6 +94,9 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
         raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
         raise WireError("a record with weights that are not between 0 and 2^53, or all zero")
+    size = HASH_BYTES if run.audit_rate > 0 and averaging.auditable else 0
+    if any(len(c.root) != size for c in record.contributors):
+        raise WireError(f"a record whose contributors have not Merkle roots of {size} bytes")
     averaging.check_record(record, num_blocks)
     most = MOST_INTERVAL * run.sync_every
     if not all(1 <= interval <= most for interval in intervals.values()):

@@ -11,17 +11,19 @@ from collections.abc import Iterator
 
 import trio
 
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS
 from p2ptrain.errors import PeerLostError, RoundFailedError
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
-from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT
+from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.policy import parts_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
-from p2ptrain.protocol.wire.messages import Arrived, Contribution, Reduce, Reduced, Roster
+from p2ptrain.protocol.wire.messages import Arrived, Contribution, Record, Reduce, Reduced, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 
 
@@ -43,29 +45,46 @@ class Transfer:
         self._attempt = roster.lineage, roster.round, roster.attempt
         self._taker = taker
         self._tell = tell
-        self._encoded = trio.Event()
+        self._encoded, self._sealed = trio.Event(), trio.Event()
         self._to_send = sorted(parts_of(roster.members, roster.parts)[context.peer_id])
         self._parts_left = set(range(len(roster.parts)))
         self.num_chunks = sum(len(self._chunks_of(part)) for part in self._to_send)
         self.num_sent = 0
         self._reduced: Reduce | None = None
         self._collection: Collection | None = None
+        self._inspection: Inspection | None = None
+        self._chunk_arrived = trio.Event()
         for number, part in enumerate(roster.parts):
             if part.reducer == context.peer_id:
                 senders, now = part.senders or roster.members, trio.current_time()
                 self._collection = Collection(number, part, senders, context.codec, context.timeouts, now)
-        for sender, start, stop, data in early.take():
-            self.collect(sender, start, stop, data, checked=True)
+                self._inspection = Inspection(
+                    part, context.codec, num_blocks=context.state.num_blocks, compared=context.state.num_stepped,
+                    sealed=context.audited,
+                )  # fmt: skip
+        for sender, message, data in early.take():
+            self.collect(sender, message, data, checked=True)
         for sender in early.overrun:
             self.note_lost(sender)
 
-    def collect(self, sender: PeerId, start: int, stop: int, data: bytes, *, checked: bool = False) -> None:
+    def collect(self, sender: PeerId, message: Contribution, data: bytes, *, checked: bool = False) -> None:
         """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan or does not decode."""
-        collection = self._collection
-        if collection is None or not collection.part.start <= start < collection.part.stop:
+        collection, inspection, start = self._collection, self._inspection, message.start
+        if collection is None or inspection is None or not collection.part.start <= start < collection.part.stop:
             return
-        if collection.add(sender, start, stop, data, trio.current_time(), checked=checked):
-            self._report(collection)
+        held = collection.chunks.get(sender, {})
+        count = len(held)
+        collection.add(sender, start, message.stop, data, trio.current_time(), checked=checked)
+        if len(held) > count:
+            inspection.add(sender, start, data, message.root, message.proof)
+            self._chunk_arrived.set()
+
+    def check_roots(self, record: Record) -> None:
+        """Raises RoundFailedError if the record names another commitment of a member than this reducer has checked."""
+        roots = self._inspection.roots if self._inspection is not None else {}
+        for c in record.contributors:
+            if c.root != roots.get(c.peer_id, c.root):
+                raise RoundFailedError(f"the record names another commitment of {c.peer_id} than it gave")
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
@@ -79,8 +98,34 @@ class Transfer:
             self._report(self._collection)
 
     def _report(self, collection: Collection) -> None:
-        complete, failed = tuple(sorted(collection.complete)), tuple(sorted(collection.failed))
-        self._tell(self._roster.attempt.leader, Arrived(*self._attempt, collection.number, complete, failed))
+        assert self._inspection is not None
+        norms, roots = self._inspection.norms, self._inspection.roots
+        complete, failed = tuple(sorted(norms)), tuple(sorted(collection.failed))
+        arrived = Arrived(
+            *self._attempt, collection.number, complete, failed,
+            tuple(norms[member] for member in complete), tuple(roots[member] for member in complete),
+        )  # fmt: skip
+        self._tell(self._roster.attempt.leader, arrived)
+
+    async def inspect_forever(self) -> None:
+        """Measure chunks as they arrive, check what their senders committed to, and report complete members."""
+        collection, inspection = self._collection, self._inspection
+        if collection is None or inspection is None:
+            return
+        while True:
+            await self._chunk_arrived.wait()
+            self._chunk_arrived = trio.Event()
+            while arrivals := inspection.take(collection.complete):
+                known = len(inspection.norms)
+                refused = inspection.note(await self._context.compute(inspection.measure, arrivals))
+                for sender in refused:
+                    collection.reject(sender)
+                if refused or len(inspection.norms) > known:
+                    self._report(collection)
+                for sender, error in refused.items():
+                    if (link := self._context.links.get(sender)) is not None:
+                        with self._context.links.containing(link, "checking its outer gradient"):
+                            raise error
 
     async def report_forever(self) -> None:
         """Report our part to the leader at intervals, also without news, to show that we are alive."""
@@ -95,12 +140,15 @@ class Transfer:
             raise RoundFailedError("on the roster without a snapshot")
         async with trio.open_nursery() as nursery:
             for number in self._to_send:
-                nursery.start_soon(self._send_part, number, own.chunks)
+                nursery.start_soon(self._send_part, number, own)
             for visit in self._visits():
                 if any(start not in own.chunks for start, _ in visit):
                     await self._taker.encode(visit)
                 self._encoded.set()
                 self._encoded = trio.Event()
+            if self._context.audited:
+                await self._context.compute(own.seal, chunk_bounds(0, self._context.state.num_blocks))
+            self._sealed.set()
 
     def _chunks_of(self, number: int) -> list[tuple[int, int]]:
         part = self._roster.parts[number]
@@ -114,8 +162,10 @@ class Transfer:
                 yield [lane.popleft() for _ in range(min(CHUNKS_PER_VISIT, len(lane)))]
             lanes = [lane for lane in lanes if lane]
 
-    async def _send_part(self, number: int, encoded: dict[int, bytes]) -> None:
-        context, reducer = self._context, self._roster.parts[number].reducer
+    async def _send_part(self, number: int, own: OwnContribution) -> None:
+        context, reducer, encoded = self._context, self._roster.parts[number].reducer, own.chunks
+        part = self._roster.parts[number]
+        first, end = part.start // CHUNK_BLOCKS, -(-part.stop // CHUNK_BLOCKS)
         link = context.links.get(reducer)
         try:
             if link is None and reducer != context.peer_id:
@@ -123,10 +173,14 @@ class Transfer:
             for start, stop in self._chunks_of(number):
                 while start not in encoded:
                     await self._encoded.wait()
+                message = Contribution(*self._attempt, start, stop, b"", ())
+                if stop == part.stop:
+                    await self._sealed.wait()
+                    if own.tree is not None:
+                        message = Contribution(*self._attempt, start, stop, own.tree.root, own.tree.proof(first, end))
                 if link is None:
-                    self.collect(context.peer_id, start, stop, encoded[start], checked=True)
+                    self.collect(context.peer_id, message, encoded[start], checked=True)
                 else:
-                    message = Contribution(*self._attempt, start, stop)
                     await link.send_bulk(message, encoded[start], Traffic.ROUND, compress=True)
                 self.num_sent += 1
         except PeerLostError:
@@ -138,8 +192,8 @@ class Transfer:
         """Combine the chunks of the contributors that the leader names, and serve the result."""
         if self._reduced not in (None, order):
             raise RoundFailedError("told to average two sets of contributors")
-        collection = self._collection
-        if self._reduced is not None or collection is None:
+        collection, inspection = self._collection, self._inspection
+        if self._reduced is not None or collection is None or inspection is None:
             return
         self._reduced = order
         context = self._context
@@ -147,8 +201,10 @@ class Transfer:
         contributors = tuple(c for c in order.contributors if c.peer_id in collection.chunks)
         if len(named) < len(order.contributors) or not named <= set(self._roster.members):
             raise RoundFailedError("told to average contributors that are not distinct members")
-        if not contributors or not {c.peer_id for c in contributors} <= collection.complete:
+        if not contributors or not {c.peer_id for c in contributors} <= collection.complete & inspection.norms.keys():
             raise RoundFailedError("told to average a member that is not complete here")
+        if any(c.root != inspection.roots[c.peer_id] for c in contributors):
+            raise RoundFailedError("told to average a member by another commitment than it gave")
 
         def work() -> tuple[list[tuple[str, Blob]], tuple[float, ...]]:
             gram = collection.gram(contributors, context.state.num_stepped)

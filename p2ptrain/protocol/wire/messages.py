@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF
 from p2ptrain.errors import WireError
 
 T = TypeVar("T")
@@ -31,6 +32,9 @@ Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 Maddrs = Annotated[tuple[Text, ...], Meta(max_length=MAX_MADDRS)]
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
+# A SHA-256, or empty where there is none.
+Hash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
+Proof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -103,11 +107,15 @@ class Attempt(_Struct, frozen=True, order=True):
 
 
 class Contributor(_Struct, frozen=True):
-    """A peer whose outer gradient is in a round's mean. `weight` is relative to the record's other contributors."""
+    """A peer whose outer gradient is in a round's mean. `weight` is relative to the record's other contributors.
+
+    `root` is the Merkle root of its encoded chunks; empty if the run has no audits.
+    """
 
     peer_id: Text
     incarnation: Text
     weight: Float
+    root: Hash
 
 
 class Part(_Struct, frozen=True):
@@ -292,17 +300,27 @@ class Roster(_Struct, frozen=True):
 
 
 class Contribution(_Struct, frozen=True):
-    """To a reducer: blocks [start, stop) of the sender's encoded outer gradient (payload)."""
+    """To a reducer: blocks [start, stop) of the sender's encoded outer gradient (payload).
+
+    The last chunk of a part has the Merkle root of all chunks of the sender's outer gradient, and the proof that the
+    part's chunks are among them. Others have an empty `root`, and so has every chunk in a run without audits.
+    """
 
     lineage: Text
     round: Int
     attempt: Attempt
     start: Int
     stop: Int
+    root: Hash
+    proof: Proof
 
 
 class Arrived(_Struct, frozen=True):
-    """Reducer to leader: the members whose chunks are complete, and those that stalled or were lost."""
+    """Reducer to leader: the members whose chunks are complete, and those that stalled or were lost.
+
+    `norms` has the squared norm of this part of the outer gradient for each entry of `complete`, and `roots` the Merkle
+    root of its chunks.
+    """
 
     lineage: Text
     round: Int
@@ -310,6 +328,8 @@ class Arrived(_Struct, frozen=True):
     part: Int
     complete: Items[Text]
     failed: Items[Text]
+    norms: Items[Float]
+    roots: Items[Hash]
 
 
 class Reduce(_Struct, frozen=True):

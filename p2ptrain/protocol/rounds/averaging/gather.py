@@ -25,6 +25,8 @@ BLOCKS_PER_VISIT = 16 * 1024
 class Gather:
     """Every reducer receives everything; a blob is one contributor's whole encoded outer gradient."""
 
+    auditable = False
+
     def __init__(self, run: RunConfig) -> None:
         self._codec = gradient_codec(run)
         self._merge = merge_of(run)

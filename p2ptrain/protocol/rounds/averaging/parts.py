@@ -22,6 +22,8 @@ from p2ptrain.settings.config import RunConfig
 class Parts:
     """One reducer a part; a blob is the encoded mean of one part."""
 
+    auditable = True
+
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._codec = gradient_codec(run)

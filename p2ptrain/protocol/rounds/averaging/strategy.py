@@ -41,7 +41,15 @@ class Conclusion:
 
 
 class Averaging(Protocol):
-    """A stateless strategy, made from the run's settings."""
+    """A stateless strategy, made from the run's settings.
+
+    Attributes:
+        auditable: whether a blob is what `reduce` makes of one part of several contributions, so that a false one is
+            found by averaging them again. Blobs that are contributions are checked by their hash alone.
+    """
+
+    @property
+    def auditable(self) -> bool: ...
 
     def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """Who reduces which blocks of whose outer gradients: at most one part for each member.

@@ -1,0 +1,113 @@
+"""What a reducer learns from the chunks of its part before it averages them: each member's norm and commitment.
+
+Chunks are measured in the worker thread in groups while others arrive. All of them are: a sample would miss a member
+that puts all its weight into one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.merkle import leaf_hash, root_of
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.wire.messages import RosterPart
+from p2ptrain.protocol.wire.transport import PeerId
+
+# Chunks measured in one visit of the worker thread: each visit costs as much CPU as measuring five (measured, int8).
+CHUNKS_MEASURED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A chunk of a member that was not measured yet."""
+
+    sender: PeerId
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A chunk's squared norm, and its leaf hash (empty if the run has no audits)."""
+
+    sender: PeerId
+    start: int
+    squared_norm: float
+    leaf: bytes
+
+
+class Inspection:
+    """The measures of one part. `sealed`: whether members commit to their chunks by a Merkle root.
+
+    Attributes:
+        norms: squared norms of members whose chunks were all measured.
+        roots: the Merkle roots of the same members, checked; empty ones if not `sealed`.
+    """
+
+    def __init__(self, part: RosterPart, codec: Codec, *, num_blocks: int, compared: int, sealed: bool) -> None:
+        self.norms: dict[PeerId, float] = {}
+        self.roots: dict[PeerId, bytes] = {}
+        self._codec = codec
+        self._compared = compared
+        self._sealed = sealed
+        self._bounds = dict(chunk_bounds(part.start, part.stop))
+        self._first = part.start // CHUNK_BLOCKS
+        self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
+        self._arrivals: list[Arrival] = []
+        self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
+        self._measured: dict[PeerId, dict[int, Measured]] = {}
+
+    def add(self, sender: PeerId, start: int, data: bytes, root: bytes, proof: tuple[bytes, ...]) -> None:
+        """Note a chunk that was checked, each once."""
+        self._arrivals.append(Arrival(sender, start, data))
+        if root:
+            self._seals[sender] = root, proof
+
+    def take(self, complete: set[PeerId]) -> list[Arrival]:
+        """Chunks to measure in one visit of the worker thread; empty while it is better to wait for more."""
+        if len(self._arrivals) < CHUNKS_MEASURED and complete <= self.norms.keys():
+            return []
+        taken, self._arrivals = self._arrivals[:CHUNKS_MEASURED], self._arrivals[CHUNKS_MEASURED:]
+        return taken
+
+    def measure(self, arrivals: Sequence[Arrival]) -> list[Measured]:
+        """Measure these chunks. Only blocks that are outer gradients count. For the worker thread."""
+        return [
+            Measured(
+                arrival.sender,
+                arrival.start,
+                self._codec.squared_norm(
+                    arrival.data,
+                    self._bounds[arrival.start] - arrival.start,
+                    max(0, self._compared - arrival.start),
+                ),
+                leaf_hash(arrival.data) if self._sealed else b"",
+            )
+            for arrival in arrivals
+        ]
+
+    def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:
+        """Take the results of `measure`. Returns the members whose chunks are not those that they commit to."""
+        refused: dict[PeerId, WireError] = {}
+        for chunk in chunks:
+            of_sender = self._measured.setdefault(chunk.sender, {})
+            of_sender[chunk.start] = chunk
+            if len(of_sender) == len(self._bounds):
+                try:
+                    self.roots[chunk.sender] = self._root_of(chunk.sender)
+                    self.norms[chunk.sender] = sum(of_sender[start].squared_norm for start in self._bounds)
+                except WireError as error:
+                    refused[chunk.sender] = error
+        return refused
+
+    def _root_of(self, sender: PeerId) -> bytes:
+        if not self._sealed:
+            return b""
+        root, proof = self._seals.get(sender, (b"", ()))
+        leaves = [self._measured[sender][start].leaf for start in self._bounds]
+        if root_of(leaves, self._first, self._num_chunks, proof) != root:
+            raise WireError("its chunks are not those that it committed to")
+        return root

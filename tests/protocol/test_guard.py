@@ -1,0 +1,163 @@
+"""Members that bring far too large outer gradients, or lie about those of others: training goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.wire.messages import Arrived, Message
+from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.test_rounds import common, start_all
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+
+
+def scale_contributions(peer: TestPeer, factor: float) -> list[float]:
+    """Let a peer contribute `factor` times its outer gradient from now on; the list counts its snapshots."""
+    take, taken = peer.exchange.on_snapshot, list[float]()
+
+    def on_snapshot(snapshot: Snapshot) -> None:
+        weights, anchor = snapshot.weights.numpy(), peer.node.state.anchor
+        weights[:] = anchor - np.float32(factor) * (anchor - weights)
+        taken.append(trio.current_time())
+        take(snapshot)
+
+    peer.exchange.on_snapshot = on_snapshot
+    return taken
+
+
+def rounds_since(s: Swarm, began: float, names: str) -> list[list[dict[str, Any]]]:
+    return [[r for r in s.peers[name].rounds("committed", "solo") if r["t"] > began] for name in names]
+
+
+def spoil(s: Swarm, names: str) -> float:
+    """The largest weight of these peers: below 1 in training."""
+    return max(float(s.peers[name].flat().abs().max()) for name in names)
+
+
+@pytest.mark.parametrize("averaging", ["parts", "gather"])
+@pytest.mark.parametrize("names", ["abx", "abcx"])
+def test_a_contribution_of_scale_a_million_is_left_out_and_training_goes_on(
+    names: str, averaging: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, averaging=averaging)) as s:
+            start_all(s, names)
+            await s.until(lambda: common(s, 1, len(names)))
+            taken, began, honest = scale_contributions(s.peers["x"], 1e6), trio.current_time(), names[:-1]
+            await s.until(lambda: all(len(rounds) >= 4 for rounds in rounds_since(s, began, honest)), within_s=60)
+            assert taken
+            for rounds in rounds_since(s, began + 0.5, honest):
+                assert all(r["contributors"] == list(honest) for r in rounds[1:]), rounds
+            assert spoil(s, names) < 5
+
+    run_virtual(main)
+    assert "x is left out: the norm of its outer gradient, " in caplog.text
+
+
+def test_clip_keeps_such_a_member_with_the_weight_that_its_norm_allows() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, round_guard="clip")) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 1, 3))
+            scale_contributions(s.peers["x"], 1e6)
+            began = trio.current_time()
+            await s.until(lambda: all(len(rounds) >= 1 for rounds in rounds_since(s, began, "ab")), within_s=60)
+            record = s.peers["a"].node.engine.head.record
+            assert record is not None
+            weights = {c.peer_id: c.weight for c in record.contributors}
+            assert set(weights) == set("abx")
+            assert 0 < weights["x"] < 1e-3 * weights["a"]
+            assert spoil(s, "ab") < 20
+
+    run_virtual(main)
+
+
+def test_without_the_guard_it_is_in_the_mean() -> None:
+    """So that the other tests can fail."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, round_guard="off")) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 1, 3))
+            scale_contributions(s.peers["x"], 1e6)
+            await s.until(lambda: spoil(s, "ab") > 1e3, within_s=60)
+
+    run_virtual(main)
+
+
+def test_of_two_members_the_other_is_left_out_of_the_rounds_that_we_lead() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "ax")
+            await s.until(lambda: common(s, 1, 2))
+            a, began = s.peers["a"].node.engine, trio.current_time()
+            x = s.peers["x"].node.engine._schedule
+            x.is_ours_to_lead = lambda *_: False  # type: ignore[method-assign]
+            scale_contributions(s.peers["x"], 1e6)
+            await s.until(lambda: all(len(rounds) >= 3 for rounds in rounds_since(s, began, "a")), within_s=120)
+            assert a.head.record is not None
+            assert [c.peer_id for c in a.head.record.contributors] == ["a"]
+            assert spoil(s, "ax") < 5
+
+    run_virtual(main)
+
+
+def lie_as_reducer(peer: TestPeer, lie: Callable[[Arrived], dict[str, Any]]) -> list[Arrived]:
+    """Let a peer change its reports as a reducer; returns those that it changes."""
+    engine, lies = peer.node.engine, list[Arrived]()
+    honest = engine._attempts.tell
+
+    def tell(to: str, message: Message) -> None:
+        if isinstance(message, Arrived) and message.complete:
+            message = msgspec.structs.replace(message, **lie(message))
+            lies.append(message)
+        honest(to, message)
+
+    engine._attempts.tell = tell  # type: ignore[method-assign]
+    return lies
+
+
+def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_the_log() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 1, 4))
+            lies = lie_as_reducer(
+                s.peers["x"], lambda m: {"norms": tuple(0.0 if member == "x" else 1e30 for member in m.complete)}
+            )
+            began = trio.current_time()
+            await s.until(lambda: all(len(rounds) >= 3 for rounds in rounds_since(s, began, "abc")), within_s=90)
+            assert lies
+            for rounds in rounds_since(s, began, "abc"):
+                assert all(len(r["contributors"]) >= 2 for r in rounds)
+
+    run_virtual(main)
+
+
+def test_a_reducer_that_reports_other_commitments_is_not_asked_again() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 1, 4))
+            lies = lie_as_reducer(s.peers["x"], lambda m: {"roots": (b"?" * 32,) * len(m.complete)})
+            began = trio.current_time()
+
+            def recovered() -> bool:
+                rounds = rounds_since(s, began, "abc")
+                return all(len([r for r in of_peer if len(r["contributors"]) >= 3]) >= 5 for of_peer in rounds)
+
+            await s.until(recovered, within_s=90)
+            assert 1 <= len({lie.attempt for lie in lies}) <= 4  # once for each leader
+
+    run_virtual(main)

@@ -152,10 +152,10 @@ def test_a_mean_that_could_overflow_the_anchor_is_refused_before_ready(name: str
     largest = max(np.abs(values).max() for values in gradients().values())
     averaging, record, blobs = whole_round(run, factor=0.99 * MAX_GRADIENT / largest)
     for span in averaging.spans(record):
-        check_decodes(averaging, record, blobs.__getitem__, span)
+        check_decodes(averaging, record, blobs.__getitem__, span, BLOCKS)
     averaging, record, blobs = whole_round(run, factor=10 * MAX_GRADIENT)
     with pytest.raises(WireError, match="mean outer gradient has values beyond"):
-        check_decodes(averaging, record, blobs.__getitem__, averaging.spans(record)[0])
+        check_decodes(averaging, record, blobs.__getitem__, averaging.spans(record)[0], BLOCKS)
 
 
 def test_what_an_attempt_can_lose_is_up_to_the_strategy() -> None:

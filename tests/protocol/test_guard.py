@@ -13,6 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.wire.messages import Arrived, Message
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -161,3 +162,124 @@ def test_a_reducer_that_reports_other_commitments_is_not_asked_again() -> None:
             assert 1 <= len({lie.attempt for lie in lies}) <= 4  # once for each leader
 
     run_virtual(main)
+
+
+# --- the mean ---------------------------------------------------------------------------------------------------------
+
+
+def spans(norm: float) -> list[tuple[tuple[int, int], float]]:
+    """The squared norms of two parts of a mean with this norm."""
+    return [((0, 1024), 0.36 * norm**2), ((1024, 2048), 0.64 * norm**2)]
+
+
+def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> None:
+    guard = MeanGuard()
+    for norm in (1.0, 50.0):
+        guard.note(spans(norm))
+        assert guard.limit == np.inf
+        assert not guard.refusal(spans(1e9), "x", 0)
+    guard.note(spans(2.0))
+    assert guard.limit == pytest.approx(16.0)
+    assert not guard.refusal(spans(15.9), "x", 0)
+    assert "the norm of the mean, 16.1, is above the limit of the last rounds, 16" in guard.refusal(spans(16.1), "x", 0)
+
+
+def test_rounds_without_any_change_refuse_nothing() -> None:
+    guard = MeanGuard()
+    for _ in range(5):
+        guard.note(spans(0.0))
+    assert not guard.refusal(spans(1.0), "x", 0)
+
+
+def test_each_refusal_of_another_leader_or_snapshot_doubles_the_limit_until_a_round_lands() -> None:
+    guard = MeanGuard()
+    for _ in range(3):
+        guard.note(spans(1.0))
+    for _ in range(5):
+        assert guard.refusal(spans(1e6), "x", 20)
+        assert guard.limit == pytest.approx(16.0)
+    assert guard.refusal(spans(1e6), "y", 20)
+    assert guard.limit == pytest.approx(32.0)
+    steps = 20
+    while guard.refusal(spans(1e6), "x", steps := steps + 20):
+        pass
+    assert steps == 20 * (1 + 16)  # 8 · 2^17 > 10^6
+    guard.note(spans(1.0))
+    assert guard.limit == pytest.approx(8.0)
+
+
+def multiply_mean(peer: TestPeer, factor: float) -> None:
+    """Let a peer serve `factor` times the mean of its part."""
+    context = peer.node.engine.context
+    honest, codec = context.averaging, context.codec
+
+    class Liar:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(honest, name)
+
+        def reduce(self, part: Any, chunks: Any, contributors: Any) -> Any:
+            for of_member in chunks.values():
+                for first, data in of_member.items():
+                    count = min(1024, part.stop - first)
+                    of_member[first] = codec.encode(np.float32(factor) * codec.decode(data, count))
+            return honest.reduce(part, chunks, contributors)
+
+    context.averaging = Liar()  # type: ignore[assignment]
+
+
+def test_a_reducer_that_multiplies_the_mean_costs_some_attempts_and_is_not_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, audit_rate=1e-9)) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 4, 4))
+            multiply_mean(s.peers["x"], 1e4)
+            began = trio.current_time()
+
+            def recovered() -> bool:
+                rounds = rounds_since(s, began, "abc")
+                return all(len([r for r in of_peer if len(r["contributors"]) >= 3]) >= 5 for of_peer in rounds)
+
+            await s.until(recovered, within_s=120)
+            assert spoil(s, "abc") < 5
+            head = s.peers["a"].node.engine.head
+            assert head.record is not None
+            assert "x" not in {part.holder for part in head.record.parts}
+
+    run_virtual(main)
+    assert "is refused: the norm of the mean, " in caplog.text
+
+
+def test_a_swarm_whose_means_have_really_grown_goes_on() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 4, 3))
+            for peer in s.peers.values():
+                for _ in range(8):
+                    peer.node.engine.context.mean_guard.note(spans(1.0))  # a fiftieth of what they are
+            began = trio.current_time()
+            await s.until(lambda: all(len(rounds) >= 6 for rounds in rounds_since(s, began, "abc")), within_s=120)
+
+    run_virtual(main)
+
+
+def test_a_committed_mean_is_followed_however_large_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """One member alone has a history in which it is too large."""
+    caplog.set_level(logging.WARNING)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcd")
+            await s.until(lambda: common(s, 4, 4))
+            guard = s.peers["d"].node.engine.context.mean_guard
+            for _ in range(8):
+                guard.note(spans(1e-12))
+            began = trio.current_time()
+            await s.until(lambda: all(len(rounds) >= 2 for rounds in rounds_since(s, began, "abcd")), within_s=60)
+
+    run_virtual(main)
+    assert "is refused: the norm of the mean, " in caplog.text

@@ -19,7 +19,7 @@ from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import run_virtual
 
-RUN = RunConfig()
+RUN = RunConfig(audit_rate=0.0)
 BLOCKS = 1024
 MODEL_BYTES = mean_codec(RUN, 1).size_bytes(BLOCKS)
 
@@ -31,7 +31,7 @@ def blob(number: int) -> bytes:
 def record_of(*blobs: bytes, contributors: tuple[str, ...] = ("x",)) -> Record:
     """A record that names these blobs. Whether its parts make a vector does not matter to the store."""
     parts = tuple(Part(0, BLOCKS, hashlib.sha256(data).hexdigest(), "x") for data in blobs)
-    named = tuple(Contributor(name, f"{name}.1", 1.0, bytes(32)) for name in contributors)
+    named = tuple(Contributor(name, f"{name}.1", 1.0, b"") for name in contributors)
     return Record("0-g", "0-g", 1, "", named, parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0)
 
 

@@ -27,7 +27,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.outer_step import Progress, step_chunks
-from p2ptrain.protocol.rounds.part_store import PartStore
+from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
 from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers
@@ -115,13 +115,13 @@ class Donor:
         """Take an outer step, as a round does it; its means are served."""
         before, rng = self.state.hashes.state, np.random.default_rng(self.head.round)
         half, parts = 6 * STATE_CHUNK_BLOCKS, []
+        contributors = (Contributor("a", "a.1", 1.0, bytes(32)),)
         for start, stop in ((0, half), (half, BLOCKS)):
             chunks = (rng.standard_normal((high - low, 64), np.float32) for low, high in chunk_bounds(start, stop))
             mean = b"".join(map(codec("int8").encode, chunks))
-            sha256 = hashlib.sha256(mean).hexdigest()
+            sha256 = blob_sha256(mean, contributors)
             self.parts.add(sha256, mean)
             parts.append(Part(start, stop, sha256, "nobody"))
-        contributors = (Contributor("a", "a.1", 1.0, bytes(32)),)
         round_ = self.head.round + 1
         record = Record(
             PAST.genesis_id,

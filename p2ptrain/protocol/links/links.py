@@ -198,6 +198,12 @@ class Links:
         for link in list(self.live.values()):
             link.close(reason)
 
+    def strike(self, peer_id: PeerId, reason: str) -> None:
+        """Count a broken rule of a peer that another way than its bytes showed, and close its link."""
+        self._strike(peer_id, WireError(reason))
+        if (link := self.live.get(peer_id)) is not None:
+            link.close(reason)
+
     @contextlib.contextmanager
     def containing(self, link: Link, what: str) -> Iterator[None]:
         """Close the link if the block raises an `Exception`. A WireError is also a strike; PeerLostError is normal.

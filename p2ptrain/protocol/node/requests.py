@@ -52,7 +52,7 @@ class RequestServer:
             nursery.start_soon(self._serve, link, request)
 
     async def _serve(self, link: Link, request: messages.Request) -> None:
-        limiter = {"events": self._pages, "part": self._pieces, "record": self._pieces}.get(
+        limiter = {"events": self._pages, **dict.fromkeys(("part", "record", "contribution"), self._pieces)}.get(
             request.what, self._state_answers
         )
         try:
@@ -75,6 +75,8 @@ class RequestServer:
                 await link.send_bulk(answer, page, Traffic.STATE, compress=True)
             case "part":
                 await self._context.parts.serve(link, request)
+            case "contribution":
+                await self._context.audits.serve(link, request)
             case "record":
                 commit = self._engine.last_commit(request.subject, request.index)
                 answer = messages.Answer(request.request, commit is not None, "record")

@@ -25,7 +25,7 @@ from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.round_state import State
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
-from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, PeerBackoff
+from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -66,6 +66,7 @@ class Attempts:
         self._queue: deque[ev.Event] = deque()
         self._running = False
         self.state = self._first_state(head)
+        context.audits.avoid = self._avoid_reducer
         context.parts.accepted = lambda: self.state.acceptor.record
         context.exchange.on_snapshot = self._on_snapshot
 
@@ -206,9 +207,12 @@ class Attempts:
         self._end_member()
         self._member = Participation(
             self._context, attempt, self.state.head, self._taker,
-            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply,
+            fetch=self._committer.fetcher.fetch, tell=self.tell, apply=self.apply, avoid=self._avoid_reducer,
         )  # fmt: skip
         self._start_soon(self._member.run, window_s)
+
+    def _avoid_reducer(self, peer_id: PeerId) -> None:
+        self._reducers.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
 
     def _lead(self, attempt: m.Attempt, joins: dict[PeerId, m.Join]) -> None:
         assert self.state.proposer is not None

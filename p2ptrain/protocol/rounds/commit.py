@@ -111,8 +111,9 @@ class Committer:
         record = commit.record
         self._head_set = False
         try:
-            await self.fetcher.fetch(record)
+            norms = await self.fetcher.fetch(record)
             report = await self._commit(commit)
+            self._context.mean_guard.note(norms)
             self._start_soon(self._trim_later, record)
             self._context.host.round_ended(report)
         except (RoundFailedError, PeerLostError, WireError) as error:
@@ -145,8 +146,10 @@ class Committer:
                 head = head_of(commit, context.state)
                 if own is not None:
                     context.timeouts.note_round(self._taker.spent().wall_s)
+                context.audits.keep(record, own)
                 self._set_head(head)
                 self._head_set = True
+                self._start_soon(self._audit, record)
             self.stepping = False
         if not self._landed.is_set():
             await self._landed.wait()
@@ -245,6 +248,12 @@ class Committer:
     def _on_landed(self, landing: Landing, held_s: float) -> None:
         self._held_s = held_s
         self._landed.set()
+
+    async def _audit(self, record: Record) -> None:
+        try:
+            await self._context.audits.audit()
+        except Exception as error:
+            self._context.errors.note(f"the audit of round {record.round}", error)
 
     async def _trim_later(self, record: Record) -> None:
         await trio.sleep(KEEP_ALL_S)

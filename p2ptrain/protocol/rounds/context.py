@@ -12,10 +12,12 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.rounds.audit import Audits
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.liveness import Liveness
+from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.part_store import PartStore
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.proof import Prover
@@ -77,14 +79,20 @@ class RoundContext:
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
+    mean_guard: MeanGuard = field(init=False)
+    audits: Audits = field(init=False)
 
     def __post_init__(self) -> None:
         run, links = self.run, self.links
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
+        self.mean_guard = MeanGuard()
         self.codec = gradient_codec(run)
         self.audited = run.audit_rate > 0 and self.averaging.auditable
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
         self.parts = PartStore(links, self.compute, self.averaging, spare_bytes=SPARE_MODELS * model_bytes)
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
+        self.audits = Audits(
+            self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.state.num_blocks
+        )

@@ -221,11 +221,20 @@ class RoundDriver:
                 # Of the round after the one that is about to be applied: delivered once that has landed.
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
                     self._deferred[sender, type(message)] = message
+            case m.Accuse():
+                if self.context.audits.accepts(sender, message):
+                    self._start_soon(self._check_accusation, sender)
             case m.Due():
                 if self._schedule.note_due(sender, message, self.head):
                     self._wake()
             case _ if self._takes_part:
                 self._attempts.receive(sender, message, payload)
+
+    async def _check_accusation(self, sender: PeerId) -> None:
+        try:
+            await self.context.audits.check(sender)
+        except Exception as error:
+            self.context.errors.note("checking an accusation", error)
 
     def _is_one_ahead(self, message: m.Call | m.Commit) -> bool:
         of = message if isinstance(message, m.Call) else message.record

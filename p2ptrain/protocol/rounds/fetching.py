@@ -8,6 +8,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.record import check_advance, check_record
 from p2ptrain.protocol.wire.messages import Head, Record
@@ -21,6 +22,7 @@ class _Fetch:
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
         self.error: Exception | None = RoundFailedError("another round came first")
+        self.norms: list[tuple[tuple[int, int], float]] = []
 
 
 class RecordFetcher:
@@ -50,8 +52,10 @@ class RecordFetcher:
             self._current.scope.cancel()
             self._current = None
 
-    async def fetch(self, record: Record) -> None:
+    async def fetch(self, record: Record) -> SpanNorms:
         """Fetch all parts of a record that follows the head, verified by hash and decodable.
+
+        Returns the squared norm of the mean in each span of the record.
 
         Raises RoundFailedError (also for unexpected errors), PeerLostError or WireError; the next call tries again.
         """
@@ -68,6 +72,7 @@ class RecordFetcher:
         await fetch.ended.wait()
         if fetch.error is not None:
             raise fetch.error
+        return fetch.norms
 
     async def _run(self, fetch: _Fetch) -> None:
         context, record = self._context, fetch.record
@@ -75,7 +80,10 @@ class RecordFetcher:
             try:
                 await context.parts.fetch(record, context.host.trainers())
                 for span in context.averaging.spans(record):
-                    await context.compute(check_decodes, context.averaging, record, context.parts.get, span)
+                    norm = await context.compute(
+                        check_decodes, context.averaging, record, context.parts.get, span, context.state.num_stepped
+                    )
+                    fetch.norms.append((span, norm))
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error
             except Exception as error:

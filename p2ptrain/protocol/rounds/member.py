@@ -17,6 +17,8 @@ from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.policy import check_join
 from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.record import check_proposal
@@ -37,13 +39,15 @@ class Participation:
     """An attempt that we take part in. Run `run` in a task; cancel `scope` when the attempt has ended.
 
     Args:
+        avoid: called with a reducer whose mean was refused.
         fetch: fetches all parts of a record; raises RoundFailedError, PeerLostError or WireError.
         apply: passes an event to the consensus.
     """
 
     def __init__(
         self, context: RoundContext, attempt: Attempt, head: Head, taker: SnapshotTaker, *,
-        fetch: Callable[[Record], Awaitable[None]], tell: Tell, apply: Callable[[Event], None],
+        fetch: Callable[[Record], Awaitable[SpanNorms]], tell: Tell, apply: Callable[[Event], None],
+        avoid: Callable[[PeerId], None],
     ) -> None:  # fmt: skip
         self.attempt = attempt
         self.scope = trio.CancelScope()
@@ -53,6 +57,7 @@ class Participation:
         self._fetch = fetch
         self._tell = tell
         self._apply = apply
+        self._avoid = avoid
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
         self._early = EarlyChunks(context.codec, context.state.num_blocks)
         self._transfer: Transfer | None = None
@@ -147,9 +152,53 @@ class Participation:
 
     async def _hold(self, record: Record) -> None:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
-        await self._fetch(record)
+        self._check_commitments(record)
+        norms = await self._fetch(record)
+        await self._check_mean(record, norms)
         self._held = True
         self._apply(Held(self.attempt, record_sha256(record)))
+
+    def _check_commitments(self, record: Record) -> None:
+        """Raises RoundFailedError if the record names another contribution than we or those that we checked gave."""
+        own, context = self._taker.own, self._context
+        for c in record.contributors:
+            ours = (c.peer_id, c.incarnation) == context.liveness.own and own is not None and own.tree is not None
+            if ours and own is not None and own.tree is not None and c.root != own.tree.root:
+                raise RoundFailedError("the record names another outer gradient of ours than we sent")
+        if self._transfer is not None:
+            self._transfer.check_record(record)
+
+    async def _check_mean(self, record: Record, norms: SpanNorms) -> None:
+        """Raises RoundFailedError if the mean is far larger than those of the last rounds."""
+        context, own = self._context, self._taker.own
+        if context.run.round_guard == "off":
+            return
+        steps = own.snapshot.steps if own is not None else 0
+        reason = context.mean_guard.refusal(norms, self.attempt.leader, steps)
+        if reason:
+            logger.warning("round %d, attempt %d is refused: %s", record.round, self.attempt.counter, reason)
+            if own is not None and context.audited:
+                await self._avoid_largest(record, norms, own)
+            raise RoundFailedError(reason)
+
+    async def _avoid_largest(self, record: Record, norms: SpanNorms, own: OwnContribution) -> None:
+        """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""
+        codec, compared, holders = self._context.codec, self._context.state.num_stepped, record.parts
+
+        def own_norm(span: tuple[int, int]) -> float:
+            return sum(
+                codec.squared_norm(own.chunks[start], stop - start, max(0, compared - start))
+                for start, stop in chunk_bounds(*span)
+                if start in own.chunks
+            )
+
+        def excess() -> list[float]:
+            return [norm / max(own_norm(span), 1e-30) for span, norm in norms]
+
+        excesses = await self._context.compute(excess)
+        holder = holders[excesses.index(max(excesses))].holder
+        if holder != self._context.peer_id:
+            self._avoid(holder)
 
     def _join(self, own: OwnContribution | None) -> Join:
         context, links = self._context, self._context.links

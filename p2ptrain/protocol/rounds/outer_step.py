@@ -17,14 +17,22 @@ from p2ptrain.protocol.rounds.quorum import voters_of
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
 
-def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int]) -> None:
+def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int], compared: int) -> float:
     """Raises WireError unless every chunk of a span decodes to values that leave anchor and moments finite.
+
+    Returns the squared norm of the mean outer gradient in this span: of the vector's first `compared` blocks.
 
     Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same.
     """
+    squared_norm = 0.0
     for start, stop in chunk_bounds(*span):
-        if not is_within(averaging.decode(record, blobs, start, stop), MAX_MEAN):
+        mean = averaging.decode(record, blobs, start, stop)
+        if not is_within(mean, MAX_MEAN):
             raise WireError(f"the mean outer gradient has values beyond {MAX_MEAN:g}")
+        counted = mean[: max(0, compared - start)]
+        # No value is above 2e12, so the sum of a chunk's squares is finite in float32.
+        squared_norm += float(np.vdot(counted, counted))
+    return squared_norm
 
 
 @dataclass(slots=True)

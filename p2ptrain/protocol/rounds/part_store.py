@@ -12,7 +12,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
-from p2ptrain.protocol.wire.messages import Answer, Part, Record, Request
+from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record, Request, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 # One piece of a part on the wire: small, so that control frames can pass in between.
@@ -27,6 +27,20 @@ PARTS_AT_ONCE = 8
 WANTED_RECORDS = 2
 # After this long only a part's holder keeps it: late members fetch within seconds (guess).
 KEEP_ALL_S = 30.0
+
+
+def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor]) -> str:
+    """The hash that names a part in a record.
+
+    Where contributors commit to their chunks it covers them and their weights too, so that a leader cannot put the mean
+    of other contributors, or with other weights, into a reducer's name.
+    """
+    hashed = hashlib.sha256()
+    for contributor in contributors:
+        if contributor.root:
+            hashed.update(pack(contributor))
+    hashed.update(blob)
+    return hashed.hexdigest()
 
 
 class PartStore:
@@ -51,6 +65,7 @@ class PartStore:
         self._compute = compute
         self._averaging = averaging
         self._parts: dict[str, bytes | bytearray] = {}
+        self._givers: dict[str, PeerId] = {}
         self._committed: Record | None = None
 
     def add(self, sha256: str, data: bytes | bytearray) -> None:
@@ -60,6 +75,10 @@ class PartStore:
 
     def get(self, sha256: str) -> bytes | bytearray:
         return self._parts[sha256]
+
+    def giver(self, sha256: str) -> PeerId | None:
+        """Who gave us a part; None if we made it, or do not have it."""
+        return self._givers.get(sha256)
 
     def keep(self, record: Record) -> None:
         """Keep a committed record, and drop all parts that it does not name."""
@@ -91,6 +110,7 @@ class PartStore:
     def _drop_all_but(self, sha256s: Iterable[str]) -> None:
         named = set(sha256s)
         self._parts = {sha256: data for sha256, data in self._parts.items() if sha256 in named}
+        self._givers = {sha256: giver for sha256, giver in self._givers.items() if sha256 in named}
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one piece of a part."""
@@ -112,13 +132,15 @@ class PartStore:
                 for part in record.parts:
                     if part.sha256 not in self._parts:
                         size = self._averaging.size_bytes(record, part)
-                        nursery.start_soon(self._fetch_part, part, size, [part.holder, *others], at_once)
+                        holders = [part.holder, *others]
+                        nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, at_once)
         except* PeerLostError as errors:
             raise innermost(errors) from None
 
     async def _fetch_part(
-        self, part: Part, size: int, holders: Sequence[PeerId], at_once: trio.CapacityLimiter
-    ) -> None:
+        self, part: Part, size: int, contributors: Sequence[Contributor], holders: Sequence[PeerId],
+        at_once: trio.CapacityLimiter,
+    ) -> None:  # fmt: skip
         async with at_once:
             for holder in dict.fromkeys(holders):
                 link = self._links.get(holder)
@@ -128,8 +150,9 @@ class PartStore:
                     data = await self._fetch_from(link, part, size)
                 except (PeerLostError, WireError):
                     continue
-                if await self._compute(lambda data=data: hashlib.sha256(data).hexdigest()) == part.sha256:
+                if await self._compute(blob_sha256, data, contributors) == part.sha256:
                     self._parts[part.sha256] = data
+                    self._givers[part.sha256] = holder
                     return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 

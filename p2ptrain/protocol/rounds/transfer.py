@@ -5,7 +5,6 @@ The leader's Roster contains the plan of the averaging strategy.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -20,6 +19,7 @@ from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.inspection import Inspection
+from p2ptrain.protocol.rounds.part_store import blob_sha256
 from p2ptrain.protocol.rounds.policy import parts_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
@@ -79,12 +79,10 @@ class Transfer:
             inspection.add(sender, start, data, message.root, message.proof)
             self._chunk_arrived.set()
 
-    def check_roots(self, record: Record) -> None:
-        """Raises RoundFailedError if the record names another commitment of a member than this reducer has checked."""
-        roots = self._inspection.roots if self._inspection is not None else {}
-        for c in record.contributors:
-            if c.root != roots.get(c.peer_id, c.root):
-                raise RoundFailedError(f"the record names another commitment of {c.peer_id} than it gave")
+    def check_record(self, record: Record) -> None:
+        """Raises RoundFailedError if the record names other contributors than this reducer has averaged."""
+        if self._reduced is not None and record.contributors != self._reduced.contributors:
+            raise RoundFailedError("the record names other contributors than were averaged")
 
     def note_lost(self, peer_id: PeerId) -> None:
         """The link to a peer broke."""
@@ -209,7 +207,7 @@ class Transfer:
         def work() -> tuple[list[tuple[str, Blob]], tuple[float, ...]]:
             gram = collection.gram(contributors, context.state.num_stepped)
             blobs = context.averaging.reduce(collection.part, collection.chunks, contributors)
-            return [(hashlib.sha256(blob).hexdigest(), blob) for blob in blobs], gram
+            return [(blob_sha256(blob, order.contributors), blob) for blob in blobs], gram
 
         self.reducing = True
         blobs, gram = await context.compute(work)

@@ -193,7 +193,7 @@ class Download:
         start = piece * STATE_CHUNK_BLOCKS
         span = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
         try:
-            check_decodes(self._averaging, record, self._parts.get, span)
+            check_decodes(self._averaging, record, self._parts.get, span, self.state.num_stepped)
         except WireError:
             return
         step_chunks(self.state, self._averaging, Progress(record), self._parts.get, span, None)

@@ -401,6 +401,14 @@ class Landed(_Struct, frozen=True):
     signature: Signature
 
 
+class Accuse(_Struct, frozen=True):
+    """From the auditor of a committed round to all: this part is not the mean of its contributors' chunks."""
+
+    lineage: Text
+    round: Int
+    part: Int
+
+
 class Request(_Struct, frozen=True):
     """A request; `docs/protocol.md` lists each `what` with its `subject` and `index`."""
 
@@ -420,7 +428,7 @@ class Answer(_Struct, frozen=True):
 
 Message = (
     Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
-    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed
+    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed | Accuse
 )  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.

@@ -1,0 +1,299 @@
+"""Audits: after some rounds one part is averaged again, by one of its contributors, from the contributors' own bytes.
+
+A round is audited with probability `audit_rate`. The hash of its record decides whether, which part, and who audits, so
+all peers know, and nobody knows before the record is made. Contributors keep their chunks of that part for a while. The
+record has the Merkle roots of all contributions, and the part's hash covers contributors and weights; so whoever has
+the chunks can tell whether the part is their mean. Every strategy reduces the same bytes to the same bits.
+
+An auditor that finds another mean accuses. Everybody else checks in the same way, and believes nothing: a reducer that
+lied is struck by all that got the false part from it, and so is an auditor that accused falsely. Only the round's
+auditor can accuse, once, so a false accusation costs one more transfer of that part.
+
+What this does not find: members whose bytes are not to be had (no verdict; a reducer that keeps its own ones back is
+avoided), and a leader that tries records until the hash draws an accomplice of the reducer as the auditor.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash, root_of
+from p2ptrain.error_log import innermost
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
+from p2ptrain.protocol.rounds.contribution import OwnContribution
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
+from p2ptrain.protocol.rounds.quorum import record_sha256
+from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
+from p2ptrain.protocol.wire.transport import Compute, PeerId
+from p2ptrain.settings.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+# Chunks are kept until the next round has landed, and no longer than this (guess).
+KEEP_S = 300.0
+# A chunk that does not come in this time does not come (as a piece of a part).
+CHUNK_TIMEOUT_S = 20.0
+# Chunks requested at once from one contributor, and contributors asked at once (guess).
+PIPELINE, ASKED_AT_ONCE = 4, 4
+# A contributor may land later than the auditor: it is asked again after these waits.
+WAITS_S = (0.25, 1.0, 2.0, 4.0, 8.0)
+
+
+class Verdict(enum.Enum):
+    """The result of averaging a part again. WITHHELD: only its reducer's own bytes are missing."""
+
+    FITS = "fits"
+    DIFFERS = "differs"
+    WITHHELD = "withheld"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The part that is audited, by its number in the record, and by whom."""
+
+    part: int
+    auditor: PeerId
+
+
+def draw_of(record: Record, rate: float) -> Draw | None:
+    """The audit of a committed round, the same for all peers; None if there is none."""
+    digest = hashlib.sha256(b"audit" + record_sha256(record).encode()).digest()
+    chance, part, auditor = (int.from_bytes(digest[i : i + 8], "big") for i in (0, 8, 16))
+    if chance >= rate * 2**64 or not all(c.root for c in record.contributors):
+        return None
+    number = part % len(record.parts)
+    others = sorted(c.peer_id for c in record.contributors if c.peer_id != record.parts[number].holder)
+    return Draw(number, others[auditor % len(others)]) if others else None
+
+
+@dataclass(slots=True, eq=False)
+class _Audited:
+    """A round that is audited.
+
+    Attributes:
+        from_holder: whether we got the part from its reducer itself, before the round was decided.
+        chunks: our own of the part in order, then the Merkle proof; empty if we did not contribute.
+        accused: whether its auditor has accused.
+    """
+
+    record: Record
+    draw: Draw
+    from_holder: bool
+    subject: str
+    chunks: list[bytes]
+    accused: bool = False
+
+    @property
+    def part(self) -> Part:
+        return self.record.parts[self.draw.part]
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        return chunk_bounds(self.part.start, self.part.stop)
+
+
+class Audits:
+    """The audit of the last round: keeps and serves our chunks of its part, audits, and checks accusations.
+
+    Attributes:
+        avoid: called with a reducer whose own bytes were not to be had.
+    """
+
+    def __init__(
+        self, peer_id: PeerId, run: RunConfig, links: Links, compute: Compute, parts: PartStore, averaging: Averaging,
+        codec: Codec, num_blocks: int,
+    ) -> None:  # fmt: skip
+        self.avoid: Callable[[PeerId], None] = lambda _: None
+        self._peer_id = peer_id
+        self._rate = run.audit_rate
+        self._links = links
+        self._compute = compute
+        self._parts = parts
+        self._averaging = averaging
+        self._codec = codec
+        self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
+        self._last: Record | None = None
+        self._audited: _Audited | None = None
+        self._checking = trio.Lock()
+
+    def keep(self, record: Record, own: OwnContribution | None) -> None:
+        """A round was applied here: if it is audited, keep our chunks of the part, until the next call."""
+        self._last, self._audited = record, None
+        draw = draw_of(record, self._rate)
+        if draw is None:
+            return
+        part, chunks = record.parts[draw.part], list[bytes]()
+        # Later its reducer may pass on a part that it did not make, because it is the round's.
+        from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
+        roots = {c.peer_id: c.root for c in record.contributors}
+        if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
+            first, end = part.start // CHUNK_BLOCKS, -(-part.stop // CHUNK_BLOCKS)
+            chunks = [own.chunks[start] for start, _ in chunk_bounds(part.start, part.stop)]
+            chunks.append(b"".join(own.tree.proof(first, end)))
+        self._audited = _Audited(record, draw, from_holder, record_sha256(record), chunks)
+
+    async def audit(self) -> None:
+        """Audit the last round if it is ours to audit, and drop the chunks after a while."""
+        audited = self._audited
+        if audited is None:
+            return
+        record, draw = audited.record, audited.draw
+        if draw.auditor == self._peer_id:
+            match await self._verify(audited):
+                case Verdict.DIFFERS:
+                    for link in self._links.trainers():
+                        link.send(Accuse(record.lineage, record.round, draw.part))
+                    self._strike_reducer(audited)
+                case Verdict.WITHHELD:
+                    holder = audited.part.holder
+                    logger.warning("round %d: reducer %s keeps back the bytes of its audit", record.round, holder)
+                    self.avoid(holder)
+        await trio.sleep(KEEP_S)
+        if self._audited is audited:
+            self._audited = None
+
+    def accepts(self, sender: PeerId, accusation: Accuse) -> bool:
+        """Whether to check an accusation: the first one of this round's auditor. Raises WireError on another's."""
+        record, audited = self._last, self._audited
+        if record is None or (record.lineage, record.round) != (accusation.lineage, accusation.round):
+            return False
+        draw = draw_of(record, self._rate)
+        if draw is None or (draw.auditor, draw.part) != (sender, accusation.part):
+            raise WireError(f"an accusation in round {record.round}, which it does not audit")
+        if audited is None or audited.accused or audited.part.holder == self._peer_id:
+            return False
+        audited.accused = True
+        return True
+
+    async def check(self, sender: PeerId) -> None:
+        """Check an accusation that was accepted, and strike who lied."""
+        audited = self._audited
+        if audited is None:
+            return
+        round_, part = audited.record.round, audited.draw.part
+        match await self._verify(audited):
+            case Verdict.DIFFERS:
+                self._strike_reducer(audited)
+            case Verdict.FITS:
+                self._links.strike(sender, f"it accused the reducer of part {part} of round {round_} falsely")
+            case _:
+                logger.info("round %d: the accusation of %s cannot be checked", round_, sender)
+
+    async def serve(self, link: Link, request: Request) -> None:
+        """Answer a request for one of our chunks, by its place in the part; the last index has the Merkle proof."""
+        audited = self._audited
+        chunks = audited.chunks if audited is not None and audited.subject == request.subject else []
+        found = 0 <= request.index < len(chunks)
+        answer = Answer(request.request, found, "contribution")
+        await link.send_bulk(answer, chunks[request.index] if found else b"", Traffic.STATE, compress=True)
+
+    def _strike_reducer(self, audited: _Audited) -> None:
+        round_, part, holder = audited.record.round, audited.draw.part, audited.part.holder
+        if audited.from_holder:
+            self._links.strike(holder, f"it averaged part {part} of round {round_} falsely")
+        else:
+            logger.warning("round %d: part %d is false, but reducer %s did not give it to us", round_, part, holder)
+
+    async def _verify(self, audited: _Audited) -> Verdict:
+        """Average the part again."""
+        async with self._checking:
+            record, part, missing = audited.record, audited.part, set[PeerId]()
+            chunks: Chunks = {}
+            limiter = trio.CapacityLimiter(ASKED_AT_ONCE)
+
+            async def ask(c: Contributor) -> None:
+                async with limiter:
+                    try:
+                        chunks[c.peer_id] = await self._chunks_of(c, audited)
+                    except PeerLostError as error:
+                        logger.debug("round %d: no bytes for its audit: %s", record.round, error)
+                        missing.add(c.peer_id)
+                    except WireError as error:
+                        missing.add(c.peer_id)
+                        self._links.strike(c.peer_id, f"asked for its outer gradient of round {record.round}: {error}")
+
+            async with trio.open_nursery() as nursery:
+                for c in record.contributors:
+                    nursery.start_soon(ask, c)
+            if missing:
+                is_there = self._audited is audited and self._links.get(part.holder) is not None
+                return Verdict.WITHHELD if missing == {part.holder} and is_there else Verdict.UNKNOWN
+            planned = RosterPart(part.start, part.stop, part.holder, ())
+            try:
+                blobs = await self._compute(self._averaging.reduce, planned, chunks, record.contributors)
+            except WireError:
+                return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
+            sha256 = await self._compute(blob_sha256, blobs[0], record.contributors)
+            verdict = Verdict.FITS if sha256 == part.sha256 else Verdict.DIFFERS
+            logger.info(
+                "round %d: audit of part %d, averaged by %s: it %s",
+                record.round, audited.draw.part, part.holder, verdict.value,
+            )  # fmt: skip
+            return verdict
+
+    async def _chunks_of(self, c: Contributor, audited: _Audited) -> dict[int, bytes]:
+        """A contributor's chunks of the part, by first block, checked against its root. PeerLostError, WireError."""
+        part, bounds = audited.part, audited.bounds
+        if c.peer_id != self._peer_id:
+            got = await self._fetch(c, audited.subject, len(bounds) + 1)
+        elif audited.chunks:
+            got = dict(enumerate(audited.chunks))
+        else:
+            raise PeerLostError("our own are gone")
+        sizes = [self._codec.size_bytes(stop - start) for start, stop in bounds]
+        proof = got.pop(len(bounds))
+        if [len(got[i]) for i in range(len(bounds))] != sizes or len(proof) % HASH_BYTES:
+            raise WireError("chunks of another size")
+
+        def root() -> bytes:
+            hashes = [proof[i : i + HASH_BYTES] for i in range(0, len(proof), HASH_BYTES)]
+            leaves = [leaf_hash(got[i]) for i in range(len(bounds))]
+            return root_of(leaves, part.start // CHUNK_BLOCKS, self._num_chunks, hashes)
+
+        if await self._compute(root) != c.root:
+            raise WireError("its chunks are not those that it committed to")
+        return {start: got[i] for i, (start, _) in enumerate(bounds)}
+
+    async def _fetch(self, c: Contributor, subject: str, count: int) -> dict[int, bytes]:
+        """All chunks and the proof of one contributor, by index. Raises PeerLostError if it does not give them."""
+        most_bytes = max(self._codec.size_bytes(CHUNK_BLOCKS), MAX_PROOF * HASH_BYTES)
+        got: dict[int, bytes] = {}
+        indices = iter(range(count))
+
+        async def fetch_some() -> None:
+            for index in indices:
+                got[index] = await self._request(c, subject, index)
+                if len(got[index]) > most_bytes:
+                    raise WireError("a chunk that is too large")
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(PIPELINE):
+                    nursery.start_soon(fetch_some)
+        except* (PeerLostError, WireError) as errors:
+            raise innermost(errors) from None
+        return got
+
+    async def _request(self, c: Contributor, subject: str, index: int) -> bytes:
+        for wait_s in (*WAITS_S, None):
+            link = self._links.get(c.peer_id)
+            if link is None or link.hello.incarnation != c.incarnation:
+                raise PeerLostError(f"{c.peer_id} is gone")
+            answer, data = await self._links.request(link, "contribution", subject, index, timeout_s=CHUNK_TIMEOUT_S)
+            if answer.found:
+                return data
+            if wait_s is not None:
+                await trio.sleep(wait_s)
+        raise PeerLostError(f"{c.peer_id} does not have its chunks")

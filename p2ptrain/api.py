@@ -118,6 +118,7 @@ def join(
     host_maddrs: Sequence[str] = NetworkConfig.host_maddrs,
     announce_maddrs: Sequence[str] = (),
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
+    deny: str | Path | None = None,
     metrics: str | Path | None = None,
     prometheus: int | str | None = None,
     resume: dict[str, Any] | None = None,
@@ -151,6 +152,7 @@ def join(
         announce_maddrs: addresses that other peers should dial, for example with port forwarding.
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
+        deny: file of peer ids to refuse, one per line; read again when it changes.
         metrics: file to append the metrics stream to.
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
         resume: the `peer.state_dict()` of before a restart; restore the model and its optimizer yourself.
@@ -199,7 +201,7 @@ def join(
                         initial_peers=tuple(initial_peers), founder=founder, anchor=anchor,
                         host_maddrs=tuple(host_maddrs),
                         announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
-                        peer_timeout_s=peer_timeout_s,
+                        peer_timeout_s=peer_timeout_s, deny=None if deny is None else str(deny),
                     )
                 )
             )  # fmt: skip

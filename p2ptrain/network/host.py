@@ -26,12 +26,15 @@ from p2ptrain.network.identity import Identity, hold_identity
 from p2ptrain.network.p2p import LibP2P
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.protocol.restarts import Restarts
+from p2ptrain.settings.access import Access
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
 # Delay before each restart. Few, because repeated failures usually have a lasting cause.
 RESTART_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+# How often the files of refused peers are read: a ban should work at once, for a person.
+READ_ACCESS_EVERY_S = 2.0
 # After a daemon that ran this long, restarts are counted from zero again (guess).
 STABLE_S = 60.0
 
@@ -42,14 +45,20 @@ class Network:
     Attributes:
         transport, directory: the same objects through all restarts of the daemon.
         peer_id: our identity, base58.
+        access: the peers that this machine refuses; kept up to date with its files.
         on_event: called as `Sink.write`, on the network thread, with each death and restart of the daemon, if set.
         failure: why no daemon will be started again; None until then.
     """
 
-    def __init__(self, config: NetworkConfig, identity: Identity, scratch: Path, *, alone: bool) -> None:
+    def __init__(
+        self, config: NetworkConfig, identity: Identity, scratch: Path, access: Access, *, alone: bool
+    ) -> None:
         self.peer_id = identity.peer_id
+        self.access = access
         is_public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
-        self.transport = LibP2P(identity, scratch, is_public=is_public, relay_peers=config.relay_peers)
+        self.transport = LibP2P(
+            identity, scratch, is_public=is_public, relay_peers=config.relay_peers, refusal=access.refusal
+        )
         self.directory = HivemindDirectory(identity)
         self.on_event: Callable[..., object] | None = None
         self.failure: ConfigError | None = None
@@ -109,6 +118,13 @@ class Network:
         self._tell(status="failed", reason=reason)
         logger.error("%s", self.failure)
 
+    async def keep_access(self) -> None:
+        """Read the files of refused peers again when they change, until cancelled."""
+        while self.access.has_files:
+            await trio.sleep(READ_ACCESS_EVERY_S)
+            with self._errors.containing("reading the lists of peers"):
+                await trio.to_thread.run_sync(self.access.refresh, abandon_on_cancel=True)
+
     def _tell(self, *, status: str, reason: str) -> None:
         if self.on_event is not None:
             with self._errors.containing("recording an event of the libp2p daemon"):
@@ -141,9 +157,10 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         alone: start even if no initial peer can be reached; they are tried again from then on.
 
     Raises:
-        ConfigError: an address, the identity or the machine's clock is unusable.
+        ConfigError: an address, the identity, a file of peer ids or the machine's clock is unusable.
         UnreachableError: no initial peer can be reached. Takes at most 25 s.
     """
+    access = Access(config)
     addresses.check_initial_peers((*config.initial_peers, *config.remembered_peers))
     addresses.check_host_maddrs(config.host_maddrs)
     addresses.check_announce_maddrs(config.announce_maddrs)
@@ -157,7 +174,8 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         )
         if (own or (ways_in(config) and not alone)) and not identity.is_new:
             await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
-        network = Network(config, identity, scratch, alone=alone)
+        network = Network(config, identity, scratch, access, alone=alone)
         async with network.transport.listening(), open_background() as background:
             await background.start(network.run)
+            background.start_soon(network.keep_access)
             yield network

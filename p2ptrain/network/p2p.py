@@ -23,6 +23,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
 from p2ptrain.network.signatures import Signatures
+from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +56,16 @@ class LibP2P:
         control_path: socket at which daemons take requests.
     """
 
-    def __init__(self, identity: Identity, directory: Path, *, is_public: bool, relay_peers: int) -> None:
+    def __init__(
+        self, identity: Identity, directory: Path, *, is_public: bool, relay_peers: int, refusal: Refusal
+    ) -> None:
         """
         Args:
             identity: ours.
             directory: for the sockets.
             is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
+            refusal: why we do not relay for a peer, or None.
         """
         self.peer_id = identity.peer_id
         self.maddrs: list[str] = []
@@ -71,7 +75,7 @@ class LibP2P:
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
         self._reservations = None if is_public else Reservations(self.control_path)
-        self._relay = Relay(self.control_path, relay_peers) if is_public and relay_peers else None
+        self._relay = Relay(self.control_path, relay_peers, refusal) if is_public and relay_peers else None
         self._online = trio.Event()
         self._streams: set[DaemonSocket] = set()
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)

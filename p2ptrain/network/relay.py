@@ -24,7 +24,7 @@ from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import DaemonSocket, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
-from p2ptrain.protocol.wire.transport import Stream
+from p2ptrain.protocol.wire.transport import Refusal, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,13 @@ MAX_STREAMS = 512
 class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
-    No peer has more circuits than that.
+    No peer has more circuits than that. A peer for which `refusal` has a reason gets none; circuits that are open stay.
     """
 
-    def __init__(self, control_path: str, max_reservations: int) -> None:
+    def __init__(self, control_path: str, max_reservations: int, refusal: Refusal) -> None:
         self._control_path = control_path
         self._max_reservations = max_reservations
+        self._refusal = refusal
         self._until_s: dict[str, float] = {}
         self._circuits: Counter[str] = Counter()
         self._streams = 0
@@ -74,6 +75,9 @@ class Relay:
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
                 request, _ = await receive_message(stream, HopMessage)
+            if self._refusal(stream.remote) is not None:
+                await send_message(stream, _status(Status.PERMISSION_DENIED))
+                return
             match request.type if request.HasField("type") else None:
                 case HopMessage.RESERVE:
                     await send_message(stream, self._reserve(stream.remote))
@@ -98,7 +102,7 @@ class Relay:
 
     async def _connect(self, source: DaemonSocket, target: str) -> None:
         """Open a circuit and carry it until it ends."""
-        if self._until_s.get(target, 0.0) < trio.current_time():
+        if self._until_s.get(target, 0.0) < trio.current_time() or self._refusal(target) is not None:
             await send_message(source, _status(Status.NO_RESERVATION))
             return
         ends = (source.remote, target)

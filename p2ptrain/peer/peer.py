@@ -112,7 +112,7 @@ class Peer:
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
-                peer_timeout_s=peer_timeout_s, chosen=chosen, pins=pins,
+                peer_timeout_s=peer_timeout_s, chosen=chosen, refusal=network.access.refusal, pins=pins,
                 errors=self._errors,
             )  # fmt: skip
 

@@ -90,7 +90,8 @@ class NetworkSession:
         async def find() -> RunConfig | None:
             return await ask_settings(
                 self.network.transport, self.network.directory, run_id, timeout_s=FIND_RUN_S,
-                chosen=self._chosen, ours=ours, fits=lambda run: agrees(explicit or {}, run),
+                chosen=self._chosen, refusal=self.network.access.refusal, ours=ours,
+                fits=lambda run: agrees(explicit or {}, run),
             )  # fmt: skip
 
         return self._thread.run(find, timeout_s=FIND_RUN_S + 30)

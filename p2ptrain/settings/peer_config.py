@@ -76,6 +76,10 @@ class NetworkConfig:
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "
         "address.")
+    deny: str | None = setting(None, metavar="FILE",
+        help="File of peer ids to refuse, one per line.",
+        why="For peers that do harm: strikes expire after ten minutes, this list does not. It is read again when it "
+        "changes.")
     write_addresses: str | None = setting(None, metavar="FILE",
         help="File to write this peer's addresses to, for --initial-peers.",
         why="For scripts and containers; people copy the printed command.")

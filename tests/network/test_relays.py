@@ -262,6 +262,30 @@ def test_a_relay_that_is_full_or_unwilling_gives_no_place(run: Run, loopback_is_
 
 
 @pytest.mark.processes
+def test_a_peer_that_is_denied_gets_no_place_and_a_changed_file_is_read_again(
+    run: Run, loopback_is_the_internet: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("p2ptrain.network.host.READ_ACCESS_EVERY_S", 0.01)
+    deny = tmp_path / "deny.txt"
+    deny.write_text("# nobody yet\n", encoding="utf-8")
+
+    async def main() -> None:
+        async with open_relay(deny=str(deny)) as (relay, at), open_network(config()) as other:
+            deny.write_text(f"{other.peer_id}\n", encoding="utf-8")
+            while relay.access.refusal(other.peer_id) is None:
+                await trio.sleep(0.01)
+            await dial(other.transport.control_path, relay.peer_id, [at], 10)
+            for request in (HopMessage(type=HopMessage.RESERVE), HopMessage(type=HopMessage.CONNECT)):
+                stream = await open_stream(other.transport.control_path, relay.peer_id, HOP, 10)
+                await send_message(stream, request)
+                answered, _ = await receive_message(stream, HopMessage)
+                assert answered.status == Status.PERMISSION_DENIED
+                await stream.aclose()
+
+    run(main)
+
+
+@pytest.mark.processes
 def test_what_is_no_request_is_refused_and_costs_the_relay_nothing(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
         async with open_relayed() as (probe, relay, other, circuit):

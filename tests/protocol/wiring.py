@@ -13,6 +13,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message, Request
+from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 
 OnRequest = Callable[[Link, Request], Awaitable[None]]
 
@@ -68,12 +69,18 @@ async def start_endpoint(
     *,
     peer_timeout_s: float = PEER_TIMEOUT_S,
     chosen: Collection[str] = (),
+    refusal: Refusal = no_refusal,
 ) -> Endpoint:
     """Put a peer on the network; the name before the dot of its incarnation is its peer id."""
     peer_id = hello.incarnation.split(".")[0]
     endpoint = Endpoint(peer_id, nursery)
     endpoint.links = Links(
-        network.transport(peer_id), lambda: hello, endpoint, peer_timeout_s=peer_timeout_s, chosen=chosen
+        network.transport(peer_id),
+        lambda: hello,
+        endpoint,
+        peer_timeout_s=peer_timeout_s,
+        chosen=chosen,
+        refusal=refusal,
     )
     await nursery.start(endpoint.links.run)
     return endpoint

@@ -63,6 +63,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "startup_timeout_s": ("3.5", 3.5),
     "peer_timeout_s": ("4.5", 4.5),
     "relay_peers": ("0", 0),
+    "deny": ("banned.txt", "banned.txt"),
     "write_addresses": ("addresses.txt", "addresses.txt"),
     "preset": ("diloco", "diloco"),
     "data": ("texts", "texts"),

@@ -25,7 +25,7 @@ from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, Link
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
-from p2ptrain.protocol.wire.transport import PeerId, Stream, Transport
+from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Links:
         hello: makes our Hello; a peer with another run digest is refused, unless it is an observer.
         peer_timeout_s: seconds without a message before a peer is considered lost, at most.
         chosen: ids of the user's initial peers.
+        refusal: whom the user of this machine refuses, and why.
         errors: logs exceptions of our code.
 
     Attributes:
@@ -81,7 +82,8 @@ class Links:
 
     def __init__(
         self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
-        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (), errors: ErrorLog | None = None,
+        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (),
+        refusal: Refusal = no_refusal, errors: ErrorLog | None = None,
     ) -> None:  # fmt: skip
         self.peer_timeout_s = peer_timeout_s
         self.live: dict[PeerId, Link] = {}
@@ -90,6 +92,7 @@ class Links:
         self.strikes: dict[PeerId, int] = {}
         self.mismatch: str | None = None
         self.chosen = frozenset(chosen)
+        self._refusal = refusal
         self._transport = transport
         self._hello = hello
         self._events = events
@@ -130,6 +133,8 @@ class Links:
             return link
         if self.strikes.get(peer_id, 0) >= MAX_STRIKES:
             raise PeerLostError(f"{peer_id}: refused after {MAX_STRIKES} protocol errors")
+        if (refusal := self._refusal(peer_id)) is not None:
+            raise PeerLostError(f"{peer_id}: {refusal}")
         assert self._nursery is not None
         self._connecting[peer_id] = trio.Event()
         try:
@@ -238,6 +243,9 @@ class Links:
             if self.strikes.get(stream.remote, 0) >= MAX_STRIKES:
                 raise PeerLostError("refused")
             with trio.fail_after(HELLO_TIMEOUT_S):
+                if (refusal := self._refusal(stream.remote)) is not None:
+                    await stream.send_all(encode_frame(Leave(refusal)))
+                    raise PeerLostError(refusal)
                 hello, reader = await self._receive_hello(stream)
                 if len(self.live) >= MAX_LINKS and stream.remote not in self.live:
                     await stream.send_all(encode_frame(Leave(f"it has {MAX_LINKS} links, and accepts no more")))
@@ -364,6 +372,10 @@ class Links:
             # Not twice in a row: a machine that is always late must detect lost peers too.
             excused = now - due > HELD_UP_S and not excused
             for link in list(self.live.values()):
+                if (refusal := self._refusal(link.peer_id)) is not None:
+                    link.send(Leave(refusal))
+                    link.close(refusal)
+                    continue
                 if link.silent_s > link.patience_s and not excused:
                     link.close(f"nothing heard for {link.patience_s:.0f} s")
                     continue

@@ -21,7 +21,7 @@ from p2ptrain.protocol.links.links import OBSERVER, Links
 from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message, shown
-from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport
+from p2ptrain.protocol.wire.transport import Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ async def ask_settings(
     *,
     timeout_s: float,
     chosen: Collection[PeerId] = (),
+    refusal: Refusal = no_refusal,
     ours: RunConfig | None = None,
     fits: Callable[[RunConfig], bool] = lambda run: True,
 ) -> RunConfig | None:
@@ -65,6 +66,7 @@ async def ask_settings(
 
     Args:
         chosen: ids of the initial peers that the user gave. Their answers take precedence.
+        refusal: whom the user refuses: those are not asked.
         ours: known settings of this run; only a chosen member may change them.
         fits: whether settings agree with those that the user gave. Others are used only if no member has fitting ones.
 
@@ -120,7 +122,7 @@ async def ask_settings(
         all_answered = members.keys() <= answered
         return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
 
-    async with observer_links(transport, run_id) as links:
+    async with observer_links(transport, run_id, refusal) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):
             async with trio.open_nursery() as nursery:
@@ -186,11 +188,11 @@ class _ObserverEvents:
 
 
 @asynccontextmanager
-async def observer_links(transport: Transport, run_id: str) -> AsyncIterator[Links]:
+async def observer_links(transport: Transport, run_id: str, refusal: Refusal = no_refusal) -> AsyncIterator[Links]:
     """Links of an observer."""
     # The time distinguishes several observers with one identity.
     hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, ())
-    links = Links(transport, lambda: hello, _ObserverEvents())
+    links = Links(transport, lambda: hello, _ObserverEvents(), refusal=refusal)
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)
         yield links

@@ -29,7 +29,7 @@ from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
 from p2ptrain.protocol.wire import messages
-from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
+from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class Node:
         peer_timeout_s: seconds without a message before a peer is considered lost.
         chosen: ids of the user's initial peers.
         pins: what the user knows of the run.
+        refusal: whom the user of this machine refuses, and why.
         errors: logs exceptions that cost no more than a link or an answer.
     """
 
@@ -77,6 +78,7 @@ class Node:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         chosen: Collection[PeerId] = (),
         pins: Pins = NO_PINS,
+        refusal: Refusal = no_refusal,
         errors: ErrorLog | None = None,
     ) -> None:
         errors = errors or ErrorLog(logger)
@@ -93,7 +95,9 @@ class Node:
         self._events = events
         self._digest = run.digest
         self.state = exchange.new_state()
-        self.links = Links(transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, errors=errors)
+        self.links = Links(
+            transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, refusal=refusal, errors=errors
+        )
         self.membership = Membership(self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng)
         prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(

@@ -14,6 +14,14 @@ T = TypeVar("T")
 PeerId = str
 """A peer's network identity (libp2p: base58 of the hash of its public key)."""
 
+Refusal = Callable[[PeerId], str | None]
+"""Why the user of this machine refuses a peer, in words that the peer may be told; None if it is welcome."""
+
+
+def no_refusal(peer_id: PeerId) -> str | None:
+    """The `Refusal` of users that name nobody."""
+    return None
+
 
 class Stream(Protocol):
     """An ordered, reliable, authenticated byte stream with one other peer."""

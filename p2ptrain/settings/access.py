@@ -1,0 +1,120 @@
+"""Which peers the user of this machine refuses: files of peer ids that are read again when they change.
+
+`PeerIdFile` is one file. `Access` combines them into one decision, which links and relay ask about each peer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.setting import shortened
+
+logger = logging.getLogger(__name__)
+
+# Some 20,000 ids; a larger file is probably another one.
+MAX_FILE_BYTES = 1024 * 1024
+EXAMPLE = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+# The multihash of a public key in base58: 46 characters (RSA) to 53 (others).
+_PEER_ID = re.compile(r"(Qm|1)[1-9A-HJ-NP-Za-km-z]{44,51}")
+
+
+class PeerIdFile:
+    """A file with one peer id a line; `#` starts a comment. An empty list is allowed.
+
+    `refresh` may be called in any thread; `ids` is replaced as a whole.
+
+    Args:
+        name: path of the file.
+        flag: the option that named it, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not a peer id.
+    """
+
+    def __init__(self, name: str, flag: str) -> None:
+        self._name = name
+        self._flag = flag
+        self._content: bytes | None = None
+        self._complaint = ""
+        self.ids: frozenset[str] = frozenset()
+        self._read()
+
+    def refresh(self) -> None:
+        """Read the file again. If it cannot be used, log a warning once and keep the list."""
+        before = self.ids
+        try:
+            changed = self._read()
+        except ConfigError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.warning("%s; the list of before stays in use", error)
+            return
+        if changed or self._complaint:
+            added, removed = len(self.ids - before), len(before - self.ids)
+            logger.info("%s %s: read again, %d added, %d removed", self._flag, self._name, added, removed)
+        self._complaint = ""
+
+    def _read(self) -> bool:
+        """Whether the content differs from that of the last use. Compared in full: times of files are coarse."""
+        try:
+            with Path(self._name).open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                f"{self._flag} {shortened(self._name)}: {reason}; give a file with one peer id per line"
+            ) from error
+        if content == self._content:
+            return False
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{self._flag} {self._name}: has more than {MAX_FILE_BYTES:,} bytes; give a file with one peer id per "
+                "line"
+            )
+        self.ids = self._parse(content)
+        self._content = content
+        return True
+
+    def _parse(self, content: bytes) -> frozenset[str]:
+        ids = set()
+        for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), start=1):
+            text = line.partition("#")[0].strip()
+            if text and not _PEER_ID.fullmatch(text):
+                raise ConfigError(
+                    f"{self._flag} {self._name}, line {number}: {shortened(text)} is not a peer id; write only the id, "
+                    f"as `p2ptrain peers` shows it, such as {EXAMPLE}"
+                )
+            ids.add(text)
+        return frozenset(ids - {""})
+
+
+class Access:
+    """Decides whom this machine links with. Any thread may call it.
+
+    Args:
+        config: names the files. Raises ConfigError if one cannot be used.
+    """
+
+    def __init__(self, config: NetworkConfig) -> None:
+        self._deny = None if config.deny is None else PeerIdFile(config.deny, "--deny")
+        self._files = [file for file in (self._deny,) if file is not None]
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is anything to `refresh`."""
+        return bool(self._files)
+
+    def refusal(self, peer_id: str) -> str | None:
+        """Why this machine has nothing to do with a peer; None if it is welcome. The peer may be told."""
+        if self._deny is not None and peer_id in self._deny.ids:
+            return "this peer is on its deny list"
+        return None
+
+    def refresh(self) -> None:
+        """Read the files that have changed. Blocks; never raises."""
+        for file in self._files:
+            file.refresh()

@@ -1,0 +1,66 @@
+"""Peers that the user of a machine refuses: no link in either direction, and none that stays."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import trio
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.memory_network import MemoryNetwork
+from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.test_rounds import common, start_all
+from tests.protocol.wiring import hello_of, start_endpoint, until
+
+BANNED = "this peer is on its deny list"
+
+
+def test_a_refused_peer_is_neither_dialled_nor_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        denied = {"b"}
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+
+            def refusal(peer_id: str) -> str | None:
+                return BANNED if peer_id in denied else None
+
+            a = await start_endpoint(network, nursery, hello_of("a"), refusal=refusal)
+            b = await start_endpoint(network, nursery, hello_of("b"), chosen=("a",))
+            c = await start_endpoint(network, nursery, hello_of("c"))
+            with pytest.raises(PeerLostError, match=f"b: {BANNED}"):
+                await a.links.connect("b", [])
+            with pytest.raises(PeerLostError, match="a refused the link"):
+                await b.links.connect("a", [])
+            await c.links.connect("a", [])
+            await trio.sleep(1)
+            assert (a.linked, b.linked) == (["c"], [])
+            assert not a.links.strikes
+            denied.clear()
+            await b.links.connect("a", [])
+            await until(lambda: a.linked == ["c", "b"])
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    (logged,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert logged == f"a refused the link: '{BANNED}'"
+
+
+def test_a_peer_that_is_banned_loses_its_link_and_rounds_go_on() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            denied = {"x"}
+            for name in "abc":
+                links = s.peers[name].node.links
+                assert links.get("x") is not None
+                links._refusal = lambda peer_id: BANNED if peer_id in denied else None
+            await s.until(lambda: not any("x" in s.peers[name].node.links.live for name in "abc"), within_s=3)
+            round_ = s.peers["a"].node.engine.head.round
+            lost = s.peers.pop("x")
+            await s.until(lambda: min(s.peers[name].node.engine.head.round for name in "abc") >= round_ + 3)
+            assert not lost.node.links.live
+            assert lost.error is None
+
+    run_virtual(main)

@@ -22,6 +22,7 @@ from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.run_key import read_key
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,6 +119,7 @@ def join(
     host_maddrs: Sequence[str] = NetworkConfig.host_maddrs,
     announce_maddrs: Sequence[str] = (),
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
+    run_key: str | Path | None = None,
     deny: str | Path | None = None,
     metrics: str | Path | None = None,
     prometheus: int | str | None = None,
@@ -152,6 +154,7 @@ def join(
         announce_maddrs: addresses that other peers should dial, for example with port forwarding.
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
+        run_key: key file of a closed run, made by `p2ptrain key`; None: the run is open.
         deny: file of peer ids to refuse, one per line; read again when it changes.
         metrics: file to append the metrics stream to.
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
@@ -195,6 +198,7 @@ def join(
     def enter() -> Peer:
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
+            key = None if run_key is None else read_key(Path(run_key).expanduser())
             session = failing.enter_context(
                 NetworkSession(
                     NetworkConfig(
@@ -202,6 +206,7 @@ def join(
                         host_maddrs=tuple(host_maddrs),
                         announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
                         peer_timeout_s=peer_timeout_s, deny=None if deny is None else str(deny),
+                        run_key=None if run_key is None else str(run_key), key=key,
                     )
                 )
             )  # fmt: skip

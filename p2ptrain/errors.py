@@ -19,6 +19,10 @@ class RunMismatchError(ConfigError):
     """A setting of this peer contradicts the run that it is joining."""
 
 
+class RunKeyError(RunMismatchError):
+    """This peer has another run key than the run that it is joining, or only one of them has a key."""
+
+
 class TransientError(ConfigError):
     """No setting is wrong: the same command may work later."""
 

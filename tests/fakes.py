@@ -130,6 +130,12 @@ class FakeNetworkSession:
     ) -> RunConfig | None:
         return self.live if self.live and self.live.run_id == run_id else None
 
+    def check_key(self, run_id: str) -> None:
+        pass
+
+    def accept_nobody(self) -> None:
+        pass
+
     def members(self, run_id: str) -> list[FakeMember]:
         return list(self.present)
 

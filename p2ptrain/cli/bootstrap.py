@@ -17,7 +17,7 @@ DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
 POLL_S = 0.2
 
 
-@settings_command(*[setting.name for setting in NETWORK_SETTINGS], "run_id")
+@settings_command(*[setting.name for setting in NETWORK_SETTINGS if setting.name != "run_key"], "run_id")
 def bootstrap(settings: Settings) -> None:
     """Run a node that connects peers, but does not train.
 
@@ -42,6 +42,7 @@ def bootstrap(settings: Settings) -> None:
         make_directory(identity.parent)
     with ExitStack() as stack:
         session = stack.enter_context(NetworkSession(dataclasses.replace(network, identity=str(identity))))
+        session.accept_nobody()
         stop = stack.enter_context(stop_on_signals())
         if network.write_addresses:
             write_addresses(Path(network.write_addresses), session.network.maddrs)

@@ -11,7 +11,15 @@ from p2ptrain.settings.table import Settings
 
 
 @settings_command(
-    "host", "port", "page_names", "run_id", "initial_peers", "host_maddrs", "startup_timeout_s", "peer_timeout_s"
+    "host",
+    "port",
+    "page_names",
+    "run_id",
+    "initial_peers",
+    "run_key",
+    "host_maddrs",
+    "startup_timeout_s",
+    "peer_timeout_s",
 )
 def dashboard(settings: Settings) -> None:
     """Show a run on a web page.

@@ -66,7 +66,7 @@ def _join_live(settings: Settings, console: Console) -> None:
     from p2ptrain.settings.initial_peers import join_line
     from p2ptrain.training.join import join_run
 
-    view = LiveView()
+    view, run_key = LiveView(), settings.network_config().run_key
     with open_terminal(console, view.drawing) as terminal:
         join_run(
             settings,
@@ -74,7 +74,7 @@ def _join_live(settings: Settings, console: Console) -> None:
             on_progress=lambda progress: None,  # the view shows it
             on_status=view.say_status,
             sinks=[view],
-            on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model)),
+            on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model, run_key)),
         )
 
 

@@ -17,6 +17,7 @@ from p2ptrain.cli.demo import demo
 from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
+from p2ptrain.cli.key import key
 from p2ptrain.cli.peers import peers
 from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
@@ -44,7 +45,7 @@ def cli() -> None:
 
 
 for command in (
-    demo, join, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config, completion,
+    demo, join, key, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 

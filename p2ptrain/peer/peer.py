@@ -33,6 +33,7 @@ from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Peer:
         peer_timeout_s: float,
         chosen: frozenset[str],
         pins: Pins,
+        closed: ClosedRun | None,
         resume_state: dict[str, Any] | None,
         on_status: Callable[[str], None],
     ) -> None:
@@ -112,7 +114,7 @@ class Peer:
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
-                peer_timeout_s=peer_timeout_s, chosen=chosen, refusal=network.access.refusal, pins=pins,
+                peer_timeout_s=peer_timeout_s, chosen=chosen, closed=closed, refusal=network.access.refusal, pins=pins,
                 errors=self._errors,
             )  # fmt: skip
 
@@ -371,7 +373,7 @@ class Peer:
                 raise self.failure
             node = self._runner.node
             if (mismatch := node.links.mismatch) is not None and not node.alive:
-                raise RunMismatchError(mismatch)
+                raise mismatch
             if self._note_status():
                 try:
                     on_status(self._status)

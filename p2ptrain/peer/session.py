@@ -23,8 +23,9 @@ from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.protocol.event_log.observer import Observer
-from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, list_members
+from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, check_key, list_members
 from p2ptrain.protocol.state_sync.provenance import Pins
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -53,6 +54,7 @@ class NetworkSession:
         self._chosen = frozenset(by_peer_id(config.initial_peers))
         self._pins = Pins(config.anchor, config.founder)
         self._peer_timeout_s = config.peer_timeout_s
+        self._key = config.key
         self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
         self._closing = trio.Event()
@@ -84,31 +86,54 @@ class NetworkSession:
             explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
             ours: the settings as we know them from before; only an initial peer may contradict them.
 
-        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain.
+        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError if no
+        member was found, and an initial peer has another run key than we do.
         """
 
         async def find() -> RunConfig | None:
             return await ask_settings(
                 self.network.transport, self.network.directory, run_id, timeout_s=FIND_RUN_S,
-                chosen=self._chosen, refusal=self.network.access.refusal, ours=ours,
+                chosen=self._chosen, closed=self._closed_run(run_id), refusal=self.network.access.refusal, ours=ours,
                 fits=lambda run: agrees(explicit or {}, run),
             )  # fmt: skip
 
         return self._thread.run(find, timeout_s=FIND_RUN_S + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
-        """List the members of a run. Blocks for up to 30 s."""
+        """List the members of a run. Blocks for up to 30 s. Raises RunKeyError as `find_run` does."""
 
         async def look() -> list[MemberInfo]:
-            return await list_members(self.network.transport, self.network.directory, run_id)
+            return await list_members(
+                self.network.transport, self.network.directory, run_id, chosen=self._chosen,
+                closed=self._closed_run(run_id),
+            )  # fmt: skip
 
         return self._thread.run(look, timeout_s=30)
+
+    def check_key(self, run_id: str) -> None:
+        """Raise RunKeyError if an initial peer has another run key than we do. Blocks for a few seconds at most."""
+
+        async def check() -> None:
+            await check_key(self.network.transport, run_id, chosen=self._chosen, closed=self._closed_run(run_id))
+
+        self._thread.run(check, timeout_s=30)
+
+    def accept_nobody(self) -> None:
+        """Close all streams from other peers, for a bootstrap node, which is a member of no run."""
+
+        async def close_all() -> None:
+            while True:
+                await (await self.network.transport.accept()).aclose()
+
+        self._thread.start_soon(close_all)
 
     def watch(self, run_id: str) -> Watch:
         """Watch a run as an observer, without being a member."""
         observer = Observer(run_id, trio.to_thread.run_sync, time.time)
-        network = self.network
-        return Watch(self._thread, observer, lambda: observer.watch_as_observer(network.transport, network.directory))
+        network, closed = self.network, self._closed_run(run_id)
+        return Watch(
+            self._thread, observer, lambda: observer.watch_as_observer(network.transport, network.directory, closed)
+        )
 
     def enter(
         self,
@@ -139,12 +164,16 @@ class NetworkSession:
             return Peer(
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, pins=self._pins,
+                peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, closed=self._closed_run(run.run_id),
+                pins=self._pins,
                 resume_state=resume_state, on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:
             records.close()
             raise
+
+    def _closed_run(self, run_id: str) -> ClosedRun | None:
+        return None if self._key is None else ClosedRun(self._key, run_id, secrets.token_bytes)
 
     def close(self) -> None:
         """Close the network: ends its thread, processes and sockets. Blocks for up to twice CLOSE_TIMEOUT_S."""

@@ -45,14 +45,19 @@ def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
         raise ConfigError(f"--write-addresses {path}: {error.strerror}; give a writable file") from error
 
 
-def join_line(maddrs: Sequence[str], run_id: str, model: str = "") -> str:
-    """The command that joins through this peer, without loopback addresses if there are others."""
+def join_line(maddrs: Sequence[str], run_id: str, model: str = "", run_key: str | None = None) -> str:
+    """The command that joins through this peer, without loopback addresses if there are others.
+
+    `run_key`: the key file of a closed run, as this machine names it.
+    """
     reachable = [maddr for maddr in maddrs if not _LOOPBACK.match(maddr)] or list(maddrs)
     words = ["p2ptrain", "join"]
     for maddr in reachable:
         words += ["--initial-peers", maddr]
     if run_id != RunConfig.run_id:
         words += ["--run-id", run_id]
+    if run_key is not None:
+        words += ["--run-key", run_key]
     if ":" in model:  # the user's own code, which a joiner has to name
         words += ["--model", model]
     return shlex.join(words)

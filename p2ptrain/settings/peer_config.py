@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.run_key import RunKey
 from p2ptrain.settings.setting import POSITIVE, Rule, check_settings, choice, count, number, setting, text
 
 # Not reachable from other machines, unless the user gives a host.
@@ -80,10 +81,15 @@ class NetworkConfig:
         help="File of peer ids to refuse, one per line.",
         why="For peers that do harm: strikes expire after ten minutes, this list does not. It is read again when it "
         "changes.")
+    run_key: str | None = setting(None, metavar="FILE",
+        help="Key file of a closed run, made by p2ptrain key.",
+        why="A run is open by default: whoever knows an address and the run id can join it.")
     write_addresses: str | None = setting(None, metavar="FILE",
         help="File to write this peer's addresses to, for --initial-peers.",
         why="For scripts and containers; people copy the printed command.")
     # fmt: on
+    # The content of `run_key`, or the key of a ticket.
+    key: RunKey | None = None
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -18,6 +18,7 @@ from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import read_initial_peers
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.run_key import read_key
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -79,9 +80,11 @@ class Settings:
         return resolve_run({**defaults, **preset, **self.explicit_run()}, None)
 
     def network_config(self) -> NetworkConfig:
-        """The network settings. Reads address files; raises ConfigError when one cannot be used."""
+        """The network settings. Reads address files and the run key; raises ConfigError if one cannot be used."""
         values = self._fields(NETWORK_SETTINGS)
-        return NetworkConfig(**{**values, "initial_peers": read_initial_peers(values["initial_peers"])})
+        values["initial_peers"] = read_initial_peers(values["initial_peers"])
+        key = None if values["run_key"] is None else read_key(Path(values["run_key"]).expanduser())
+        return NetworkConfig(**values, key=key)
 
     def peer_config(self) -> PeerConfig:
         return PeerConfig(network=self.network_config(), **self._fields(TRAINING_SETTINGS))

@@ -147,7 +147,7 @@ def join_run(
         for maddr in peer.maddrs:
             say(f"listening on {maddr}")
         say("other peers join with:")
-        say(join_line(peer.maddrs, run_id, run.model))
+        say(join_line(peer.maddrs, run_id, run.model, config.network.run_key))
         saved = None  # free it: gigabytes for a large model
 
         def progressed(progress: TrainingProgress) -> None:

@@ -25,7 +25,9 @@ from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.run_key import RunKey
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (2100, 64))]
@@ -123,9 +125,12 @@ class Swarm:
 
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
-        run: RunConfig | None = None, restarts: bool = False,
+        run: RunConfig | None = None, restarts: bool = False, key: RunKey | None = None,
     ) -> TestPeer:  # fmt: skip
-        """Put a peer into the swarm; `restarts` as a `NodeRunner` keeps it, so that its errors are not the test's."""
+        """Put a peer into the swarm; `restarts` as a `NodeRunner` keeps it, so that its errors are not the test's.
+
+        `key`: of a closed run.
+        """
         generator = torch.Generator().manual_seed(self._rng.randrange(2**31))
         tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in self.shapes]
         run = run or self.run
@@ -155,6 +160,7 @@ class Swarm:
                 transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=event_log, rng=rng,
+                closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
             )  # fmt: skip
 
         if restarts:

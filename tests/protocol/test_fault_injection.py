@@ -31,6 +31,8 @@ def blank(kind: type[Any]) -> Any:
     """A message of a kind, of the right types and without a sense."""
     if kind in (str, int, float, bool):
         return kind()
+    if kind is bytes:
+        return bytes(32)
     inner = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return () if inner[-1] is Ellipsis else tuple(map(blank, inner))
@@ -63,7 +65,7 @@ def fail_at(node: Node, kind: type[Message]) -> Callable[[], bool]:
     """Raise in the node's handling of the next message of a kind. Returns whether it has."""
     done = False
     if kind is Hello:
-        receive = node.links._receive_hello
+        receive = node.links._handshake._receive
 
         async def receive_hello(*arguments: Any) -> Any:
             nonlocal done
@@ -72,7 +74,7 @@ def fail_at(node: Node, kind: type[Message]) -> Callable[[], bool]:
                 raise Bug(f"at {kind.__name__}")
             return await receive(*arguments)
 
-        node.links._receive_hello = receive_hello  # type: ignore[method-assign]
+        node.links._handshake._receive = receive_hello  # type: ignore[method-assign]
         return lambda: done
     handle = node.links._on_message
 

@@ -9,6 +9,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
 from p2ptrain.protocol.links import links, receive_budget
+from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES
 from p2ptrain.protocol.links.link import (
     MAX_BULK_QUEUE_BYTES,
     MAX_CONTROL_QUEUE_BYTES,
@@ -17,7 +18,7 @@ from p2ptrain.protocol.links.link import (
     Link,
     Traffic,
 )
-from p2ptrain.protocol.links.links import MAX_GREETING, MAX_GREETING_OF_ONE, MAX_HELLO_BYTES
+from p2ptrain.protocol.links.links import MAX_GREETING, MAX_GREETING_OF_ONE
 from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request

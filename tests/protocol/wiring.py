@@ -12,6 +12,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message, Request
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 
@@ -70,6 +71,7 @@ async def start_endpoint(
     peer_timeout_s: float = PEER_TIMEOUT_S,
     chosen: Collection[str] = (),
     refusal: Refusal = no_refusal,
+    closed: ClosedRun | None = None,
 ) -> Endpoint:
     """Put a peer on the network; the name before the dot of its incarnation is its peer id."""
     peer_id = hello.incarnation.split(".")[0]
@@ -80,6 +82,7 @@ async def start_endpoint(
         endpoint,
         peer_timeout_s=peer_timeout_s,
         chosen=chosen,
+        closed=closed,
         refusal=refusal,
     )
     await nursery.start(endpoint.links.run)

@@ -63,6 +63,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "startup_timeout_s": ("3.5", 3.5),
     "peer_timeout_s": ("4.5", 4.5),
     "relay_peers": ("0", 0),
+    "run_key": ("friends.key", "friends.key"),
     "deny": ("banned.txt", "banned.txt"),
     "write_addresses": ("addresses.txt", "addresses.txt"),
     "preset": ("diloco", "diloco"),
@@ -99,6 +100,7 @@ def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> 
         (RunConfig, "model_layout"),
         (RunConfig, "data"),  # follows from the peer's own
         (NetworkConfig, "remembered_peers"),  # kept in the out directory
+        (NetworkConfig, "key"),  # the content of the file `run_key`
         (PeerConfig, "network"),
     }
     assert settings == fields - not_for_users

@@ -49,6 +49,7 @@ def _observe(settings: Settings, state: PageState) -> None:
 
     # Read the settings each time: an address file may have changed.
     with NetworkSession(settings.network_config()) as session:
+        session.check_key(state.run_id)
         watch = session.watch(state.run_id)
         state.watch, state.trouble = watch, ""
         try:

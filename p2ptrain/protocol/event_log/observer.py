@@ -18,10 +18,13 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError, WireError
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.events import KINDS, Event, Page, parse_page
+from p2ptrain.protocol.links.handshake import OBSERVER
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.links.links import OBSERVER, Links
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
 from p2ptrain.protocol.restarts import process_of
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
 
 logger = logging.getLogger(__name__)
@@ -139,9 +142,12 @@ class Observer:
     _followed: dict[PeerId, Link] = field(default_factory=dict)
     _errors: ErrorLog = field(default_factory=lambda: ErrorLog(logger))
 
-    async def watch_as_observer(self, transport: Transport, directory: Directory) -> None:
-        """Find members, link to them and poll them, until cancelled."""
-        async with observer_links(transport, self.run_id) as links, trio.open_nursery() as nursery:
+    async def watch_as_observer(
+        self, transport: Transport, directory: Directory, closed: ClosedRun | None = None
+    ) -> None:
+        """Find members, link to them and poll them, until cancelled. `closed`: the run and its key, if it has one."""
+        directory = directory_of(directory, closed, transport.peer_id)
+        async with observer_links(transport, self.run_id, closed) as links, trio.open_nursery() as nursery:
             nursery.start_soon(self._find_members, transport, directory, links)
             await self.watch(links)
 

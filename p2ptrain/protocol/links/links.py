@@ -1,4 +1,4 @@
-"""All links of a peer: opening, accepting, the Hello handshake, heartbeats, and requests.
+"""All links of a peer: opening, accepting, heartbeats, and requests. `handshake` has the first frames of a stream.
 
 One long-lived link per peer. If two peers dial each other at the same instant, the link has a second stream to read
 from. A peer that was restarted, or that dials us again because it lost the link on its side, gets a new link.
@@ -20,9 +20,10 @@ import trio
 
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
-from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.handshake import TRAINER, Handshake
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
 from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal
@@ -33,14 +34,10 @@ HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
-# Roles in a Hello. Observers do not know the run's settings yet, so their Hello has no run digest.
-TRAINER, OBSERVER = "trainer", "observer"
 # A peer that broke the wire format this often is refused for good; old software is excluded by the wire version.
 MAX_STRIKES = 3
 # Peers whose strikes are remembered; bounded, as identities are free.
 MAX_STRUCK = 4096
-# A Hello holds at most 16 addresses of 512 bytes.
-MAX_HELLO_BYTES = 16 * 1024
 # Streams before their Hello, in all and of one peer; more are refused. A hundred peers may start at once.
 MAX_GREETING = 128
 MAX_GREETING_OF_ONE = 2
@@ -69,7 +66,8 @@ class Links:
     """Owns every stream of a peer.
 
     Args:
-        hello: makes our Hello; a peer with another run digest is refused, unless it is an observer.
+        hello: makes our Hello.
+        closed: the run and its key; None if the run is open.
         peer_timeout_s: seconds without a message before a peer is considered lost, at most.
         chosen: ids of the user's initial peers.
         refusal: whom the user of this machine refuses, and why.
@@ -77,12 +75,11 @@ class Links:
 
     Attributes:
         chosen: as given.
-        mismatch: an error for the user if the settings of a chosen peer differ from ours, else None.
     """
 
     def __init__(
         self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
-        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (),
+        *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (), closed: ClosedRun | None = None,
         refusal: Refusal = no_refusal, errors: ErrorLog | None = None,
     ) -> None:  # fmt: skip
         self.peer_timeout_s = peer_timeout_s
@@ -90,11 +87,10 @@ class Links:
         self.counters = LinkCounters()
         self.budget = ReceiveBudget()
         self.strikes: dict[PeerId, int] = {}
-        self.mismatch: str | None = None
         self.chosen = frozenset(chosen)
         self._refusal = refusal
         self._transport = transport
-        self._hello = hello
+        self._handshake = Handshake(transport.peer_id, hello, closed, chosen)
         self._events = events
         self._errors = errors or ErrorLog(logger)
         self._setup = LinkSetup(self._on_message, self.counters, self.budget, peer_timeout_s)
@@ -112,6 +108,11 @@ class Links:
             nursery.start_soon(self._accept)
             nursery.start_soon(self._beat)
             task_status.started()
+
+    @property
+    def mismatch(self) -> RunMismatchError | None:
+        """An error for the user if the settings or the run key of a chosen peer differ from ours."""
+        return self._handshake.mismatch
 
     def get(self, peer_id: PeerId) -> Link | None:
         return self.live.get(peer_id)
@@ -141,8 +142,7 @@ class Links:
             stream = await self._transport.open_stream(peer_id, maddrs)
             try:
                 with trio.fail_after(HELLO_TIMEOUT_S):
-                    await stream.send_all(encode_frame(self._hello()))
-                    hello, reader = await self._receive_hello(stream)
+                    hello, reader = await self._handshake.dial(stream)
             except trio.TooSlowError:
                 await stream.aclose()
                 raise PeerLostError(f"{peer_id}: no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
@@ -246,11 +246,11 @@ class Links:
                 if (refusal := self._refusal(stream.remote)) is not None:
                     await stream.send_all(encode_frame(Leave(refusal)))
                     raise PeerLostError(refusal)
-                hello, reader = await self._receive_hello(stream)
+                hello, reader = await self._handshake.receive(stream)
                 if len(self.live) >= MAX_LINKS and stream.remote not in self.live:
                     await stream.send_all(encode_frame(Leave(f"it has {MAX_LINKS} links, and accepts no more")))
                     raise PeerLostError("too many links")
-                await stream.send_all(encode_frame(self._hello()))
+                await self._handshake.answer(stream)
             await self._register(stream.remote, hello, stream, reader.read_ahead)
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
             logger.debug("stream from %s refused: %s", stream.remote, error)
@@ -258,7 +258,7 @@ class Links:
                 self._strike(stream.remote, error)
             if isinstance(error, RunMismatchError):
                 with trio.move_on_after(1):
-                    await self._answer_mismatch(stream)
+                    await self._handshake.answer_mismatch(stream, error)
             await stream.aclose()
         except Exception as error:
             self._errors.note(f"welcoming {stream.remote}; its stream is closed", error)
@@ -270,39 +270,6 @@ class Links:
             self._greeting[stream.remote] -= 1
             if not self._greeting[stream.remote]:
                 del self._greeting[stream.remote]
-
-    async def _answer_mismatch(self, stream: Stream) -> None:
-        """Send our Hello, so that the other side can report the mismatch to its user."""
-        try:
-            await stream.send_all(encode_frame(self._hello()))
-            await stream.receive_some()
-        except PeerLostError:
-            return
-
-    async def _receive_hello(self, stream: Stream) -> tuple[Hello, FrameReader]:
-        reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
-        _, hello, _ = await reader.frame()
-        if isinstance(hello, Leave):
-            if stream.remote in self.chosen:
-                logger.warning("%s refused the link: %.100r", stream.remote, hello.reason)
-            raise PeerLostError(f"{stream.remote} refused the link: {hello.reason[:100]!r}")
-        if not isinstance(hello, Hello):
-            raise WireError(f"first frame is {type(hello).__name__}, not Hello")
-        if (hello.role == OBSERVER) != (not hello.digest):
-            raise WireError(f"a {hello.role[:100]!r} {'with' if hello.digest else 'without'} a run digest")
-        ours = self._hello()
-        if hello.run_id != ours.run_id:
-            raise RunMismatchError(f"{stream.remote} belongs to run {hello.run_id!r}, not {ours.run_id!r}")
-        if hello.digest and ours.digest and hello.digest != ours.digest:
-            mismatch = (
-                f"peer {stream.remote} trains run {ours.run_id!r} with other settings "
-                f"(run digest {hello.digest[:12]!r}, ours is {ours.digest[:12]!r}); "
-                "leave settings out to take over the run's, or choose another run id"
-            )
-            if stream.remote in self.chosen:
-                self.mismatch = mismatch
-            raise RunMismatchError(mismatch)
-        return hello, reader
 
     async def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
         """Add a stream to its peer's link, made if needed. Raises PeerLostError if that has two streams already."""

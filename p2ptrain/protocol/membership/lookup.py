@@ -15,11 +15,14 @@ from dataclasses import dataclass
 import trio
 
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunMismatchError, WireError
+from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunKeyError, RunMismatchError, WireError
+from p2ptrain.protocol.links.handshake import OBSERVER
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.links.links import OBSERVER, Links
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message, shown
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
@@ -33,6 +36,10 @@ FIRST_BEAT_S = 3.0
 MAX_SETTINGS_BYTES = 64 * 1024
 # Usually a peer behind NAT, or one that ended before its record expired.
 UNREACHABLE = "cannot be reached from here"
+# To open a stream to an initial peer, and to exchange two frames. A bootstrap node of an earlier version never answers.
+ASK_KEY_S = 2.5
+# Initial peers asked whether they have our run key, if no member is found.
+MAX_ASKED_KEY = 8
 # Members asked for settings in parallel, so that one that hangs causes no delay (guess).
 ASKED_AT_ONCE = 4
 
@@ -58,6 +65,7 @@ async def ask_settings(
     *,
     timeout_s: float,
     chosen: Collection[PeerId] = (),
+    closed: ClosedRun | None = None,
     refusal: Refusal = no_refusal,
     ours: RunConfig | None = None,
     fits: Callable[[RunConfig], bool] = lambda run: True,
@@ -66,6 +74,7 @@ async def ask_settings(
 
     Args:
         chosen: ids of the initial peers that the user gave. Their answers take precedence.
+        closed: the run and its key; None if the user gave no key.
         refusal: whom the user refuses: those are not asked.
         ours: known settings of this run; only a chosen member may change them.
         fits: whether settings agree with those that the user gave. Others are used only if no member has fitting ones.
@@ -73,7 +82,10 @@ async def ask_settings(
     Raises:
         ConfigError: this version of p2ptrain cannot use the settings of a chosen member. Those of other members are
             skipped.
+        RunKeyError: no member was found, and a chosen peer has another run key than we do.
     """
+    directory = directory_of(directory, closed, transport.peer_id)
+    refused: RunKeyError | None = None
     answer: RunConfig | ConfigError | None = None
     hearsay: RunConfig | None = None
     misfit: RunConfig | None = None
@@ -122,7 +134,7 @@ async def ask_settings(
         all_answered = members.keys() <= answered
         return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
 
-    async with observer_links(transport, run_id, refusal) as links:
+    async with observer_links(transport, run_id, closed, refusal) as links:
         started = trio.current_time()
         with trio.move_on_after(timeout_s):
             async with trio.open_nursery() as nursery:
@@ -130,6 +142,7 @@ async def ask_settings(
                     with errors.containing("looking for members"):
                         members = await find_members(directory, run_id, transport.peer_id)
                     if not members and not asking and trio.current_time() - started > LOOK_S:
+                        refused = await _other_key(links, chosen)
                         break
                     if is_enough():
                         break
@@ -142,11 +155,54 @@ async def ask_settings(
                 nursery.cancel_scope.cancel()
     if isinstance(answer, ConfigError):
         raise answer
+    if refused is not None:
+        raise refused
     return answer or hearsay or misfit
 
 
-async def list_members(transport: Transport, directory: Directory, run_id: str) -> list[MemberInfo]:
-    """Members of a run that can be reached from here, and members behind NAT that cannot."""
+async def check_key(
+    transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
+) -> None:
+    """Raise RunKeyError if a chosen peer has another run key than we do. Others, and silent ones, are passed over."""
+    async with observer_links(transport, run_id, closed) as links:
+        refused = await _other_key(links, chosen)
+    if refused is not None:
+        raise refused
+
+
+async def _other_key(links: Links, chosen: Collection[PeerId]) -> RunKeyError | None:
+    """Dial chosen peers that the directory does not name: of a run with another key it names nobody."""
+    refused: list[RunKeyError] = []
+
+    async def ask(peer_id: PeerId) -> None:
+        try:
+            await links.connect(peer_id, [])
+        except RunKeyError as error:
+            refused.append(error)
+        except P2PTrainError as error:
+            logger.debug("the run key of %s is not known: %s", peer_id, error)
+
+    with trio.move_on_after(ASK_KEY_S):
+        async with trio.open_nursery() as nursery:
+            for peer_id in sorted(chosen)[:MAX_ASKED_KEY]:
+                nursery.start_soon(ask, peer_id)
+    return refused[0] if refused else None
+
+
+async def list_members(
+    transport: Transport,
+    directory: Directory,
+    run_id: str,
+    *,
+    chosen: Collection[PeerId] = (),
+    closed: ClosedRun | None = None,
+) -> list[MemberInfo]:
+    """Members of a run that can be reached from here, and members behind NAT that cannot.
+
+    Raises RunKeyError if there is none, and a chosen peer has another run key than we do.
+    """
+    directory = directory_of(directory, closed, transport.peer_id)
+    refused: RunKeyError | None = None
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
@@ -163,14 +219,18 @@ async def list_members(transport: Transport, directory: Directory, run_id: str) 
                 state = shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
                 infos.append(MemberInfo(peer_id, maddrs, role, *state))
 
-    async with observer_links(transport, run_id) as links:
+    async with observer_links(transport, run_id, closed) as links:
         members = await find_members(directory, run_id, transport.peer_id)
         if not members:
             await trio.sleep(1.0)
             members = await find_members(directory, run_id, transport.peer_id)
+        if not members:
+            refused = await _other_key(links, chosen)
         async with trio.open_nursery() as nursery:
             for peer_id, (maddrs, role) in members.items():
                 nursery.start_soon(visit, peer_id, maddrs, role)
+    if refused is not None:
+        raise refused
     return sorted(infos, key=lambda info: info.peer_id)
 
 
@@ -188,11 +248,13 @@ class _ObserverEvents:
 
 
 @asynccontextmanager
-async def observer_links(transport: Transport, run_id: str, refusal: Refusal = no_refusal) -> AsyncIterator[Links]:
+async def observer_links(
+    transport: Transport, run_id: str, closed: ClosedRun | None = None, refusal: Refusal = no_refusal
+) -> AsyncIterator[Links]:
     """Links of an observer."""
     # The time distinguishes several observers with one identity.
     hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, ())
-    links = Links(transport, lambda: hello, _ObserverEvents(), refusal=refusal)
+    links = Links(transport, lambda: hello, _ObserverEvents(), closed=closed, refusal=refusal)
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)
         yield links

@@ -19,7 +19,8 @@ from msgspec import Meta
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
-from p2ptrain.protocol.links.links import TRAINER, Links
+from p2ptrain.protocol.links.handshake import TRAINER
+from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.wire.messages import MAX_MADDRS
 from p2ptrain.protocol.wire.transport import Directory, PeerId

@@ -18,8 +18,10 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.gossip import Gossip
+from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
-from p2ptrain.protocol.links.links import TRAINER, Links
+from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.node.requests import RequestServer
@@ -29,6 +31,7 @@ from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
 from p2ptrain.protocol.wire import messages
+from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 
@@ -55,6 +58,7 @@ class Node:
         peer_timeout_s: seconds without a message before a peer is considered lost.
         chosen: ids of the user's initial peers.
         pins: what the user knows of the run.
+        closed: the run and its key; None if the run is open.
         refusal: whom the user of this machine refuses, and why.
         errors: logs exceptions that cost no more than a link or an answer.
     """
@@ -78,6 +82,7 @@ class Node:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         chosen: Collection[PeerId] = (),
         pins: Pins = NO_PINS,
+        closed: ClosedRun | None = None,
         refusal: Refusal = no_refusal,
         errors: ErrorLog | None = None,
     ) -> None:
@@ -96,8 +101,10 @@ class Node:
         self._digest = run.digest
         self.state = exchange.new_state()
         self.links = Links(
-            transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, refusal=refusal, errors=errors
-        )
+            transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, closed=closed, refusal=refusal,
+            errors=errors,
+        )  # fmt: skip
+        directory = directory_of(directory, closed, self.peer_id)
         self.membership = Membership(self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng)
         prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(
@@ -229,8 +236,8 @@ class Node:
             case messages.Leave():
                 self.engine.context.liveness.note_departed(link.peer_id)
                 self.membership.forget(link.peer_id)
-            case messages.Hello():
-                raise WireError("a second Hello")
+            case messages.Hello() | messages.Challenge() | messages.Proof():
+                raise WireError("a second handshake")
             case _ if link.hello.role != TRAINER or not link.hello.digest:
                 if payload:  # observers only send requests
                     raise WireError(f"{type(message).__name__} of an observer")

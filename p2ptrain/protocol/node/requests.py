@@ -9,8 +9,8 @@ from collections.abc import Callable
 import trio
 
 from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
+from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import Link, Traffic
-from p2ptrain.protocol.links.links import TRAINER
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire import messages

@@ -30,11 +30,12 @@ Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Text = Annotated[str, Meta(max_length=MAX_STRING)]
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
+Mac = Annotated[bytes, Meta(max_length=32)]
 Maddrs = Annotated[tuple[Text, ...], Meta(max_length=MAX_MADDRS)]
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
 # A SHA-256, or empty where there is none.
 Hash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
-Proof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
+MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,13 +43,32 @@ class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Hello(_Struct, frozen=True):
-    """First frame of every stream. Observers send an empty digest and may only request settings and events."""
+    """First frame of every stream of an open run, and in a closed one the first after the proofs.
+
+    Observers send an empty digest and may only request settings and events.
+    """
 
     run_id: Text
     digest: Text
     incarnation: Text
     role: Text
     maddrs: Maddrs
+
+
+class Challenge(_Struct, frozen=True):
+    """First frame of every stream of a closed run, from both sides: asks the other to prove that it has the run key.
+
+    The dialler's `proof` is empty, the acceptor's answers the dialler's nonce.
+    """
+
+    nonce: Mac
+    proof: Mac
+
+
+class Proof(_Struct, frozen=True):
+    """Dialler to acceptor: answers the acceptor's nonce."""
+
+    proof: Mac
 
 
 class Beat(_Struct, frozen=True):
@@ -312,7 +332,7 @@ class Contribution(_Struct, frozen=True):
     start: Int
     stop: Int
     root: Hash
-    proof: Proof
+    proof: MerkleProof
 
 
 class Arrived(_Struct, frozen=True):
@@ -428,7 +448,7 @@ class Answer(_Struct, frozen=True):
 
 Message = (
     Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
-    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed | Accuse
+    | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed | Accuse | Challenge | Proof
 )  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.

@@ -120,6 +120,7 @@ def join(
     announce_maddrs: Sequence[str] = (),
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
     run_key: str | Path | None = None,
+    allow: str | Path | None = None,
     deny: str | Path | None = None,
     metrics: str | Path | None = None,
     prometheus: int | str | None = None,
@@ -155,6 +156,7 @@ def join(
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
         run_key: key file of a closed run, made by `p2ptrain key`; None: the run is open.
+        allow: file of the only peer ids to link with, one per line; read again when it changes.
         deny: file of peer ids to refuse, one per line; read again when it changes.
         metrics: file to append the metrics stream to.
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
@@ -205,7 +207,8 @@ def join(
                         initial_peers=tuple(initial_peers), founder=founder, anchor=anchor,
                         host_maddrs=tuple(host_maddrs),
                         announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
-                        peer_timeout_s=peer_timeout_s, deny=None if deny is None else str(deny),
+                        peer_timeout_s=peer_timeout_s, allow=None if allow is None else str(allow),
+                        deny=None if deny is None else str(deny),
                         run_key=None if run_key is None else str(run_key), key=key,
                     )
                 )

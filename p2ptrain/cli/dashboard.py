@@ -17,6 +17,7 @@ from p2ptrain.settings.table import Settings
     "run_id",
     "initial_peers",
     "run_key",
+    "identity",
     "host_maddrs",
     "startup_timeout_s",
     "peer_timeout_s",

@@ -16,7 +16,7 @@ from p2ptrain.settings.table import Settings
 WIDTH_OF_FILES = 160
 
 
-@settings_command("run_id", "initial_peers", "run_key", "host_maddrs", "startup_timeout_s")
+@settings_command("run_id", "initial_peers", "run_key", "identity", "host_maddrs", "startup_timeout_s")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run, with status, speed and addresses.

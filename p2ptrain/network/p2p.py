@@ -65,7 +65,7 @@ class LibP2P:
             directory: for the sockets.
             is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
-            refusal: why we do not relay for a peer, or None.
+            refusal: why we do not relay for a peer, and take no place at it, or None.
         """
         self.peer_id = identity.peer_id
         self.maddrs: list[str] = []
@@ -74,7 +74,7 @@ class LibP2P:
         self.control_path = str(directory / "p2pd.sock")
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
-        self._reservations = None if is_public else Reservations(self.control_path)
+        self._reservations = None if is_public else Reservations(self.control_path, refusal)
         self._relay = Relay(self.control_path, relay_peers, refusal) if is_public and relay_peers else None
         self._online = trio.Event()
         self._streams: set[DaemonSocket] = set()

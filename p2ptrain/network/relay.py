@@ -33,6 +33,8 @@ STOP = "/libp2p/circuit/relay/0.2.0/stop"
 # Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
 RESERVATION_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
+# How often a circuit asks whether its ends are still welcome; their list is read as often.
+ASK_REFUSAL_EVERY_S = 2.0
 # Requests and circuits at once; more are refused.
 MAX_STREAMS = 512
 
@@ -40,7 +42,8 @@ MAX_STREAMS = 512
 class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
-    No peer has more circuits than that. A peer for which `refusal` has a reason gets none; circuits that are open stay.
+    No peer has more circuits than that. A peer for which `refusal` has a reason gets none, and its
+    circuits end.
     """
 
     def __init__(self, control_path: str, max_reservations: int, refusal: Refusal) -> None:
@@ -120,11 +123,20 @@ class Relay:
                 await send_message(source, _status(Status.OK))
                 if read_ahead:
                     await source.send_all(read_ahead)
-                await _carry(source, stop)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._end_when_refused, source, stop, target)
+                    await _carry(source, stop)
+                    nursery.cancel_scope.cancel()
             finally:
                 await stop.aclose()
         finally:
             self._circuits -= Counter(ends)  # forgets those at zero
+
+    async def _end_when_refused(self, source: DaemonSocket, stop: DaemonSocket, target: str) -> None:
+        while self._refusal(source.remote) is None and self._refusal(target) is None:
+            await trio.sleep(ASK_REFUSAL_EVERY_S)
+        for stream in (source, stop):
+            stream.fail("its peer is refused")
 
     async def _ask_target(self, source: str, target: str) -> tuple[DaemonSocket, bytes]:
         """Ask a peer with a reservation to accept a circuit.

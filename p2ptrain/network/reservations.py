@@ -21,6 +21,7 @@ from p2ptrain.network.libp2p_pb2 import HopMessage, Status
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.relay import HOP
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
+from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,16 @@ MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
 
 class Reservations:
-    """This peer's reservations. `maddrs`: our addresses through them, without our peer id."""
+    """This peer's reservations, at relays for which `refusal` has no reason.
 
-    def __init__(self, control_path: str) -> None:
+    `maddrs`: our addresses through them, without our peer id.
+    """
+
+    def __init__(self, control_path: str, refusal: Refusal) -> None:
         self.maddrs: tuple[Multiaddr, ...] = ()
         self._control_path = control_path
+        self._refusal = refusal
+        self._told: set[str] = set()
         self._reserved: dict[str, str] = {}
         self._refused_until_s: dict[str, float] = {}
 
@@ -52,12 +58,17 @@ class Reservations:
         now = trio.current_time()
         self._refused_until_s = {relay: until_s for relay, until_s in self._refused_until_s.items() if until_s > now}
         candidates = {**self._reserved, **await self._public_peers()}
+        for relay in candidates:
+            if (reason := self._refusal(relay)) is not None and relay not in self._told:
+                self._told.add(relay)
+                logger.info("%s is not used as a relay: %s", relay, reason.replace("its", "this machine's"))
         kept: dict[str, str] = {}
         try:
             for relay, maddr in candidates.items():
                 if len(kept) == MAX_RELAYS:
                     break
-                if relay not in self._refused_until_s and await self._is_granted(relay):
+                refused = relay in self._refused_until_s or self._refusal(relay) is not None
+                if not refused and await self._is_granted(relay):
                     kept[relay] = maddr
         finally:
             self._reserved = kept

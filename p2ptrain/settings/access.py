@@ -1,4 +1,4 @@
-"""Which peers the user of this machine refuses: files of peer ids that are read again when they change.
+"""Which peers the user of this machine allows or refuses: files of peer ids that are read again when they change.
 
 `PeerIdFile` is one file. `Access` combines them into one decision, which links and relay ask about each peer.
 """
@@ -101,7 +101,8 @@ class Access:
 
     def __init__(self, config: NetworkConfig) -> None:
         self._deny = None if config.deny is None else PeerIdFile(config.deny, "--deny")
-        self._files = [file for file in (self._deny,) if file is not None]
+        self._allow = None if config.allow is None else PeerIdFile(config.allow, "--allow")
+        self._files = [file for file in (self._deny, self._allow) if file is not None]
 
     @property
     def has_files(self) -> bool:
@@ -112,6 +113,8 @@ class Access:
         """Why this machine has nothing to do with a peer; None if it is welcome. The peer may be told."""
         if self._deny is not None and peer_id in self._deny.ids:
             return "this peer is on its deny list"
+        if self._allow is not None and peer_id not in self._allow.ids:
+            return "this peer is not on its allow list"
         return None
 
     def refresh(self) -> None:

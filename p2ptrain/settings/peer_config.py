@@ -77,6 +77,9 @@ class NetworkConfig:
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "
         "address.")
+    allow: str | None = setting(None, metavar="FILE",
+        help="File of the only peer ids to link with, one per line.",
+        why="Everybody who knows the run, and its key if it has one, may link. The file is read again when it changes.")
     deny: str | None = setting(None, metavar="FILE",
         help="File of peer ids to refuse, one per line.",
         why="For peers that do harm: strikes expire after ten minutes, this list does not. It is read again when it "

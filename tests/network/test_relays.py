@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import libp2p_pb2, reservations
+from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.control import open_stream
+from p2ptrain.network.control import ask, open_stream
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
@@ -307,5 +308,61 @@ def test_what_is_no_request_is_refused_and_costs_the_relay_nothing(run: Run, loo
                 await stream.send_all(junk)
                 await stream.aclose()
             await dial(probe, other.peer_id, [circuit], 10)
+
+    run(main)
+
+
+@pytest.mark.processes
+def test_a_relay_with_an_allow_list_serves_its_members_and_ends_circuits_of_who_is_taken_off(
+    run: Run, loopback_is_the_internet: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("p2ptrain.network.host.READ_ACCESS_EVERY_S", 0.01)
+    monkeypatch.setattr("p2ptrain.network.relay.ASK_REFUSAL_EVERY_S", 0.01)
+    allow = tmp_path / "members.txt"
+    allow.write_text("# nobody yet\n", encoding="utf-8")
+
+    async def main() -> None:
+        async with open_relay(allow=str(allow)) as (relay, at), open_network(config(initial_peers=(at,))) as other:
+            places, carrier = other.transport._reservations, relay.transport._relay
+            assert places is not None
+            assert carrier is not None
+            assert not places.maddrs
+            with scratch_directory() as directory:
+                async with run_daemon(probe_flags(), directory / "probe.sock", 25) as probe:
+                    identify = p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY)
+                    told = await ask(probe.control_path, identify, 10)
+                    probe_id = PeerID(told.identify.id).to_base58()
+                    allow.write_text(f"{probe_id}\n{other.peer_id}\n", encoding="utf-8")
+                    while relay.access.refusal(probe_id) or relay.access.refusal(other.peer_id):
+                        await trio.sleep(0.01)
+                    places._refused_until_s.clear()
+                    await places.renew()
+                    circuit = f"{places.maddrs[0]}/p2p/{other.peer_id}"
+                    await dial(probe.control_path, other.peer_id, [circuit], 10)
+                    stream = await open_stream(probe.control_path, other.peer_id, PROTOCOL_NAME, 10)
+                    await stream.send_all(b"x")
+                    theirs = await other.transport.accept()
+                    assert await theirs.receive_some() == b"x"
+
+                    assert carrier._circuits[other.peer_id] == 1
+                    allow.write_text(f"{other.peer_id}\n", encoding="utf-8")
+                    while carrier._circuits:
+                        await trio.sleep(0.01)
+
+    run(main)
+
+
+@pytest.mark.processes
+def test_a_peer_takes_no_place_at_a_relay_that_it_does_not_allow(
+    run: Run, loopback_is_the_internet: None, tmp_path: Path
+) -> None:
+    allow = tmp_path / "members.txt"
+
+    async def main() -> None:
+        async with open_relay() as (relay, at):
+            for allowed in (True, False):
+                allow.write_text(f"{relay.peer_id}\n" if allowed else "", encoding="utf-8")
+                async with open_network(config(initial_peers=(at,), allow=str(allow))) as peer:
+                    assert any("p2p-circuit" in maddr for maddr in peer.maddrs) is allowed
 
     run(main)

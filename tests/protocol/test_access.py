@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.settings.access import Access
+from p2ptrain.settings.peer_config import NetworkConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 from tests.protocol.wiring import hello_of, start_endpoint, until
@@ -44,6 +47,32 @@ def test_a_refused_peer_is_neither_dialled_nor_accepted(caplog: pytest.LogCaptur
     run_virtual(main)
     (logged,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert logged == f"a refused the link: '{BANNED}'"
+
+
+def test_a_peer_that_is_taken_off_an_allow_list_loses_its_link_and_dials_in_vain(tmp_path: Path) -> None:
+    async def main() -> None:
+        ids = {name: f"Qm{44 * name}" for name in "abc"}
+        path = tmp_path / "members.txt"
+        path.write_text("\n".join(ids.values()), encoding="utf-8")
+        access = Access(NetworkConfig(allow=str(path)))
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            a = await start_endpoint(network, nursery, hello_of(ids["a"]), refusal=access.refusal)
+            b = await start_endpoint(network, nursery, hello_of(ids["b"]))
+            c = await start_endpoint(network, nursery, hello_of(ids["c"]))
+            await a.links.connect(ids["b"], [])
+            await c.links.connect(ids["a"], [])
+            path.write_text(ids["c"], encoding="utf-8")
+            access.refresh()
+            await until(lambda: set(a.links.live) == {ids["c"]}, within_s=3)
+            with pytest.raises(PeerLostError, match="this peer is not on its allow list"):
+                await b.links.connect(ids["a"], [])
+            with pytest.raises(PeerLostError, match="this peer is not on its allow list"):
+                await a.links.connect(ids["b"], [])
+            assert not a.links.strikes
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
 
 
 def test_a_peer_that_is_banned_loses_its_link_and_rounds_go_on() -> None:

@@ -101,3 +101,19 @@ def test_without_a_file_everybody_is_welcome() -> None:
     assert not access.has_files
     assert access.refusal(A) is None
     access.refresh()
+
+
+def test_an_allow_list_refuses_all_others_and_a_deny_list_goes_before_it(tmp_path: Path) -> None:
+    allow, deny = tmp_path / "allow", tmp_path / "deny"
+    deny_file(allow, f"{A}  # Ann\n{B}\n")
+    deny_file(deny, f"{B}\n")
+    access = Access(NetworkConfig(allow=str(allow), deny=str(deny)))
+    assert access.has_files
+    assert access.refusal(A) is None
+    assert access.refusal(B) == "this peer is on its deny list"
+    assert access.refusal("Qm" + 44 * "z") == "this peer is not on its allow list"
+    deny_file(allow, "# nobody\n")
+    access.refresh()
+    assert access.refusal(A) == "this peer is not on its allow list"
+    with pytest.raises(ConfigError, match=r"--allow .*missing.: No such file or directory; give a file"):
+        Access(NetworkConfig(allow=str(tmp_path / "missing")))

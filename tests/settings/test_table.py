@@ -64,6 +64,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "peer_timeout_s": ("4.5", 4.5),
     "relay_peers": ("0", 0),
     "run_key": ("friends.key", "friends.key"),
+    "allow": ("members.txt", "members.txt"),
     "deny": ("banned.txt", "banned.txt"),
     "write_addresses": ("addresses.txt", "addresses.txt"),
     "preset": ("diloco", "diloco"),
@@ -164,7 +165,7 @@ def test_an_unknown_variable_is_an_error_with_a_hint() -> None:
 def test_an_unknown_toml_key_is_an_error_with_a_hint(key: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key '{key}'; did you mean {hint}\?"):
         merge({}, {}, _toml(tmp_path / "c.toml", f"{key} = 5"))
-    with pytest.raises(ConfigError, match="unknown key 'qqqqqq'; known are: anchor, announce_maddrs, "):
+    with pytest.raises(ConfigError, match="unknown key 'qqqqqq'; known are: allow, anchor, announce_maddrs, "):
         merge({}, {}, _toml(tmp_path / "c.toml", "qqqqqq = 5"))
 
 

@@ -32,7 +32,8 @@ def bootstrap(settings: Settings) -> None:
         p2ptrain join --initial-peers /ip4/203.0.113.7/tcp/4001/p2p/Qm…
     """
     from p2ptrain.peer.session import NetworkSession
-    from p2ptrain.settings.initial_peers import join_line, write_addresses
+    from p2ptrain.protocol.membership.reachability import best_first
+    from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
     from p2ptrain.signals import stop_on_signals
     from p2ptrain.training.output_dir import make_directory
 
@@ -50,7 +51,11 @@ def bootstrap(settings: Settings) -> None:
         for maddr in session.network.maddrs:
             click.echo(f"listening on {maddr}")
         click.echo("peers join with:")
-        click.echo(join_line(session.network.maddrs, str(settings.values["run_id"])))
+        run_id = str(settings.values["run_id"])
+        click.echo(join_line(session.network.maddrs, run_id))
+        if (line := ticket_line(best_first(session.network.maddrs), run_id)) is not None:
+            click.echo("or with this ticket:")
+            click.echo(line)
         while not stop():
             if session.network.failure is not None:
                 raise session.network.failure

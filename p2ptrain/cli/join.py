@@ -22,17 +22,19 @@ SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAI
 
 @settings_command(*SETTINGS)
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
-def join(settings: Settings, plain: bool) -> None:
+@click.option("--share-key", is_flag=True, help="Put the run key into the printed ticket, which is then a secret.")
+def join(settings: Settings, plain: bool, share_key: bool) -> None:
     """Start a run or join one, and train.
 
-    Without --initial-peers a new run starts, and prints the command with which other machines join it. A peer that
-    joins adopts the run's settings, weights, step and learning rate. Ctrl-C leaves the run and writes a checkpoint;
-    the same command continues from it.
+    Without a ticket or --initial-peers a new run starts, and prints the command and the ticket with which other
+    machines join it. A peer that joins adopts the run's settings, weights, step and learning rate. Ctrl-C leaves the
+    run and writes a checkpoint; the same command continues from it.
 
     \b
     Start a run: a small GPT on the source code of Python's library:
         p2ptrain join
     Join it from another machine, on one CPU core:
+        p2ptrain join p2pt1… --threads 1
         p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --threads 1
     Start a run with your own text and model, for 10,000 steps:
         p2ptrain join --run-id novels --data texts/ --model mymodels:small_gpt --steps 10000
@@ -43,9 +45,9 @@ def join(settings: Settings, plain: bool) -> None:
     from p2ptrain.training.join import join_run
 
     if not plain and (console := _live_console()) is not None:
-        _join_live(settings, console)
+        _join_live(settings, console, share_key)
     else:
-        join_run(settings, say=_say, on_progress=lambda progress: _say(format_progress(progress)))
+        join_run(settings, say=_say, on_progress=lambda progress: _say(format_progress(progress)), share_key=share_key)
 
 
 def _live_console() -> Console | None:
@@ -60,13 +62,13 @@ def _live_console() -> Console | None:
     return console if is_worth_it(console, os.environ) else None
 
 
-def _join_live(settings: Settings, console: Console) -> None:
+def _join_live(settings: Settings, console: Console, share_key: bool) -> None:
     from p2ptrain.monitor.liveview import LiveView
     from p2ptrain.monitor.terminal import open_terminal
     from p2ptrain.settings.initial_peers import join_line
     from p2ptrain.training.join import join_run
 
-    view, run_key = LiveView(), settings.network_config().run_key
+    view, run_key = LiveView(), settings.network_config().key_file
     with open_terminal(console, view.drawing) as terminal:
         join_run(
             settings,
@@ -74,6 +76,7 @@ def _join_live(settings: Settings, console: Console) -> None:
             on_progress=lambda progress: None,  # the view shows it
             on_status=view.say_status,
             sinks=[view],
+            share_key=share_key,
             on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model, run_key)),
         )
 

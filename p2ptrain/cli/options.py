@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
 from p2ptrain.cli.completion import complete_files, complete_setting
 from p2ptrain.settings.table import SECTIONS, SETTINGS, merge
+from p2ptrain.settings.ticket import looks_like_ticket
 
 EVERY_WAY = (
     "Each setting can also come from an environment variable (P2PTRAIN_RUN_ID=novels) or from the TOML file given "
@@ -33,16 +35,39 @@ class SettingsCommand(click.Command):
                 formatter.write_dl(records)
 
 
+def _check_ticket(context: click.Context, parameter: click.Parameter, word: str | None) -> str | None:
+    """The ticket, or what `--initial-peers` takes. Raises UsageError on words that are nothing of this."""
+    if word is None or looks_like_ticket(word) or set(word) & set("/.") or Path(word).is_file():
+        return word
+    raise click.UsageError(f"{word!r} is not a ticket, an address or a file", context)
+
+
+def _warn_of_process_list(given: Sequence[str]) -> None:
+    if any(map(looks_like_ticket, given)):
+        click.echo(
+            "warning: the ticket holds the run key, and other users of this machine can see it in the list of "
+            "processes; put it into a file, and give the file instead",
+            err=True,
+        )
+
+
 def settings_command(*names: str) -> Callable[[Callable[..., None]], SettingsCommand]:
     """Make a command with `-c` and an option for each of these settings; its function is called with `settings`."""
 
     def decorate(function: Callable[..., None]) -> SettingsCommand:
         @functools.wraps(function)
-        def command(config_file: str | None, **given: Any) -> None:
+        def command(config_file: str | None, ticket: str | None = None, **given: Any) -> None:
             flags = {name: given.pop(name) for name in names}
-            function(merge(flags, os.environ, config_file), **given)
+            if ticket is not None:
+                flags["initial_peers"] = (ticket, *flags["initial_peers"])
+            settings = merge(flags, os.environ, config_file)
+            if settings.ticket is not None and settings.ticket.key is not None:
+                _warn_of_process_list(flags["initial_peers"])
+            function(settings, **given)
 
         decorated: Callable[..., None] = command
+        if "initial_peers" in names:
+            decorated = click.argument("ticket", required=False, metavar="[TICKET]", callback=_check_ticket)(decorated)
         for setting in reversed([SETTINGS[name] for name in names]):
             # Values stay text here: `merge` converts and checks the values of all sources.
             decorated = click.option(

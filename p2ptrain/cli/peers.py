@@ -28,7 +28,7 @@ def peers(settings: Settings, as_json: bool) -> None:
     """
     network = settings.network_config()
     if not network.initial_peers:
-        raise ConfigError("--initial-peers is required; give the address of a peer of the run")
+        raise ConfigError("--initial-peers is required; give the address of a peer of the run, or a ticket")
     from p2ptrain.peer.session import NetworkSession
 
     run_id = str(settings.values["run_id"])

@@ -13,9 +13,12 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.run_key import RunKey
+from p2ptrain.settings.ticket import Ticket, looks_like_ticket, parse_ticket, ticket_text
 
 EXAMPLE = "/ip4/192.168.1.5/tcp/4001/p2p/Qm…"
 _TRANSPORT = re.compile(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr|unix)/")
+MAX_TICKET_FILE_BYTES = 8192
 _LOOPBACK = re.compile(r"/ip4/127\.|/ip6/::1/")
 
 
@@ -34,6 +37,42 @@ def read_initial_peers(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(addresses))
 
 
+def expand_ticket(given: Sequence[str]) -> tuple[tuple[str, ...], Ticket | None]:
+    """Replace a ticket by its addresses, whether it was given itself or as a file that holds it.
+
+    Returns the initial peers, and the ticket or None. Raises ConfigError if a ticket is damaged, or if there are two.
+    """
+    addresses: list[str] = []
+    found: Ticket | None = None
+    for item in given:
+        word = item if looks_like_ticket(item) else _ticket_in(item)
+        if word is None:
+            addresses.append(item)
+            continue
+        try:
+            ticket = parse_ticket(word)
+        except ConfigError as error:
+            raise error if word is item else ConfigError(f"{item}: {error}") from None
+        if found not in (None, ticket):
+            raise ConfigError("two tickets were given: give one")
+        found = ticket
+        addresses += ticket.addresses
+    return tuple(addresses), found
+
+
+def _ticket_in(name: str) -> str | None:
+    """The ticket in a file; None if it holds anything else, which `read_initial_peers` reads later."""
+    if _TRANSPORT.match(name) or "/p2p/" in name:
+        return None
+    try:
+        with Path(name).open("rb") as file:
+            lines = file.read(MAX_TICKET_FILE_BYTES).decode().splitlines()
+    except (OSError, ValueError):
+        return None
+    words = [word for line in lines for word in line.partition("#")[0].split()]
+    return words[0] if len(words) == 1 and looks_like_ticket(words[0]) else None
+
+
 def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
     """Atomically write a file for `--initial-peers FILE`. Raises ConfigError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -43,6 +82,29 @@ def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
         os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(f"--write-addresses {path}: {error.strerror}; give a writable file") from error
+
+
+def ticket_line(
+    maddrs: Sequence[str], run_id: str, model: str = "", *, founder: str = "", run_key: str | None = None,
+    shared: RunKey | None = None,
+) -> str | None:  # fmt: skip
+    """The command that joins with a ticket; None if no address fits into one.
+
+    Args:
+        maddrs: addresses of this peer, the best first.
+        founder: peer id of the run's founder, if it is known.
+        run_key: the key file of a closed run, as this machine names it.
+        shared: the run key, if the ticket is to hold it.
+    """
+    word = ticket_text(Ticket(run_id, tuple(maddrs), founder, shared))
+    if word is None:
+        return None
+    words = ["p2ptrain", "join", word]
+    if run_key is not None and shared is None:
+        words += ["--run-key", run_key]
+    if ":" in model:
+        words += ["--model", model]
+    return shlex.join(words)
 
 
 def join_line(maddrs: Sequence[str], run_id: str, model: str = "", run_key: str | None = None) -> str:

@@ -97,6 +97,11 @@ class NetworkConfig:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    @property
+    def key_file(self) -> str | None:
+        """The name of the run key's file for a command; some name if the key came with a ticket."""
+        return self.run_key or ("FILE" if self.key is not None else None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PageConfig:

@@ -15,11 +15,12 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig, resolve_run
-from p2ptrain.settings.initial_peers import read_initial_peers
+from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import read_key
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
+from p2ptrain.settings.ticket import Ticket
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
@@ -47,10 +48,12 @@ class Settings:
     Attributes:
         values: every setting of the table, by name.
         sources: source of each value: "default", "preset NAME", a flag, a variable, or "FILE: key".
+        ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
     """
 
     values: Mapping[str, Value]
     sources: Mapping[str, str]
+    ticket: Ticket | None = None
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
@@ -84,6 +87,13 @@ class Settings:
         values = self._fields(NETWORK_SETTINGS)
         values["initial_peers"] = read_initial_peers(values["initial_peers"])
         key = None if values["run_key"] is None else read_key(Path(values["run_key"]).expanduser())
+        if self.ticket is not None and self.ticket.key is not None:
+            if key not in (None, self.ticket.key):
+                raise ConfigError(
+                    f"--run-key {values['run_key']}: is not the key in the ticket; leave --run-key out, or ask for a "
+                    "ticket of the same run"
+                )
+            key = self.ticket.key
         return NetworkConfig(**values, key=key)
 
     def peer_config(self) -> PeerConfig:
@@ -135,7 +145,28 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
         for name, value in PRESETS[str(preset)].items():
             if sources[name] == DEFAULT:
                 values[name], sources[name] = value, f"{PRESET} {preset}"
-    return Settings(values, sources)
+    return Settings(values, sources, _use_ticket(values, sources))
+
+
+def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | None:
+    """Replace a ticket among the initial peers by what it holds. Raises ConfigError."""
+    given = values["initial_peers"]
+    assert isinstance(given, tuple)
+    addresses, ticket = expand_ticket(given)
+    if ticket is None:
+        return None
+    source = sources["initial_peers"]
+    values["initial_peers"] = addresses
+    if sources["run_id"] not in (DEFAULT, source) and values["run_id"] != ticket.run_id:
+        raise ConfigError(
+            f"{sources['run_id']}: {shortened(values['run_id'])} is not the run of the ticket, "
+            f"{shortened(ticket.run_id)}; leave it out, or give another ticket"
+        )
+    values["run_id"], sources["run_id"] = ticket.run_id, source
+    # The setting that refuses runs of other founders.
+    if ticket.founder and "founder" in values and sources["founder"] == DEFAULT:
+        values["founder"], sources["founder"] = ticket.founder, source
+    return ticket
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

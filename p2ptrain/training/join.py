@@ -19,8 +19,9 @@ from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError, Unre
 from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
+from p2ptrain.protocol.membership.reachability import best_first
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.initial_peers import join_line, write_addresses
+from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import stop_on_signals
@@ -54,6 +55,7 @@ def join_run(
     on_status: Callable[[str], None] | None = None,
     sinks: Sequence[Sink] = (),
     on_peer: Callable[[Peer], None] = lambda peer: None,
+    share_key: bool = False,
 ) -> None:
     """Take part in a run; blocks until it ends or the user stops it. Only for the main thread (signal handlers).
 
@@ -64,12 +66,15 @@ def join_run(
         on_status: called with what the peer is doing while it joins; None: `say`.
         sinks: receive the peer's events, as its metrics file does.
         on_peer: called with the peer once it has joined the run.
+        share_key: put the run key into the ticket that is printed.
 
     Raises:
         ConfigError: a setting cannot work, or the network side of this peer failed during training.
     """
     config = settings.peer_config()
     run_id = str(settings.values["run_id"])
+    if share_key and config.network.key is None:
+        raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
@@ -147,7 +152,9 @@ def join_run(
         for maddr in peer.maddrs:
             say(f"listening on {maddr}")
         say("other peers join with:")
-        say(join_line(peer.maddrs, run_id, run.model, config.network.run_key))
+        say(join_line(peer.maddrs, run_id, run.model, config.network.key_file))
+        founder = str(settings.values.get("founder") or (peer.peer_id if peer.founded else ""))
+        _say_ticket(peer, run, config.network, founder, share_key, say)
         saved = None  # free it: gigabytes for a large model
 
         def progressed(progress: TrainingProgress) -> None:
@@ -158,6 +165,19 @@ def join_run(
         hint = f"try: p2ptrain generate {out}" if reason == "finished" else "run the same command again to continue"
         is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
         say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
+
+
+def _say_ticket(
+    peer: Peer, run: RunConfig, network: NetworkConfig, founder: str, share_key: bool, say: Callable[[str], None]
+) -> None:
+    shared = network.key if share_key else None
+    line = ticket_line(
+        best_first(peer.maddrs), run.run_id, run.model, founder=founder, run_key=network.key_file, shared=shared
+    )
+    if line is not None:
+        note = "; it holds the run key: whoever has it can join, so send it over a safe channel" if shared else ""
+        say(f"or with this ticket{note}:")
+        say(line)
 
 
 def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Callable[[str], None]) -> None:

@@ -42,6 +42,21 @@ def is_public(maddrs: Iterable[str]) -> bool:
     return any(scope_of(maddr) is Scope.PUBLIC for maddr in maddrs)
 
 
+def best_first(maddrs: Iterable[str]) -> list[str]:
+    """Addresses for peers that may be anywhere: public ones, relayed ones, then those of our networks.
+
+    Loopback addresses only if there are no others.
+    """
+
+    def rank(maddr: str) -> int:
+        if is_relayed(maddr):
+            return 1
+        return {Scope.PUBLIC: 0, Scope.NETWORK: 2, Scope.MACHINE: 3}[scope_of(maddr)]
+
+    found = sorted(maddrs, key=rank)
+    return [maddr for maddr in found if scope_of(maddr) is not Scope.MACHINE] or found
+
+
 def worth_dialling(own: Iterable[str], theirs: Iterable[str]) -> bool:
     """Whether a peer with addresses `own` may reach one with addresses `theirs`.
 

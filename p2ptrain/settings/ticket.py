@@ -1,0 +1,238 @@
+"""Tickets: one word that holds what a peer needs to join a run.
+
+`p2pt1` and the base32 form of: flags, the run id, the run key if it is shared, the peer ids, and the addresses, in
+which peer ids are numbers; then a checksum. A ticket for one address has about 100 characters. A ticket that holds the
+key is a secret; messages about tickets never show them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RUN_ID
+from p2ptrain.settings.run_key import CHECKSUM_BYTES, SECRET_BYTES, RunKey, base32, checksum, from_base32
+
+PREFIX = "p2pt1"
+# More do not help: a joining peer asks the first that answers for the others.
+MAX_ADDRESSES = 6
+MAX_IDS = 16
+# All addresses of a ticket together; those that do not fit are left out.
+MAX_ADDRESS_BYTES = 1024
+# With the longest run id, and all ids.
+MAX_CHARS = 4400
+_HAS_KEY, _HAS_FOUNDER = 1, 2
+_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+# Base32 has neither 0, 1, 8 nor 9; the digits 2 to 7 after the version cannot be told from it, so it has one digit.
+_VERSION = re.compile(r"p2pt(\d)", re.IGNORECASE)
+# The parts of an address, by their numbers in a ticket; never renumber. With an IP address, a port, a name, a peer id,
+# or with nothing.
+_IPS = {1: ("ip4", 4), 2: ("ip6", 16)}
+_PORTS = {3: "tcp", 4: "udp"}
+_NAMES = {5: "dns", 6: "dns4", 7: "dns6", 8: "dnsaddr"}
+_IDS = {9: "p2p"}
+_BARE = {10: "p2p-circuit", 11: "quic", 12: "quic-v1", 13: "ws", 14: "wss"}
+_CODES = {name: code for table in (_PORTS, _NAMES, _IDS, _BARE) for code, name in table.items()} | {"ip4": 1, "ip6": 2}
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The content of a ticket.
+
+    Attributes:
+        addresses: multiaddrs that end in the peer id, the best first.
+        founder: the peer id of the run's founder; "" if it is not known.
+        key: the run key, if the run is closed and the ticket shares it.
+    """
+
+    run_id: str
+    addresses: tuple[str, ...]
+    founder: str = ""
+    key: RunKey | None = None
+
+
+def ticket_text(ticket: Ticket) -> str | None:
+    """The ticket as one word; None if it has no address of a form that fits into tickets. Others are left out."""
+    ids: list[str] = []
+    addresses: list[bytes] = []
+    for address in ticket.addresses:
+        encoded = _encode_address(address, ids) if len(addresses) < MAX_ADDRESSES else None
+        if encoded is not None and sum(map(len, (*addresses, encoded))) <= MAX_ADDRESS_BYTES:
+            addresses.append(encoded)
+    if not addresses:
+        return None
+    founder = _number_of(ticket.founder, ids) if ticket.founder else None
+    flags = (_HAS_KEY if ticket.key else 0) | (_HAS_FOUNDER if founder is not None else 0)
+    run_id = ticket.run_id.encode()
+    body = bytes([flags]) + len(run_id).to_bytes(2, "big") + run_id
+    body += ticket.key.secret if ticket.key else b""
+    body += bytes([len(ids)]) + b"".join(_sized(from_base58(peer_id)) for peer_id in ids)
+    body += b"" if founder is None else bytes([founder])
+    body += bytes([len(addresses)]) + b"".join(addresses)
+    return PREFIX + base32(body + checksum(PREFIX, body))
+
+
+def looks_like_ticket(word: str) -> bool:
+    """Whether a value of `--initial-peers` is meant as a ticket, whole or not, and not as an address or a file."""
+    return word.lower().startswith("p2pt") and not set(word) & set("/.\\")
+
+
+def parse_ticket(word: str) -> Ticket:
+    """Read `ticket_text`. Raises ConfigError, which never shows the word."""
+    word = word.strip()
+    version = _VERSION.match(word)
+    if version is not None and version[1] != "1":
+        raise ConfigError(
+            f"the ticket is of version {version[1]}, and this p2ptrain reads version 1: update p2ptrain, or use "
+            "--initial-peers"
+        )
+    if not word.lower().startswith(PREFIX):
+        raise ConfigError(f"a ticket begins with {PREFIX}; copy the whole word")
+    data = from_base32(word[len(PREFIX) :]) if len(word) <= MAX_CHARS else None
+    if data is None or data[-CHECKSUM_BYTES:] != checksum(PREFIX, data[:-CHECKSUM_BYTES]):
+        raise ConfigError(
+            f"the ticket is mistyped or cut (it has {len(word)} characters): copy the whole word that the other peer "
+            "printed"
+        )
+    try:
+        return _decode(_Bytes(data[:-CHECKSUM_BYTES]))
+    except (ValueError, IndexError):
+        raise ConfigError("the ticket is malformed: ask for a new one, or use --initial-peers") from None
+
+
+class _Bytes:
+    """Takes values from the front of some bytes. Raises ValueError at their end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def take(self, count: int) -> bytes:
+        if count > len(self._data):
+            raise ValueError("too short")
+        taken, self._data = self._data[:count], self._data[count:]
+        return taken
+
+    def number(self) -> int:
+        return self.take(1)[0]
+
+    def sized(self) -> bytes:
+        return self.take(self.number())
+
+    def end(self) -> None:
+        if self._data:
+            raise ValueError("too long")
+
+
+def _decode(data: _Bytes) -> Ticket:
+    flags = data.number()
+    run_id = data.take(int.from_bytes(data.take(2), "big")).decode()
+    if flags & ~(_HAS_KEY | _HAS_FOUNDER) or not RUN_ID.fits(run_id):
+        raise ValueError("flags or run id")
+    key = RunKey(data.take(SECRET_BYTES)) if flags & _HAS_KEY else None
+    ids = _list(data, MAX_IDS, lambda: to_base58(data.sized()))
+    founder = ids[data.number()] if flags & _HAS_FOUNDER else ""
+    addresses = _list(data, MAX_ADDRESSES, lambda: _decode_address(data, ids))
+    data.end()
+    return Ticket(run_id, tuple(addresses), founder, key)
+
+
+def _list(data: _Bytes, most: int, item: Callable[[], str]) -> list[str]:
+    count = data.number()
+    if not 0 < count <= most:
+        raise ValueError("number of items")
+    return [item() for _ in range(count)]
+
+
+def _encode_address(address: str, ids: list[str]) -> bytes | None:
+    """The address with its peer ids replaced by their numbers in `ids`, which takes new ones; None if it has none."""
+    parts = address.split("/")[1:]
+    known = list(ids)
+    encoded, count = b"", 0
+    try:
+        while parts:
+            name = parts.pop(0)
+            code = _CODES[name]
+            value = b"" if code in _BARE else _encode_value(code, parts.pop(0), known)
+            encoded, count = encoded + bytes([code]) + value, count + 1
+    except (KeyError, IndexError, ValueError, OverflowError):
+        return None
+    if len(known) > MAX_IDS or count > 255 or not address.rpartition("/p2p/")[1]:
+        return None
+    ids[:] = known
+    return bytes([count]) + encoded
+
+
+def _encode_value(code: int, text: str, ids: list[str]) -> bytes:
+    if code in _IPS:
+        packed = ipaddress.ip_address(text).packed
+        if len(packed) != _IPS[code][1]:
+            raise ValueError("an address of the other family")
+        return packed
+    if code in _PORTS:
+        return int(text).to_bytes(2, "big")
+    if code in _NAMES:
+        return _sized(text.encode())
+    return bytes([_number_of(text, ids)])
+
+
+def _decode_address(data: _Bytes, ids: Sequence[str]) -> str:
+    parts: list[str] = []
+    for _ in range(data.number()):
+        code = data.number()
+        if code in _IPS:
+            name, size = _IPS[code]
+            parts += [name, str(ipaddress.ip_address(data.take(size)))]
+        elif code in _PORTS:
+            parts += [_PORTS[code], str(int.from_bytes(data.take(2), "big"))]
+        elif code in _NAMES:
+            name = data.sized().decode()
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+                raise ValueError("host name")
+            parts += [_NAMES[code], name]
+        elif code in _IDS:
+            parts += [_IDS[code], ids[data.number()]]
+        elif code in _BARE:
+            parts.append(_BARE[code])
+        else:
+            raise ValueError("part of an address")
+    if parts[-2:-1] != ["p2p"]:
+        raise ValueError("no peer id at the end")
+    return "/" + "/".join(parts)
+
+
+def _number_of(peer_id: str, ids: list[str]) -> int:
+    if peer_id not in ids:
+        from_base58(peer_id)  # raises ValueError
+        ids.append(peer_id)
+    return ids.index(peer_id)
+
+
+def _sized(data: bytes) -> bytes:
+    if len(data) > 255:
+        raise ValueError("too long for a ticket")
+    return bytes([len(data)]) + data
+
+
+def from_base58(text: str) -> bytes:
+    """Bytes of a base58 text (Bitcoin's alphabet), as peer ids are written. Raises ValueError."""
+    number = 0
+    for letter in text:
+        number = number * 58 + _BASE58.index(letter)
+    data = number.to_bytes((number.bit_length() + 7) // 8, "big")
+    data = bytes(len(text) - len(text.lstrip("1"))) + data
+    if not 0 < len(data) <= 64:
+        raise ValueError("not a peer id")
+    return data
+
+
+def to_base58(data: bytes) -> str:
+    if not 0 < len(data) <= 64:
+        raise ValueError("not a peer id")
+    number, text = int.from_bytes(data, "big"), ""
+    while number:
+        number, digit = divmod(number, 58)
+        text = _BASE58[digit] + text
+    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text

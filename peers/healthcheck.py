@@ -36,11 +36,11 @@ def answers(port: int) -> bool:
 
 
 def serves(port: int) -> bool:
-    """Whether a page is served on a port of this container."""
+    """Whether a page is served on a port of this container; it may ask for its token."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", "/")
-        return connection.getresponse().status == http.HTTPStatus.OK
+        return connection.getresponse().status in (http.HTTPStatus.OK, http.HTTPStatus.UNAUTHORIZED)
     except (OSError, http.client.HTTPException):
         return False
     finally:

@@ -29,9 +29,10 @@ def parse_endpoint(endpoint: str) -> tuple[str, int] | None:
 
 
 PORT = Rule("from 0 to 65535 (0: any free one)", lambda port: type(port) is int and 0 <= port <= MAX_PORT, example=8080)
-ENDPOINT = text(
+ENDPOINT = Rule(
     "PORT or HOST:PORT, such as 9100 or 0.0.0.0:9100, with a port from 0 to 65535",
-    lambda endpoint: parse_endpoint(endpoint) is not None,
+    lambda endpoint: isinstance(endpoint, str) and parse_endpoint(endpoint) is not None,
+    is_int_allowed=True,
 )
 PEER_ID = text(
     "a peer id, as `p2ptrain peers` shows it",
@@ -110,7 +111,7 @@ class PageConfig:
     # fmt: off
     host: str = setting(LOOPBACK, metavar="ADDRESS",
         help="Address to serve the page on; 0.0.0.0 for all networks.",
-        why="Anyone who can reach the page can see the run, so other machines are not allowed by default.")
+        why="Other machines are not allowed by default. Beyond this machine the page needs the token that is printed.")
     port: int = setting(8080, PORT, metavar="PORT",
         help="Port to serve the page on; 0 for any free one.",
         why="A usual port for local pages.")
@@ -169,8 +170,8 @@ class PeerConfig:
     checkpoint_minutes: float = setting(10.0, POSITIVE, metavar="MINUTES",
         help="Minutes between two checkpoints.",
         why="A guess: a swarm keeps the weights anyway, so one peer risks little. One more is written at the end.")
-    dashboard: int | None = setting(None, PORT, metavar="PORT",
-        help="Serve the run's dashboard on this port, for this machine's browsers.",
+    dashboard: str | None = setting(None, ENDPOINT, metavar="[HOST:]PORT",
+        help=f"Serve the run's dashboard there; HOST defaults to {LOOPBACK}.",
         why="No port is opened by default.")
     # fmt: on
 

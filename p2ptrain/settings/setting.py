@@ -26,12 +26,17 @@ Value = str | int | float | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Rule:
-    """A check of a value, and its text for messages. `choices`: allowed texts, if few; `example`: a valid number."""
+    """A check of a value, and its text for messages.
+
+    `choices`: allowed texts, if few; `example`: a valid number; `is_int_allowed`: of texts, whether TOML may have a
+    number instead.
+    """
 
     text: str
     fits: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
     example: int = 200
+    is_int_allowed: bool = False
 
 
 def count(least: int, note: str = "") -> Rule:
@@ -97,6 +102,8 @@ class Setting:
 
     def parse(self, given: object, origin: str) -> Value:
         """Convert the value of a flag, variable or TOML key, and check its rule. Raises ConfigError naming `origin`."""
+        if type(given) is int and self.rule is not None and self.rule.is_int_allowed:
+            given = str(given) if 0 <= given < 10**6 else given
         value = _convert(given, self.kind, origin, self.rule.example if self.rule else Rule.example)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")

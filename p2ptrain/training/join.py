@@ -22,7 +22,7 @@ from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.membership.reachability import best_first
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
-from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.peer_config import NetworkConfig, parse_endpoint
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training import checkpoint
@@ -180,14 +180,17 @@ def _say_ticket(
         say(line)
 
 
-def _show(stack: ExitStack, peer: Peer, port: int, settings: Settings, say: Callable[[str], None]) -> None:
+def _show(stack: ExitStack, peer: Peer, endpoint: str, settings: Settings, say: Callable[[str], None]) -> None:
     """Serve this peer's dashboard until `stack` is closed."""
     from p2ptrain.monitor.dashboard.page_state import PageState
     from p2ptrain.monitor.dashboard.server import showing
 
     watch = peer.watch()
     stack.callback(watch.stop)
-    page = dataclasses.replace(settings.page_config(), port=port)
+    page, parsed = settings.page_config(), parse_endpoint(endpoint)
+    assert parsed is not None
+    host, port = parsed
+    page = dataclasses.replace(page, host=host if ":" in endpoint else page.host, port=port)
     say(f"the run is shown at {stack.enter_context(showing(PageState(peer.run.run_id, watch), page))}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -90,8 +91,12 @@ class Demo:
         """The newest of what the page in the browser is told under a name: "run", "overview" …"""
         (container,) = self.containers("dashboard")
         address = self.docker("port", container, "8080/tcp").splitlines()[0]
+        # The page prints its address with a token, which a new container changes.
+        shown = re.findall(r"is shown at http://\S*/\?(token=\S+)", self.docker("logs", container))
+        if not shown:
+            raise CheckFailedError("the page has not printed its address with a token")
         try:
-            with urllib.request.urlopen(f"http://{address}/api/state", timeout=PAGE_TIMEOUT_S) as stream:
+            with urllib.request.urlopen(f"http://{address}/api/state?{shown[-1]}", timeout=PAGE_TIMEOUT_S) as stream:
                 for line in stream:
                     if line == f"event: {name}\n".encode():
                         told: dict[str, Any] = json.loads(stream.readline().removeprefix(b"data: "))

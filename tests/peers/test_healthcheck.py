@@ -69,7 +69,13 @@ def test_nothing_listens() -> None:
 
 @pytest.mark.parametrize(
     ("greeting", "is_page"),
-    [(b"HTTP/1.1 200 OK\r\n\r\n", True), (b"HTTP/1.1 500 Oh\r\n\r\n", False), (MULTISTREAM, False), (b"", False)],
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", True),
+        (b"HTTP/1.1 401 No\r\n\r\n", True),
+        (b"HTTP/1.1 500 Oh\r\n\r\n", False),
+        (MULTISTREAM, False),
+        (b"", False),
+    ],
 )
 def test_a_page_is_served(greeting: bytes, is_page: bool) -> None:
     with _server(greeting) as port:

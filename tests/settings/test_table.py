@@ -12,7 +12,7 @@ from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
+from p2ptrain.settings.peer_config import ENDPOINT, NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
@@ -80,7 +80,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "shard": ("6", 6),
     "eval_every": ("11", 11),
     "checkpoint_minutes": ("2.5", 2.5),
-    "dashboard": ("8081", 8081),
+    "dashboard": ("0.0.0.0:8081", "0.0.0.0:8081"),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("8082", 8082),
     "page_names": ("workshop", ("workshop",)),
@@ -197,13 +197,22 @@ def test_an_odd_file_is_refused_with_its_name_and_in_short(line: str, message: s
     assert len(str(caught.value)) < 500
 
 
+def test_an_endpoint_in_toml_may_be_a_number(tmp_path: Path) -> None:
+    for name in ("dashboard", "prometheus"):
+        assert merge({}, {}, _toml(tmp_path / "c.toml", f"{name} = 8081")).values[name] == "8081"
+        for wrong in ("-1", "65536", "true", "9999999"):
+            with pytest.raises(ConfigError, match=f"c.toml: {name}: "):
+                merge({}, {}, _toml(tmp_path / "c.toml", f"{name} = {wrong}"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("lr", "fast", "--lr: 'fast' is not a number, such as 0.003"),
         ("lr", "-1", "--lr: -1.0 must be a finite number above 0"),
         ("steps", "1.5", "--steps: '1.5' is not a whole number, such as 200"),
-        ("dashboard", "abc", "--dashboard: 'abc' is not a whole number, such as 8080"),
+        ("dashboard", "[::1", f"--dashboard: '[::1' must be {ENDPOINT.text}"),
+        ("dashboard", "abc", f"--dashboard: 'abc' must be {ENDPOINT.text}"),
         ("steps", "-3", "--steps: -3 must be a whole number, 0 or more (0: the run has no end)"),
         ("round_codec", "int3", "--round-codec: 'int3' must be one of int8, int4, fp16, none, topk"),
     ],

@@ -1,7 +1,9 @@
 """Serves the page with uvicorn: static files, curves on request, all other state as server-sent events.
 
 It is read-only and loads nothing from other hosts. It answers requests for addresses of this machine, but not for
-unknown host names: otherwise a foreign web page could read it (DNS rebinding).
+unknown host names: otherwise a foreign web page could read it (DNS rebinding). Where other machines can reach it, it
+answers only browsers that have its token: the address that `showing` gives holds it, and the first request turns it
+into a cookie.
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import anyio
 import uvicorn
@@ -22,12 +27,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.dashboard.connections import Connections
 from p2ptrain.monitor.dashboard.curves import RANGES
 from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.settings.peer_config import PageConfig
@@ -36,9 +42,9 @@ STATIC = Path(__file__).parent / "static"
 LOOK_S = 0.25
 # Interval of keep-alive comments, which reveal dead connections.
 ALIVE_S = 15.0
-# Bounds on concurrent event streams, and on connections: a browser opens a few.
+# Bound on concurrent event streams; `connections` has that on connections.
 MOST_STREAMS = 32
-MOST_CONNECTIONS = 200
+TOKEN_BYTES = 16
 STOP_S = 3.0
 HEADERS = {
     "content-security-policy": (
@@ -56,16 +62,19 @@ HEADERS = {
 
 @contextmanager
 def showing(state: PageState, page: PageConfig) -> Iterator[str]:
-    """Serve the page until the block ends. Yields its address.
+    """Serve the page until the block ends. Yields its address, with a token if other machines can reach it.
 
     Raises:
         ConfigError: the port is in use, or the address does not belong to this machine.
     """
     state.refresh()
     with _listen(page) as listener:
+        address, port = listener.getsockname()[:2]
+        token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(TOKEN_BYTES)
+        key = None if token is None else _Key(token, f"p2ptrain_{port}")
         config = uvicorn.Config(
-            make_app(state, (page.host, *page.page_names)), log_config=None, access_log=False, lifespan="off",
-            ws="none", limit_concurrency=MOST_CONNECTIONS, server_header=False, timeout_graceful_shutdown=1,
+            make_app(state, (page.host, *page.page_names), key), log_config=None, access_log=False, lifespan="off",
+            ws="none", http=cast(Any, Connections().protocol), server_header=False, timeout_graceful_shutdown=1,
         )  # fmt: skip
         server = uvicorn.Server(config)
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
@@ -76,7 +85,7 @@ def showing(state: PageState, page: PageConfig) -> Iterator[str]:
         for thread in threads:
             thread.start()
         try:
-            yield f"http://{_shown_host(page.host)}:{listener.getsockname()[1]}/"
+            yield f"http://{_shown_host(page.host)}:{port}/" + (f"?token={token}" if token else "")
         finally:
             state.closing.set()
             server.should_exit = True
@@ -110,8 +119,25 @@ def _shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
-    """The application that shows `page_state`; `names` are host names to accept besides localhost and addresses."""
+@dataclass(frozen=True)
+class _Key:
+    """What a browser needs: the token, and the cookie that holds it. Cookies are shared by the ports of a host."""
+
+    token: str
+    cookie: str
+
+    def opens(self, given: str) -> bool:
+        """Whether it is the token. Takes the same time for all wrong ones."""
+        return secrets.compare_digest(given.encode(), self.token.encode())
+
+
+def make_app(page_state: PageState, names: Sequence[str], key: _Key | None = None) -> Starlette:
+    """The application that shows `page_state`.
+
+    Args:
+        names: host names to accept besides localhost and addresses.
+        key: what browsers must have; None: nothing.
+    """
     streams = anyio.CapacityLimiter(MOST_STREAMS)
 
     async def index(_: Request) -> Response:
@@ -136,7 +162,7 @@ def make_app(page_state: PageState, names: Sequence[str]) -> Starlette:
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
-            Middleware(_Guard, names=frozenset(name.lower() for name in names)),
+            Middleware(_Guard, names=frozenset(name.lower() for name in names), key=key),
             Middleware(GZipMiddleware, minimum_size=1000, compresslevel=5),
         ],
     )
@@ -157,11 +183,15 @@ async def _stream(page_state: PageState, streams: anyio.CapacityLimiter) -> Asyn
 
 
 class _Guard:
-    """Accepts only requests for an address, localhost or an allowed host name, and adds HEADERS to every response."""
+    """Accepts only requests for an address, localhost or an allowed host name, and with the key if there is one.
 
-    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
+    Adds HEADERS to every response.
+    """
+
+    def __init__(self, app: ASGIApp, names: frozenset[str], key: _Key | None) -> None:
         self._app = app
         self._names = names
+        self._key = key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -176,7 +206,26 @@ class _Guard:
                 "with --page-names NAME.\n",
                 403,
             )
+        elif scope["type"] == "http" and self._key is not None:
+            answer = _unlocked(Request(scope), self._key, self._app)
         await answer(scope, receive, send_with_headers)
+
+
+def _unlocked(request: Request, key: _Key, app: ASGIApp) -> ASGIApp:
+    """The answer to a request for a page that needs a key."""
+    if key.opens(request.cookies.get(key.cookie, "")):
+        return app
+    if not key.opens(request.query_params.get("token", "")):
+        return PlainTextResponse(
+            "This page needs a token. Open the whole address that p2ptrain printed; it ends in ?token=….\n", 401
+        )
+    if request.url.path != "/":
+        return app
+    # To an address without the token, so that it is not in the history or in copied addresses. Lax, not strict: the
+    # address may be opened from a page of another site, such as a messenger.
+    opened = RedirectResponse("/", 303)
+    opened.set_cookie(key.cookie, key.token, httponly=True, samesite="lax")
+    return opened
 
 
 def is_known_host(host: str, names: frozenset[str]) -> bool:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.dashboard.connections import MOST_CONNECTIONS
 from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.monitor.dashboard.server import HEADERS, STATIC, is_known_host, showing
 from p2ptrain.protocol.event_log.observer import View
@@ -163,6 +164,120 @@ def test_a_page_without_a_connection_shows_why() -> None:
         parts = stream(url, "run", "overview")
     assert parts["run"]["trouble"] == "no peer answers"
     assert parts["overview"]["peers"] == []
+
+
+# --- other machines ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_page(swarm: MadeUpSwarm) -> Iterator[str]:
+    """The address, with its token, of a page that other machines can reach."""
+    with showing(PageState("novels", swarm), PageConfig(host="0.0.0.0", port=0)) as url:
+        yield url
+
+
+PATHS = ("/", "/api/state", "/api/curves?range=0", "/static/app.js", "/nowhere")
+
+
+def test_a_page_for_other_machines_gives_nothing_without_its_token(open_page: str) -> None:
+    token = urlsplit(open_page).query.removeprefix("token=")
+    assert len(token) >= 22
+    for path in PATHS:
+        joint = "&" if "?" in path else "?"
+        for wrong in ("", f"{joint}token=", f"{joint}token={token[:-1]}", f"{joint}token={token}x", f"{joint}token=ä"):
+            status, headers, data = get(open_page, path + wrong.replace("ä", "%C3%A4"))
+            assert status == 401
+            assert HEADERS.items() <= headers.items()
+            assert data.startswith(b"This page needs a token. Open the whole address that p2ptrain printed")
+        assert get(open_page, path, Cookie=f"p2ptrain_{urlsplit(open_page).port}=wrong")[0] == 401
+    # The guard against DNS rebinding goes before it.
+    assert get(open_page, "/?" + urlsplit(open_page).query, Host="evil.example")[0] == 403
+
+
+def test_the_printed_address_becomes_a_cookie_for_the_requests_of_the_page(open_page: str) -> None:
+    status, headers, _ = get(open_page, "/?" + urlsplit(open_page).query)
+    assert (status, headers["location"]) == (303, "/")
+    cookie, *attributes = headers["set-cookie"].lower().split("; ")
+    assert {"httponly", "samesite=lax", "path=/"} <= set(attributes)
+    cookie = headers["set-cookie"].partition(";")[0]
+    assert cookie.startswith(f"p2ptrain_{urlsplit(open_page).port}=")
+    for path in ("/", "/api/curves?range=0", "/static/app.js"):
+        assert get(open_page, path, Cookie=f"other=1; {cookie}")[0] == 200
+    assert get(open_page, "/nowhere", Cookie=cookie)[0] == 404
+    # Scripts may give the token itself.
+    assert get(open_page, "/api/curves?range=0&" + urlsplit(open_page).query)[0] == 200
+
+
+def test_each_page_has_a_token_of_its_own_and_one_for_this_machine_has_none(page: str, open_page: str) -> None:
+    assert "token" not in page
+    with showing(PageState("novels"), PageConfig(host="0.0.0.0", port=0)) as other:
+        assert urlsplit(other).query != urlsplit(open_page).query
+
+
+# --- connections -------------------------------------------------------------------------------------------------
+
+
+def half_request(url: str) -> socket.socket:
+    connection = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=20)
+    connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost")
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait until the other side closes it."""
+    try:
+        return connection.recv(1024) == b""
+    except ConnectionError:
+        return True
+
+
+def test_half_requests_lock_nobody_out(page: str) -> None:
+    watching = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
+    watching.request("GET", "/api/state")
+    events = watching.getresponse()
+    held = [half_request(page) for _ in range(260)]
+    for _ in range(10):
+        assert get(page)[0] == 200
+    # The oldest made room, and the stream of a browser did not.
+    assert all(map(is_closed, held[: len(held) - MOST_CONNECTIONS]))
+    for _ in range(3):
+        assert events.readline()
+    for connection in held:
+        connection.close()
+    watching.close()
+
+
+def test_when_all_places_are_taken_by_requests_new_connections_are_closed(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2ptrain.monitor.dashboard.connections.MOST_CONNECTIONS", 3)
+    streams = []
+    for _ in range(3):
+        connection = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
+        connection.request("GET", "/api/state")
+        streams.append((connection, connection.getresponse()))
+    assert is_closed(half_request(page))
+    for connection, answer in streams:
+        assert answer.readline()
+        connection.close()
+
+
+@pytest.mark.parametrize("after_a_request", [False, True])
+def test_a_request_has_a_deadline(page: str, monkeypatch: pytest.MonkeyPatch, after_a_request: bool) -> None:
+    monkeypatch.setattr("p2ptrain.monitor.dashboard.connections.REQUEST_TIMEOUT_S", 0.3)
+    watching = http.client.HTTPConnection(urlsplit(page).netloc, timeout=20)
+    watching.request("GET", "/api/state")
+    events = watching.getresponse()
+    with socket.create_connection((urlsplit(page).hostname, urlsplit(page).port), timeout=20) as connection:
+        if after_a_request:
+            connection.sendall(b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"404" in connection.recv(65536)
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost")
+        assert is_closed(connection)
+    # A stream has no deadline.
+    for _ in range(8):
+        assert events.readline()
+    watching.close()
 
 
 class Broken:

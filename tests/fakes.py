@@ -31,6 +31,7 @@ class FakePeer:
     """Counts steps, records what it is told, and exchanges nothing."""
 
     peer_id = "QmFake"
+    run_founder = ""
     maddrs = (MADDR, LOOPBACK)
     alive = ("QmOther",)
     alive_maddrs = ("/ip4/192.168.7.8/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",)

@@ -163,9 +163,9 @@ def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | N
             f"{shortened(ticket.run_id)}; leave it out, or give another ticket"
         )
     values["run_id"], sources["run_id"] = ticket.run_id, source
-    # The setting that refuses runs of other founders.
-    if ticket.founder and "founder" in values and sources["founder"] == DEFAULT:
-        values["founder"], sources["founder"] = ticket.founder, source
+    if ticket.founder and sources["founder"] == DEFAULT:
+        founder = SETTINGS["founder"].parse(ticket.founder, "the ticket's founder")
+        values["founder"], sources["founder"] = founder, source
     return ticket
 
 

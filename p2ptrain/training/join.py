@@ -153,8 +153,7 @@ def join_run(
             say(f"listening on {maddr}")
         say("other peers join with:")
         say(join_line(peer.maddrs, run_id, run.model, config.network.key_file))
-        founder = str(settings.values.get("founder") or (peer.peer_id if peer.founded else ""))
-        _say_ticket(peer, run, config.network, founder, share_key, say)
+        _say_ticket(peer, run, config.network, share_key, say)
         saved = None  # free it: gigabytes for a large model
 
         def progressed(progress: TrainingProgress) -> None:
@@ -168,11 +167,16 @@ def join_run(
 
 
 def _say_ticket(
-    peer: Peer, run: RunConfig, network: NetworkConfig, founder: str, share_key: bool, say: Callable[[str], None]
+    peer: Peer, run: RunConfig, network: NetworkConfig, share_key: bool, say: Callable[[str], None]
 ) -> None:
     shared = network.key if share_key else None
     line = ticket_line(
-        best_first(peer.maddrs), run.run_id, run.model, founder=founder, run_key=network.key_file, shared=shared
+        best_first(peer.maddrs),
+        run.run_id,
+        run.model,
+        founder=peer.run_founder,
+        run_key=network.key_file,
+        shared=shared,
     )
     if line is not None:
         note = "; it holds the run key: whoever has it can join, so send it over a safe channel" if shared else ""

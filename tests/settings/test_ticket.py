@@ -135,6 +135,7 @@ def test_a_ticket_is_an_initial_peer_that_brings_run_id_and_key(tmp_path: Path) 
         assert network.initial_peers == FULL.addresses
         assert network.key == KEY
         assert settings.values["run_id"] == FULL.run_id
+        assert network.founder == FULL.founder
         assert settings.explicit_run() == {"run_id": FULL.run_id}
         for text in (repr(settings), repr(network), repr(settings.values)):
             assert word not in text
@@ -142,7 +143,12 @@ def test_a_ticket_is_an_initial_peer_that_brings_run_id_and_key(tmp_path: Path) 
             assert repr(KEY.secret) not in text
     both = settings_of(word, f"/ip4/10.0.0.1/tcp/1/p2p/{B}").network_config()
     assert both.initial_peers == (*FULL.addresses, f"/ip4/10.0.0.1/tcp/1/p2p/{B}")
-    assert settings_of(word_of(Ticket("r", (ONE,)))).network_config().key is None
+    assert settings_of(word, founder=A).network_config().founder == A
+    plain = settings_of(word_of(Ticket("r", (ONE,)))).network_config()
+    assert (plain.key, plain.founder) == (None, "")
+    short = word_of(Ticket("r", (f"/ip4/10.0.0.1/tcp/1/p2p/{A}",), founder="2a"))
+    with pytest.raises(ConfigError, match="the ticket's founder: '2a' must be a peer id"):
+        settings_of(short)
 
 
 def test_what_contradicts_a_ticket_is_refused(tmp_path: Path) -> None:

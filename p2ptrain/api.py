@@ -72,7 +72,7 @@ class DiLoCo:
         density: share of the values that "topk" sends.
         prune_fraction: share of the values that "int8" leaves out, by sign.
         weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".
-        mean: "weighted" or "disjoint".
+        mean: "weighted", "disjoint"; or "clipped", "trimmed" or "geometric", which bear a minority of liars.
         guard: what rounds do with far too large outer gradients: "exclude", "clip" or "off".
         audit_rate: share of the rounds after which one part is averaged again.
         inner_moments: "local"; or "averaged", with codec "none": rounds also average the moments of the optimizer.

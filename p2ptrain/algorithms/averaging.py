@@ -47,11 +47,11 @@ def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
     """
     mean = np.zeros((num_blocks, BLOCK), np.float32)
     with np.errstate(over="ignore"):
-        for (data, _), share in zip(encoded, _shares(encoded), strict=True):
+        for (data, _), share in zip(encoded, shares_of(encoded), strict=True):
             values = codec.decode(data, num_blocks)
             values *= share
             mean += values
-    return _finite(mean)
+    return finite(mean)
 
 
 def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
@@ -66,7 +66,7 @@ def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
     sign = np.sign(weighted_mean(encoded, codec, num_blocks))
     mean, divisor = (np.zeros((num_blocks, BLOCK), np.float32) for _ in range(2))
     with np.errstate(over="ignore"):
-        for (data, _), share in zip(encoded, _shares(encoded), strict=True):
+        for (data, _), share in zip(encoded, shares_of(encoded), strict=True):
             values = codec.decode(data, num_blocks)
             counted = np.multiply(values, sign) > 0
             shares = counted.astype(np.float32)
@@ -76,7 +76,7 @@ def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
             mean += shares
         # Without any value, zero stays zero.
         mean /= np.where(divisor > 0, divisor, np.float32(1))
-    return _finite(mean)
+    return finite(mean)
 
 
 def token_weights(tokens: Sequence[int]) -> list[float]:
@@ -100,8 +100,8 @@ def is_within(values: Array, bound: float) -> bool:
     return bool(-bound <= values.min() and values.max() <= bound)
 
 
-def _shares(encoded: Sequence[tuple[bytes, float]]) -> list[np.float32]:
-    """w / W of each contributor. Raises WireError on weights that cannot be token counts."""
+def shares_of(encoded: Sequence[tuple[bytes, float]]) -> list[np.float32]:
+    """Return w / W of each contributor. Raises WireError on weights that cannot be token counts."""
     weights = [weight for _, weight in encoded]
     if not (all(0 <= weight <= _MAX_WEIGHT for weight in weights) and any(weights)):
         raise WireError(f"round weights {weights}: must be between 0 and 2^53, and not all zero")
@@ -110,7 +110,8 @@ def _shares(encoded: Sequence[tuple[bytes, float]]) -> list[np.float32]:
     return [np.float32(weight / total) for weight in weights]
 
 
-def _finite(mean: Array) -> Array:
+def finite(mean: Array) -> Array:
+    """Return `mean` itself. Raises WireError unless it is finite."""
     if not np.isfinite(mean).all():
         raise WireError("the mean of the outer gradients is not finite")
     return mean

@@ -37,6 +37,7 @@ BASELINE: Mapping[str, Any] = {}
 ALWAYS_STATED = ("run_id", "protocol_version")
 
 AVERAGINGS = ("parts", "gather")
+ROUND_MEANS = ("weighted", "disjoint", "clipped", "trimmed", "geometric")
 # A run's texts come from other peers, and are shown on the terminal.
 RUN_ID = text(
     "1 to 128 printable characters without '/'",
@@ -125,10 +126,11 @@ class RunConfig:
         help="Weights of the outer gradients in the mean.",
         why="By tokens trained on: with unequal speeds the loss fell from 2.341 to 2.300 (measured). DiLoCo, section "
         "6.1, weights by the size of the shard.")
-    round_mean: str = setting("weighted", choice("weighted", "disjoint"),
-        help="Weighted mean, or DiLoCo's disjoint merge.",
+    round_mean: str = setting("weighted", choice(*ROUND_MEANS),
+        help="How outer gradients are averaged; the last three bear liars.",
         why="Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, "
-        "section 6.1, with larger models.")
+        "section 6.1, with larger models. Clipped (CenteredClip), trimmed and geometric (RFA) bound what a minority "
+        "of lying members can do, and cost a little without any.")
     round_guard: str = setting("exclude", choice("exclude", "clip", "off"),
         help="Leave out, scale down or accept far too large outer gradients.",
         why="Above 4 x the median norm a member is left out. Honest norms differ less: they grow with the steps of an "
@@ -182,6 +184,9 @@ class RunConfig:
         # Other means do not scale with a member's weight.
         rule = f"exclude or off with round_mean = {self.round_mean!r}: only the weighted mean can clip"
         check(plain, "round_guard", self.round_guard, rule)
+        dense = self.round_mean != "trimmed" or codec != "topk"
+        rule = "another mean with round_codec = 'topk': at most positions few members send a value, and all are trimmed"
+        check(dense, "round_mean", self.round_mean, rule)
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
         exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
         rule = "local unless round_codec = 'none' and round_mean = 'weighted'"

@@ -16,6 +16,7 @@ from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS, outer_step
+from p2ptrain.algorithms.robust import clipped_mean, geometric_median, trimmed_mean
 
 NUM_BLOCKS = 1500  # more than one chunk of the codec and of the outer step
 CODECS = {
@@ -33,31 +34,49 @@ GOLDEN = {
     "int8 decode": "976bb5dfaf75353db1dfc06df6648fc82a33ace645313fe153d998b9b86c0835",
     "int8 weighted_mean": "18293fb11562b7752c16a91d12aace1454dc7a86bcc690b95291219731771511",
     "int8 disjoint_mean": "9d051ecbbbac0f5a40cb85fdeb2ce4c471a5ca90db665fd107e527a67f9ec902",
+    "int8 clipped_mean": "e8fe47b1b11dc280097ccebff10652198905e6ad64b7b3f5fee75a6b2895fee3",
+    "int8 trimmed_mean": "f1211d8835881615a6b45a83cb1810234a7cf4f01cf9f682ee4a3d2b9b8ea888",
+    "int8 geometric_median": "28c030481cf76ab8d5463937910911465eaaa53cf95481e08cbc9e50d4e16589",
     "int8 outer_step": "6c1eced7f2e8494e5fcd2183dffc8ea37d3843ebce76f90891ce114f1102f88a",
     "int4 encode": "3e530bd57c4281869c693f64d232289d5376e0cceeddcf7e312a179c96022cba",
     "int4 decode": "76bf60d8d5bee98c836154c5184dc044735544a588e8e404154d60e9b107af13",
     "int4 weighted_mean": "af3c23d431caee38cfe904d069a4b71cfb4f4e8c00f970610d736054af526cdd",
     "int4 disjoint_mean": "f758b2b3a6da5ba119a7996dd0ebf1a0ac9c320833d175c91383216aa5797edf",
+    "int4 clipped_mean": "c2bcc07dda2099b5af09e55c37da953b084681b035e1472a4321c07d90fafa99",
+    "int4 trimmed_mean": "d8764af38ec79d8319a5bd5b7bf55d11fa134e74b040853b4ad78e2d01b49b93",
+    "int4 geometric_median": "0bc35d3fc59eb5cd2206a7ba40c00cd572ff44c6be93e1e14e33e113aabfbe54",
     "int4 outer_step": "b1aaeb1b9ad41aedbf9e84061d6c3b78fc57eb1b8598843b0480f29c7139353d",
     "fp16 encode": "aa398212df0480558fd192cb09e60b1e9179f36539f6a694562f572fc940c98b",
     "fp16 decode": "875b3790bc2274ceedbb6bb9962d4ecb7fd81084c81c437a0cac5a89a1dd4181",
     "fp16 weighted_mean": "d5ccad399e609a0de452b9ef59a0f612f32daf2891c6ae30225e0c15cb625369",
     "fp16 disjoint_mean": "c891c9cf45c88a2acbf4dc0448f2e052923b1795b418c2694db78e7723f4d48f",
+    "fp16 clipped_mean": "158cfff9c4af3ec74f585c382ce72a9d6f14db7f8c0ace27bc33b695ff6776ab",
+    "fp16 trimmed_mean": "50de032d96d44c5370cf7e616c465defb8b175e4860e975b8f371da171af9214",
+    "fp16 geometric_median": "85d7d88e665e4ef9b336ba3077170e96830135b9806f9f006b1bdc69a967d0ac",
     "fp16 outer_step": "44ef5eba6878e57b2ba05cff7aa539771b606a03fd1a2c8b00fdddcd92322e60",
     "none encode": "adcea13069db2d2d1e7cb2fb607fa1dc149c9ee861d84d24dea37e62ad58c7f8",
     "none decode": "adcea13069db2d2d1e7cb2fb607fa1dc149c9ee861d84d24dea37e62ad58c7f8",
     "none weighted_mean": "18df2894fbbb4d06f230ced54fbf0b822fabe7eb336cda2fc88b1f1851d74b14",
     "none disjoint_mean": "5ce951893eba1884d86a52a25b4ada17662b67eaed940dc5e5ac3e20531fc62f",
+    "none clipped_mean": "51d12a87d7e9aed4ec79af70b0dfbaabaed4b9ad73d5dcad53a2bfb9098d795a",
+    "none trimmed_mean": "21a4ed30ec817d0965b0493268a6f3edd18cf550c990ba5e8ae7abc833ba928c",
+    "none geometric_median": "03315dd347f3a272cd5fcb5a152b050fe4b53e4dbe652dd75e25b93488d9d421",
     "none outer_step": "6d2e31c5ea34c7498ad2b7b49c75aed3f845b6ccdef2f3eb9e9f7b3b9bba574c",
     "pruned encode": "6d8496def82ce91e21fdbc613e2631eba677460688bbab618747d9bd72ef8770",
     "pruned decode": "1493b398f10cf9b9267bad8e5f9c8eb16dd35b2d8713e7ee650208d91f258d53",
     "pruned weighted_mean": "3ee0326fa6e651fb2c399f1d35cefc4d084e7316440852fbea0757aa16d6ec77",
     "pruned disjoint_mean": "f9988766f57c755ba2ab8a0c4045fe0170d4d663dd5ffed9314dcc111d589980",
+    "pruned clipped_mean": "5d8a54a151b612629f770421635469f7ed3fd55bacda6b7049ec550d5e53c463",
+    "pruned trimmed_mean": "aa37bd93ad82d5be9cb0f88545c2c515cf3ee2cfc469afd4d02973289cd06fd7",
+    "pruned geometric_median": "29561a264aa49fa35a6ba01b37ed4041353701e3b3bd7b3ad689bc3ea29b17f1",
     "pruned outer_step": "e3a5202621362e17fccf0b2ecec34fa37270a7f7e089471496f3ee5dd835b775",
     "topk encode": "b4ac13aa3bc04cce5d6c9b864a35a7fcf9eccd424b316392cc252247d091e017",
     "topk decode": "140f88be080a41c8f461cf4ad17bac4403db17dd6d436c1cb26e74536c5dfbaf",
     "topk weighted_mean": "6da163daf0572b7041583cbf1010a9e96011536e16e5e77d53600aaef796271a",
     "topk disjoint_mean": "cf3f176c9edd480f1f62eb827a3d1051202436b9313422f0996ddf6a26fadaf5",
+    "topk clipped_mean": "e6714f8f67beb9ec336ffda79fc09f5e1657aeeecbbb408ccfd6436629698c6a",
+    "topk trimmed_mean": "0475ed12300598210c8ee2ddaa27ba68a02c100ea7e372a4760aad225fabac1f",
+    "topk geometric_median": "abbcf98f04d2d2463ba10394226e60f2607bf8abe386b52327e11d29e2d83885",
     "topk outer_step": "5ffdf3415e874ccb886e467f851f38f27c3b5fb6dbc672c07418b345417e111c",
     "outer sgd": "b1e6a91d3efd409b74bfec9ee4f7b75b2efd6999672f1071bfa3d7bafb7a600b",
     "outer sgdm": "65bb6680051ad2ff11d26efadce974d4354e9b00f8b16b1149b7899499af4f3f",
@@ -113,6 +132,8 @@ def digests() -> dict[str, str]:
         found[f"{name} decode"] = digest(np.stack(decoded).astype("<f4").tobytes())
         found[f"{name} weighted_mean"] = digest(mean.astype("<f4").tobytes())
         found[f"{name} disjoint_mean"] = digest(disjoint_mean(weighted, chosen, NUM_BLOCKS).astype("<f4").tobytes())
+        for robust in (clipped_mean, trimmed_mean, geometric_median):
+            found[f"{name} {robust.__name__}"] = digest(robust(weighted, chosen, NUM_BLOCKS).astype("<f4").tobytes())
         found[f"{name} outer_step"] = digest(np.stack([anchor, momentum]).astype("<f4").tobytes())
     for name, optimizer in OUTER_OPTIMIZERS.items():
         anchor, *moments = (integer_blocks(4 + i) for i in range(1 + optimizer.num_moments))

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import trio
 
-from p2ptrain.algorithms.averaging import MAX_GRADIENT, disjoint_mean, weighted_mean
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.errors import WireError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
 from p2ptrain.protocol.rounds.averaging.gather import Gather
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, Plan
+from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Averaging, Conclusion, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.grid import chunk_bounds
@@ -26,7 +26,7 @@ from p2ptrain.protocol.rounds.policy import check_roster
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Part, Record, Reduced, Roster, RosterPart
-from p2ptrain.settings.config import AVERAGINGS, RunConfig
+from p2ptrain.settings.config import AVERAGINGS, ROUND_MEANS, RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_policy import join_of
 from tests.protocol.test_round_faults import after, when
@@ -102,14 +102,16 @@ def decoded(run: RunConfig, reducers: str = "abc") -> np.ndarray:
     return np.concatenate([averaging.decode(record, blobs.__getitem__, *chunk) for chunk in bounds])
 
 
-@pytest.mark.parametrize("mean", ["weighted", "disjoint"])
+@pytest.mark.parametrize("mean", ROUND_MEANS)
 def test_gather_is_the_mean_of_what_was_sent_and_nothing_is_lost(mean: str) -> None:
     run = dataclasses.replace(RUNS["gather"], round_mean=mean)
-    codec = gradient_codec(run)
-    encoded = [(codec.encode(values), WEIGHTS[name]) for name, values in gradients().items()]
-    reference = (disjoint_mean if mean == "disjoint" else weighted_mean)(encoded, codec, BLOCKS)
-    assert decoded(run).tobytes() == reference.tobytes()
-    assert decoded(run, "b").tobytes() == reference.tobytes()  # whoever received it
+    codec, merge, vectors = gradient_codec(run), merge_of(run), gradients()
+    reference = [
+        merge([(codec.encode(values[low:high]), WEIGHTS[name]) for name, values in vectors.items()], codec, high - low)
+        for low, high in chunk_bounds(0, BLOCKS)
+    ]
+    assert decoded(run).tobytes() == np.concatenate(reference).tobytes()
+    assert decoded(run, "b").tobytes() == np.concatenate(reference).tobytes()  # whoever received it
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp16", "none", "topk"])
@@ -122,8 +124,10 @@ def test_every_strategy_gives_about_the_mean_with_every_codec(name: str, codec: 
     assert error < {"none": 1e-6, "fp16": 2e-3, "int8": 0.06, "int4": 0.9, "topk": 0.7}[codec]
 
 
-def test_parts_are_the_same_bits_whoever_averages_them() -> None:
-    assert decoded(RUNS["parts"], "abc").tobytes() == decoded(RUNS["parts"], "c").tobytes()
+@pytest.mark.parametrize("mean", ROUND_MEANS)
+def test_parts_are_the_same_bits_whoever_averages_them(mean: str) -> None:
+    run = dataclasses.replace(RUNS["parts"], round_mean=mean)
+    assert decoded(run, "abc").tobytes() == decoded(run, "c").tobytes()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -168,6 +172,7 @@ def test_what_an_attempt_can_lose_is_up_to_the_strategy() -> None:
 
 def test_a_strategy_is_a_line_of_configuration() -> None:
     assert tuple(STRATEGIES) == AVERAGINGS
+    assert tuple(MERGES) == ROUND_MEANS
     assert RunConfig().averaging == "parts"
 
 

@@ -74,6 +74,13 @@ def test_a_bad_run_setting_is_refused_by_name_and_value(field: str, value: objec
     assert "must be" in str(caught.value)
 
 
+def test_a_trimmed_mean_of_sparse_gradients_is_refused() -> None:
+    """Few members send a value at the same position, so that all of them would be trimmed."""
+    with pytest.raises(ConfigError, match=r"round_mean = 'trimmed'.*topk"):
+        RunConfig(round_mean="trimmed", round_codec="topk")
+    assert RunConfig(round_mean="clipped", round_codec="topk").round_mean == "clipped"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
 from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.robust import clipped_mean, geometric_median, trimmed_mean
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -119,6 +120,16 @@ class Averaging(Protocol):
         ...
 
 
-def merge_of(run: RunConfig) -> Callable[[Sequence[tuple[bytes, float]], Codec, int], Array]:
-    """The mean in a run's settings."""
-    return disjoint_mean if run.round_mean == "disjoint" else weighted_mean
+Merge = Callable[[Sequence[tuple[bytes, float]], Codec, int], Array]
+MERGES: dict[str, Merge] = {
+    "weighted": weighted_mean,
+    "disjoint": disjoint_mean,
+    "clipped": clipped_mean,
+    "trimmed": trimmed_mean,
+    "geometric": geometric_median,
+}
+
+
+def merge_of(run: RunConfig) -> Merge:
+    """The mean in a run's settings, of one chunk of the grid at a time."""
+    return MERGES[run.round_mean]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import secrets
 import threading
 import time
@@ -23,7 +24,7 @@ from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.protocol.event_log.observer import Observer
-from p2ptrain.protocol.membership.lookup import MemberInfo, ask_settings, check_key, list_members
+from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_settings, check_key, list_members
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
@@ -82,6 +83,8 @@ class NetworkSession:
     ) -> RunConfig | None:
         """Return the settings of a live run, or None if no peer of it is found within FIND_RUN_S.
 
+        That time is extended while announced peers have not been tried.
+
         Args:
             explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
             ours: the settings as we know them from before; only an initial peer may contradict them.
@@ -92,12 +95,12 @@ class NetworkSession:
 
         async def find() -> RunConfig | None:
             return await ask_settings(
-                self.network.transport, self.network.directory, run_id, timeout_s=FIND_RUN_S,
+                self.network.transport, self.network.directory, run_id, timeout_s=FIND_RUN_S, rng=random.Random(),
                 chosen=self._chosen, closed=self._closed_run(run_id), refusal=self.network.access.refusal, ours=ours,
                 fits=lambda run: agrees(explicit or {}, run),
             )  # fmt: skip
 
-        return self._thread.run(find, timeout_s=FIND_RUN_S + 30)
+        return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
         """List the members of a run. Blocks for up to 30 s. Raises RunKeyError as `find_run` does."""

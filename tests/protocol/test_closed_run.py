@@ -322,7 +322,9 @@ def test_observers_need_the_key_too(key: RunKey | None, message: str) -> None:
             with pytest.raises(RunKeyError, match=message):
                 await list_members(transport, directory, "test", chosen="a", closed=closed_run(key))
             with pytest.raises(RunKeyError, match=message):
-                await ask_settings(transport, directory, "test", timeout_s=5, chosen="a", closed=closed_run(key))
+                await ask_settings(
+                    transport, directory, "test", timeout_s=5, rng=random.Random(0), chosen="a", closed=closed_run(key)
+                )
             with pytest.raises(RunKeyError, match=message):
                 await check_key(transport, "test", chosen="a", closed=closed_run(key))
             # Nobody that the user chose: no such run.
@@ -332,7 +334,10 @@ def test_observers_need_the_key_too(key: RunKey | None, message: str) -> None:
             await check_key(transport, "test", chosen="a", closed=closed)
             infos = await list_members(transport, directory, "test", chosen="a", closed=closed)
             assert [info.peer_id for info in infos] == ["a", "b"]
-            assert await ask_settings(transport, directory, "test", timeout_s=5, closed=closed) == RUN
+            assert (
+                await ask_settings(transport, directory, "test", timeout_s=5, rng=random.Random(0), closed=closed)
+                == RUN
+            )
             observer = Observer("test", inline, trio.current_time)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(observer.watch_as_observer, transport, directory, closed)
@@ -349,7 +354,9 @@ def test_a_keyed_user_at_an_open_run_is_told() -> None:
             await s.until(lambda: s.peers["a"].node.ready.is_set())
             transport, directory = s.network.transport("observer"), s.network.directory("observer")
             with pytest.raises(RunKeyError, match="peer a has no run key: its run is open"):
-                await ask_settings(transport, directory, "test", timeout_s=5, chosen="a", closed=closed_run(KEY))
+                await ask_settings(
+                    transport, directory, "test", timeout_s=5, rng=random.Random(0), chosen="a", closed=closed_run(KEY)
+                )
 
     run_virtual(main)
 

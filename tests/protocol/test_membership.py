@@ -495,6 +495,7 @@ def test_what_others_tell_is_bounded() -> None:
             a, _b = await t.start("a"), await t.start("b")
             await until(lambda: a.linked == {"b"})
             membership = a.membership
+            membership.settle()
             for junk in ("a", "", "x" * 129):
                 membership.hint(junk, ("/memory/x",))
                 assert junk not in membership.known
@@ -519,6 +520,7 @@ def test_the_least_recently_heard_of_makes_room() -> None:
     async def main() -> None:
         async with town() as t:
             member, _ = await lone_member(t)
+            member.membership.settle()
             for i in range(MAX_KNOWN):
                 member.membership.hint(f"p{i}", ())
                 await trio.sleep(0.01)

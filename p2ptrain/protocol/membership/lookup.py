@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -15,12 +17,26 @@ from dataclasses import dataclass
 import trio
 
 from p2ptrain.error_log import ErrorLog
-from p2ptrain.errors import ConfigError, P2PTrainError, PeerLostError, RunKeyError, RunMismatchError, WireError
-from p2ptrain.protocol.links.handshake import OBSERVER
+from p2ptrain.errors import (
+    ConfigError,
+    P2PTrainError,
+    PeerLostError,
+    RunKeyError,
+    RunMismatchError,
+    UnreachableError,
+    WireError,
+)
+from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.closed_directory import directory_of
-from p2ptrain.protocol.membership.membership import BUCKETS, decode_record, member_key
+from p2ptrain.protocol.membership.membership import (
+    BUCKETS,
+    DIALLED_AT_ONCE,
+    FIRST_DIAL_S,
+    decode_record,
+    member_key,
+)
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message, shown
@@ -40,8 +56,11 @@ UNREACHABLE = "cannot be reached from here"
 ASK_KEY_S = 2.5
 # Initial peers asked whether they have our run key, if no member is found.
 MAX_ASKED_KEY = 8
-# Members asked for settings in parallel, so that one that hangs causes no delay (guess).
-ASKED_AT_ONCE = 4
+# A joiner gives up after this long if announced peers are left that it could not ask: made-up ones, by the thousand.
+MAX_LOOK_S = 120.0
+
+# Addresses and role of announced members.
+Members = dict[PeerId, tuple[tuple[str, ...], str]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,7 @@ async def ask_settings(
     run_id: str,
     *,
     timeout_s: float,
+    rng: random.Random,
     chosen: Collection[PeerId] = (),
     closed: ClosedRun | None = None,
     refusal: Refusal = no_refusal,
@@ -72,7 +92,11 @@ async def ask_settings(
 ) -> RunConfig | None:
     """The settings of a live run, from its members; None if no member can be reached in time.
 
+    The initial peers are asked first, then all others in random order. The time is extended while members have not been
+    asked yet: a peer that gave up would start a run of its own beside theirs.
+
     Args:
+        rng: draws the order.
         chosen: ids of the initial peers that the user gave. Their answers take precedence.
         closed: the run and its key; None if the user gave no key.
         refusal: whom the user refuses: those are not asked.
@@ -83,24 +107,37 @@ async def ask_settings(
         ConfigError: this version of p2ptrain cannot use the settings of a chosen member. Those of other members are
             skipped.
         RunKeyError: no member was found, and a chosen peer has another run key than we do.
+        UnreachableError: more peers are announced than could be asked within two minutes.
     """
     directory = directory_of(directory, closed, transport.peer_id)
     refused: RunKeyError | None = None
     answer: RunConfig | ConfigError | None = None
     hearsay: RunConfig | None = None
     misfit: RunConfig | None = None
-    members: dict[PeerId, tuple[tuple[str, ...], str]] = {}
+    # The network layer has the addresses of initial peers; their records may be missing among too many.
+    initial: Members = {peer_id: ((), TRAINER) for peer_id in chosen if peer_id != transport.peer_id}
+    found: Members = {}
+    members: Members = initial
     asking: set[PeerId] = set()
     answered: set[PeerId] = set()
     failures: Counter[PeerId] = Counter()
+    cut_short: set[PeerId] = set()
     errors = ErrorLog(logger)
 
-    async def ask(peer_id: PeerId, maddrs: tuple[str, ...]) -> None:
-        nonlocal answer, hearsay, misfit
+    async def ask(peer_id: PeerId, maddrs: tuple[str, ...], dial_s: float) -> None:
+        nonlocal answer, hearsay, misfit, refused
         try:
-            link = await links.connect(peer_id, list(maddrs))
+            with trio.move_on_after(dial_s) as scope:
+                link = await links.connect(peer_id, list(maddrs))
+            if scope.cancelled_caught:
+                cut_short.add(peer_id)
+                return
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
             told: RunConfig | ConfigError = _parse_settings(peer_id, payload)
+        except RunKeyError as error:
+            refused = error if peer_id in chosen else refused
+            failures[peer_id] += 1
+            return
         except (PeerLostError, WireError, RunMismatchError) as error:
             # It has ended since, or is now a member of another run.
             logger.debug("no settings from %s: %s", peer_id, error)
@@ -131,33 +168,45 @@ async def ask_settings(
     def is_enough() -> bool:
         """Whether no outstanding answer would take precedence over the best one so far."""
         waiting = any(peer_id in chosen and not failures[peer_id] for peer_id in members.keys() - answered)
-        all_answered = members.keys() <= answered
+        all_answered = found.keys() <= answered
         return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
+
+    def untried() -> int:
+        return sum(not failures[peer_id] for peer_id in found.keys() - answered)
 
     async with observer_links(transport, run_id, closed, refusal) as links:
         started = trio.current_time()
-        with trio.move_on_after(timeout_s):
-            async with trio.open_nursery() as nursery:
-                while True:
-                    with errors.containing("looking for members"):
-                        members = await find_members(directory, run_id, transport.peer_id)
-                    if not members and not asking and trio.current_time() - started > LOOK_S:
-                        refused = await _other_key(links, chosen)
-                        break
-                    if is_enough():
-                        break
-                    idle = members.keys() - asking - answered
-                    turn = sorted(idle, key=lambda peer_id: (failures[peer_id], peer_id not in chosen, peer_id))
-                    for peer_id in turn[: ASKED_AT_ONCE - len(asking)]:
-                        asking.add(peer_id)
-                        nursery.start_soon(ask, peer_id, members[peer_id][0])
-                    await trio.sleep(0.3)
-                nursery.cancel_scope.cancel()
+        async with trio.open_nursery() as nursery:
+            while True:
+                with errors.containing("looking for members"), trio.move_on_after(timeout_s):
+                    found = await find_members(directory, run_id, transport.peer_id)
+                    members = initial | found
+                waited_s = trio.current_time() - started
+                if is_enough() or (not found and not asking and waited_s > LOOK_S):
+                    break
+                if waited_s >= timeout_s and (answer or hearsay or misfit or not untried() or waited_s > MAX_LOOK_S):
+                    break
+                idle = list(members.keys() - asking - answered)
+                rng.shuffle(idle)
+                idle.sort(key=lambda peer_id: (failures[peer_id], peer_id not in chosen, peer_id in cut_short))
+                crowded = len(idle) > DIALLED_AT_ONCE
+                for peer_id in idle[: DIALLED_AT_ONCE - len(asking)]:
+                    asking.add(peer_id)
+                    hurried = crowded and peer_id not in chosen and peer_id not in cut_short and not failures[peer_id]
+                    nursery.start_soon(ask, peer_id, members[peer_id][0], FIRST_DIAL_S if hurried else math.inf)
+                await trio.sleep(0.3)
+            nursery.cancel_scope.cancel()
+    if refused is None and answer is None and hearsay is None and misfit is None and untried():
+        raise UnreachableError(
+            f"run {run_id!r}: {len(found)} peers are announced, none of them answers, and {untried()} could not be "
+            f"asked within {MAX_LOOK_S:.0f} s; try again, or give a member of the run as an initial peer"
+        )
     if isinstance(answer, ConfigError):
         raise answer
-    if refused is not None:
+    found_settings = answer or hearsay or misfit
+    if found_settings is None and refused is not None:
         raise refused
-    return answer or hearsay or misfit
+    return found_settings
 
 
 async def check_key(
@@ -262,9 +311,9 @@ async def observer_links(
         nursery.cancel_scope.cancel()
 
 
-async def find_members(directory: Directory, run_id: str, me: PeerId) -> dict[PeerId, tuple[tuple[str, ...], str]]:
+async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members:
     """Addresses and role of all other members in the directory."""
-    found: dict[PeerId, tuple[tuple[str, ...], str]] = {}
+    found: Members = {}
 
     async def look(bucket: int) -> None:
         for peer_id, value in (await directory.lookup(member_key(run_id, bucket))).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,13 @@ EAGER_LOOKUP_S = 0.5
 # A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
 # because it must know whether any of them has the run's state.
 MAX_DIALLED = 64
-# Members remembered at most.
+# Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
 MAX_KNOWN = 128
+MAX_KNOWN_JOINING = 2048
+# Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
+DIALLED_AT_ONCE = 16
+# While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
+FIRST_DIAL_S = 3.0
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
 # in case it moves into our network.
@@ -52,7 +58,14 @@ Maddrs = Annotated[tuple[Annotated[str, Meta(max_length=MAX_MADDR_LENGTH)], ...]
 
 @dataclass(slots=True)
 class Member:
-    """A known peer. `retry_s` grows with every failed dial; `seen_s` is the time of the last news about it."""
+    """A known peer.
+
+    Attributes:
+        seen_s: time of the last news about it.
+        retry_s: grows with every failed dial.
+        dials: dials that ended.
+        cut_short: whether the first dial ended early, as too many peers waited for theirs.
+    """
 
     maddrs: tuple[str, ...]
     role: str
@@ -60,6 +73,7 @@ class Member:
     next_dial_s: float = 0.0
     retry_s: float = FIRST_RETRY_S
     dials: int = 0
+    cut_short: bool = False
     reached: bool = False
 
     @property
@@ -101,8 +115,9 @@ class Membership:
         me: PeerId,
         maddrs: Callable[[], Sequence[str]],
         rng: random.Random,
+        chosen: Collection[PeerId] = (),
     ) -> None:
-        """`maddrs` gives our current addresses."""
+        """`maddrs` gives our current addresses; `chosen` are the user's initial peers, which are dialled first."""
         self.known: dict[PeerId, Member] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
@@ -113,14 +128,22 @@ class Membership:
         self._maddrs = maddrs
         self._rng = rng
         self._told_private = False
+        self._chosen = frozenset(chosen)
         self._dialling: set[PeerId] = set()
         self._ignored_until_s: dict[PeerId, float] = {}
         self._stopped = False
         self._most_links = MAX_KNOWN
+        self._most_known = MAX_KNOWN_JOINING
+        self._joining = True
+        # Whether there were more peers than can be remembered.
+        self._overrun = False
         # Of their own, so that each of them is logged once for one bug of the directory.
         self._announcing, self._looking_up = ErrorLog(logger), ErrorLog(logger)
 
     async def run_forever(self) -> None:
+        # The network layer has their addresses, and is connected to them; a bootstrap node refuses the link.
+        for peer_id in sorted(self._chosen):
+            self.hint(peer_id, ())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._announce)
             nursery.start_soon(self._discover)
@@ -137,7 +160,10 @@ class Membership:
             self._tell_if_private(peer_id)
 
     def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = TRAINER) -> None:
-        """Remember a peer, to dial it later. With too many, the one with the oldest news is forgotten."""
+        """Remember a peer, to dial it later. With too many, that with the oldest news is forgotten.
+
+        A joiner forgets none, so that it tries them all: it takes no more.
+        """
         if peer_id == self._me or not peer_id or len(peer_id) > 128:
             return
         now = trio.current_time()
@@ -150,16 +176,23 @@ class Membership:
             member.seen_s = now
             member.maddrs = maddrs or member.maddrs
             return
-        if len(self.known) >= MAX_KNOWN:
-            idle = [p for p in self.known if self._links.get(p) is None]
-            if not idle:
-                return
+        if len(self.known) >= self._most_known and not self._joining:
+            self._make_room()
+        if len(self.known) < self._most_known:
+            self.known[peer_id] = Member(maddrs, role, now)
+        else:
+            self._overrun = True
+
+    def _make_room(self) -> None:
+        idle = [p for p in self.known if self._links.get(p) is None]
+        if idle:
             del self.known[min(idle, key=lambda p: self.known[p].seen_s)]
-        self.known[peer_id] = Member(maddrs, role, now)
 
     def settle(self) -> None:
-        """This peer has the run's state: link to a subset of the swarm only."""
-        self._most_links = MAX_DIALLED
+        """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
+        self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
+        for _ in range(len(self.known) - self._most_known):
+            self._make_room()
 
     def stop(self) -> None:
         """Stop dialling, because this peer leaves."""
@@ -178,8 +211,9 @@ class Membership:
 
     @property
     def undecided(self) -> bool:
-        """Whether some known peer has not been dialled yet."""
-        return any(member.dials == 0 and self._links.get(peer) is None for peer, member in self.known.items())
+        """Whether some announced peer has not been dialled to the end yet: it may have the run's state."""
+        untried = any(member.dials == 0 and self._links.get(peer) is None for peer, member in self.known.items())
+        return untried or self._overrun
 
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
         """A few linked peers, for other peers to learn about."""
@@ -240,8 +274,12 @@ class Membership:
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
+        """Start dials: the initial peers' first, then those of peers dialled least often, in random order.
+
+        With the order of ids, or of news, made-up records could come before all others.
+        """
         now = trio.current_time()
-        room = self._most_links - len(self._linked()) - len(self._dialling)
+        due: list[PeerId] = []
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
@@ -249,21 +287,32 @@ class Membership:
                 del self.known[peer_id]
             elif not worth_dialling(self._maddrs(), member.maddrs):
                 member.dials = max(1, member.dials)
-            elif now >= member.next_dial_s + member.extra_delay_s and peer_id not in self._dialling and room > 0:
-                room -= 1
-                self._dialling.add(peer_id)
-                nursery.start_soon(self._dial_one, peer_id, member)
+            elif now >= member.next_dial_s + member.extra_delay_s and peer_id not in self._dialling:
+                due.append(peer_id)
+        crowded = len(due) > DIALLED_AT_ONCE
+        if crowded:
+            self._rng.shuffle(due)
+            due.sort(key=lambda p: (p not in self._chosen, self.known[p].dials, self.known[p].cut_short))
+        room = min(self._most_links - len(self._linked()), DIALLED_AT_ONCE) - len(self._dialling)
+        for peer_id in due[: max(0, room)]:
+            member = self.known[peer_id]
+            hurried = crowded and peer_id not in self._chosen and not member.cut_short and member.dials == 0
+            self._dialling.add(peer_id)
+            nursery.start_soon(self._dial_one, peer_id, member, FIRST_DIAL_S if hurried else math.inf)
 
-    async def _dial_one(self, peer_id: PeerId, member: Member) -> None:
+    async def _dial_one(self, peer_id: PeerId, member: Member, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
+            member.cut_short = False
             try:
-                await self._links.connect(peer_id, list(member.maddrs))
+                with trio.move_on_after(timeout_s) as scope:
+                    await self._links.connect(peer_id, list(member.maddrs))
+                member.cut_short = scope.cancelled_caught
             except PeerLostError as error:
                 logger.debug("cannot reach %s: %s", peer_id, error)
             except P2PTrainError as error:
                 logger.warning("%s", error)
             finally:
-                member.dials += 1
+                member.dials += not member.cut_short
                 member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
                 member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)
                 self._dialling.discard(peer_id)

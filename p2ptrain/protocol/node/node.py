@@ -105,7 +105,9 @@ class Node:
             errors=errors,
         )  # fmt: skip
         directory = directory_of(directory, closed, self.peer_id)
-        self.membership = Membership(self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng)
+        self.membership = Membership(
+            self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng, chosen
+        )
         prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(
             self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self

@@ -152,6 +152,11 @@ class StateSync:
         """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
         membership, waited_s = self._membership, trio.current_time() - started
         if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
+            if waited_s > ADOPT_TIMEOUT_S and membership.undecided:
+                raise TransientError(
+                    f"run {self._context.run.run_id!r}: more peers are announced than could be tried within "
+                    f"{ADOPT_TIMEOUT_S:.0f} s, and none has its state; give a member of the run as an initial peer"
+                )
             if waited_s > ADOPT_TIMEOUT_S:
                 raise TransientError(
                     f"run {self._context.run.run_id!r}: no answer from the DHT for {ADOPT_TIMEOUT_S:.0f} s; "

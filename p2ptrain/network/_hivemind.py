@@ -18,6 +18,7 @@ _warning_name = logging.getLevelName(logging.WARNING)
 from hivemind.dht import DHTNode
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.hivemind_cli import __path__ as cli_path
 from hivemind.p2p import P2P, PeerID

@@ -24,13 +24,16 @@ from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, wa
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity, peer_id_of
+from p2ptrain.network.record_storage import bound_storage
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
 # A member's addresses and state take a few hundred bytes.
 MAX_VALUE_BYTES = 4 * 1024
-# The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys take longer to check.
+# Identities have 2048 bits, libp2p's own least. Smaller keys are made a hundred times faster: a flood would be cheap.
+MIN_KEY_BITS = 2048
+# The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys, up to 5900 bits here, take longer to check.
 MAX_SUBKEY_BYTES = 1024
 # Records are renewed every few seconds to minutes; longer lifetimes are not legitimate.
 MAX_EXPIRES_IN_S = 3600.0
@@ -148,10 +151,12 @@ def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:
 
 @functools.lru_cache(maxsize=VERIFIED_RECORDS)
 def owner_of(subkey: Any) -> str | None:
-    """The peer id of a subkey's owner; None if it is not the `owner_subkey` of a key."""
+    """The peer id of a subkey's owner; None if it is not the `owner_subkey` of a key of 2048 bits or more."""
     if not isinstance(subkey, bytes) or not subkey.startswith(b"[owner:"):
         return None
     key = hivemind.RSAPublicKey.from_bytes(subkey[len(b"[owner:") : -1])
+    if key._public_key.key_size < MIN_KEY_BITS:
+        return None
     return peer_id_of(key) if owner_subkey(key) == subkey else None
 
 
@@ -203,7 +208,7 @@ async def _create_node(
     p2p: hivemind.P2P, identity: Identity, connected: Collection[str], chosen: Collection[str]
 ) -> hivemind.DHTNode:
     try:
-        return await hivemind.DHTNode.create(
+        node = await hivemind.DHTNode.create(
             p2p,
             initial_peers=[f"/p2p/{peer_id}" for peer_id in connected],
             wait_timeout=NODE_TIMEOUT_S,
@@ -226,6 +231,8 @@ async def _create_node(
             f"initial peers {', '.join(connected)} can be reached, but do not answer as part of a DHT; "
             "check that a p2ptrain peer printed these addresses"
         ) from None
+    bound_storage(node)
+    return node
 
 
 async def _check_clock(node: hivemind.DHTNode, connected: Collection[str]) -> None:

@@ -57,7 +57,12 @@ class Network:
         self.access = access
         is_public = addresses.has_public_address(config.host_maddrs, config.announce_maddrs)
         self.transport = LibP2P(
-            identity, scratch, is_public=is_public, relay_peers=config.relay_peers, refusal=access.refusal
+            identity,
+            scratch,
+            is_public=is_public,
+            relay_peers=config.relay_peers,
+            relay_mbit=config.relay_mbit,
+            refusal=access.refusal,
         )
         self.directory = HivemindDirectory(identity)
         self.on_event: Callable[..., object] | None = None

@@ -57,7 +57,14 @@ class LibP2P:
     """
 
     def __init__(
-        self, identity: Identity, directory: Path, *, is_public: bool, relay_peers: int, refusal: Refusal
+        self,
+        identity: Identity,
+        directory: Path,
+        *,
+        is_public: bool,
+        relay_peers: int,
+        relay_mbit: float,
+        refusal: Refusal,
     ) -> None:
         """
         Args:
@@ -65,6 +72,7 @@ class LibP2P:
             directory: for the sockets.
             is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
+            relay_mbit: rate of all their traffic.
             refusal: why we do not relay for a peer, and take no place at it, or None.
         """
         self.peer_id = identity.peer_id
@@ -75,7 +83,8 @@ class LibP2P:
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
         self._reservations = None if is_public else Reservations(self.control_path, refusal)
-        self._relay = Relay(self.control_path, relay_peers, refusal) if is_public and relay_peers else None
+        relays = is_public and relay_peers
+        self._relay = Relay(self.control_path, relay_peers, relay_mbit, refusal) if relays else None
         self._online = trio.Event()
         self._streams: set[DaemonSocket] = set()
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)

@@ -24,6 +24,7 @@ from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import DaemonSocket, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
+from p2ptrain.network.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 
 logger = logging.getLogger(__name__)
@@ -37,19 +38,27 @@ REQUEST_TIMEOUT_S = 10.0
 ASK_REFUSAL_EVERY_S = 2.0
 # Requests and circuits at once; more are refused.
 MAX_STREAMS = 512
+# Share of the relay's rate that one circuit may use, so that four pairs are always carried at a fair speed (guess).
+CIRCUIT_SHARE = 0.25
+# Seconds of a rate that may pass at once after a pause: heartbeats and fragments never wait beside a round.
+BURST_S = 0.5
+BYTES_PER_MBIT = 125_000
 
 
 class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
-    No peer has more circuits than that. A peer for which `refusal` has a reason gets none, and its
-    circuits end.
+    No peer has more circuits than that. All circuits together carry at most `rate_mbit`, each of them a quarter of it,
+    both directions counted; what comes faster waits at its sender. A peer for which `refusal` has a reason gets none,
+    and its circuits end.
     """
 
-    def __init__(self, control_path: str, max_reservations: int, refusal: Refusal) -> None:
+    def __init__(self, control_path: str, max_reservations: int, rate_mbit: float, refusal: Refusal) -> None:
         self._control_path = control_path
         self._max_reservations = max_reservations
         self._refusal = refusal
+        self._rate = rate_mbit * BYTES_PER_MBIT
+        self._in_all: TokenBucket | None = None
         self._until_s: dict[str, float] = {}
         self._circuits: Counter[str] = Counter()
         self._streams = 0
@@ -125,7 +134,7 @@ class Relay:
                     await source.send_all(read_ahead)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._end_when_refused, source, stop, target)
-                    await _carry(source, stop)
+                    await self._carry(source, stop)
                     nursery.cancel_scope.cancel()
             finally:
                 await stop.aclose()
@@ -158,19 +167,26 @@ class Relay:
             raise
         return stream, read_ahead
 
+    async def _carry(self, one: Stream, other: Stream) -> None:
+        """Forward bytes both ways until one of the streams ends or breaks."""
+        now = trio.current_time()
+        if self._in_all is None:
+            self._in_all = TokenBucket(self._rate, BURST_S * self._rate, now)
+        circuit_rate = CIRCUIT_SHARE * self._rate
+        buckets = TokenBucket(circuit_rate, BURST_S * circuit_rate, now), self._in_all
+        async with trio.open_nursery() as nursery:
 
-async def _carry(one: Stream, other: Stream) -> None:
-    """Forward bytes both ways until one of the streams ends or breaks."""
-    async with trio.open_nursery() as nursery:
+            async def forward(source: Stream, target: Stream) -> None:
+                with contextlib.suppress(PeerLostError):
+                    while data := await source.receive_some():
+                        # Not read further meanwhile, so that the sender waits too.
+                        for bucket in buckets:
+                            await trio.sleep(bucket.take(len(data), trio.current_time()))
+                        await target.send_all(data)
+                nursery.cancel_scope.cancel()
 
-        async def forward(source: Stream, target: Stream) -> None:
-            with contextlib.suppress(PeerLostError):
-                while data := await source.receive_some():
-                    await target.send_all(data)
-            nursery.cancel_scope.cancel()
-
-        nursery.start_soon(forward, one, other)
-        nursery.start_soon(forward, other, one)
+            nursery.start_soon(forward, one, other)
+            nursery.start_soon(forward, other, one)
 
 
 def _status(status: Status) -> HopMessage:

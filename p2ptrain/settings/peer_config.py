@@ -78,6 +78,10 @@ class NetworkConfig:
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "
         "address.")
+    relay_mbit: float = setting(100.0, POSITIVE, metavar="MBIT",
+        help="Rate limit of relayed traffic in Mbit/s; a pair gets 1/4.",
+        why="A stranger may use a relay too. 100 Mbit/s leave most of a server's line free, and carry fragments of a "
+        "dozen peers at 1 MB a second each. 25 for one pair carry a round of 124M parameters in int8 in 80 s.")
     allow: str | None = setting(None, metavar="FILE",
         help="File of the only peer ids to link with, one per line.",
         why="Everybody who knows the run, and its key if it has one, may link. The file is read again when it changes.")

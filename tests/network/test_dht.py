@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import trio
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTID
 
 from p2ptrain.errors import ConfigError, UnreachableError
-from p2ptrain.network import dht
+from p2ptrain.network import dht, record_storage
 from p2ptrain.network._hivemind import DHTRecord, MSGPackSerializer, PeerID, RSAPrivateKey
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
@@ -41,6 +42,21 @@ def test_records_of_all_are_seen_by_all(run: Run) -> None:
             for network in networks:
                 assert (await network.directory.lookup("run"))[second.peer_id] == b"new"
             assert await first.directory.lookup("another run") == {}
+
+    run(main)
+
+
+def test_a_stranger_that_floods_a_key_pushes_nobody_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_storage, "MAX_RECORDS", 2)
+
+    async def main() -> None:
+        async with open_pair() as (first, second), open_network(config(first)) as late:
+            assert await first.directory.announce("run", b"1", 30.0)
+            assert await second.directory.announce("run", b"2", 30.0)
+            assert not await late.directory.announce("run", b"3", 3600.0)
+            assert await first.directory.announce("run", b"still 1", 31.0)
+            expected = {first.peer_id: b"still 1", second.peer_id: b"2"}
+            assert await second.directory.lookup("run") == expected
 
     run(main)
 
@@ -200,15 +216,21 @@ KEY = RSAPrivateKey()
 VALIDATOR = OwnedRecords(KEY)
 
 
-def signed(value: Any = b"value", *, subkey: Any = None, expires_in_s: float = 30.0) -> DHTRecord:
-    """A record as hivemind's nodes exchange it, signed with KEY."""
+SHORT_KEY = RSAPrivateKey()
+SHORT_KEY._private_key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+
+
+def signed(
+    value: Any = b"value", *, subkey: Any = None, expires_in_s: float = 30.0, key: RSAPrivateKey = KEY
+) -> DHTRecord:
+    """A record as hivemind's nodes exchange it, signed with a key."""
     record = DHTRecord(
         b"k" * 20,
-        MSGPackSerializer.dumps(owner_subkey(KEY.get_public_key()) if subkey is None else subkey),
+        MSGPackSerializer.dumps(owner_subkey(key.get_public_key()) if subkey is None else subkey),
         MSGPackSerializer.dumps(value),
         time.time() + expires_in_s,
     )
-    return dataclasses.replace(record, value=VALIDATOR.sign_value(record))
+    return dataclasses.replace(record, value=OwnedRecords(key).sign_value(record))
 
 
 def test_own_record_is_valid_and_names_its_owner() -> None:
@@ -229,6 +251,7 @@ def test_records_that_are_dropped() -> None:
         "expiry changed": dataclasses.replace(good, expiration_time=good.expiration_time + 1.0),
         "another's subkey": dataclasses.replace(good, subkey=MSGPackSerializer.dumps(other)),
         "no signature": dataclasses.replace(good, value=VALIDATOR.strip_value(good)),
+        "a key that is made fast": signed(key=SHORT_KEY),
         "no owner": signed(subkey=b"anyone"),
         "regular value": dataclasses.replace(good, subkey=MSGPackSerializer.dumps(None)),
         "text subkey": signed(subkey=ours.decode()),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,10 +29,11 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message, varint
 from p2ptrain.network.p2p import PROTOCOL_NAME
-from p2ptrain.network.relay import HOP
+from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import check_answer
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.protocol.membership.reachability import Scope
+from p2ptrain.protocol.wire.transport import no_refusal
 from tests.network.local import Given, config, read
 
 Run = Callable[..., Any]
@@ -198,6 +200,54 @@ async def open_relayed() -> AsyncIterator[tuple[str, Network, Network, str]]:
 @pytest.fixture
 def loopback_is_the_internet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reservations, "scope_of", lambda maddr: Scope.PUBLIC)
+
+
+class Flood:
+    """A stream that always has bytes to read, and counts those written to it."""
+
+    def __init__(self, pieces: int = 10**9) -> None:
+        self.pieces = pieces
+        self.received = 0
+
+    async def receive_some(self) -> bytes:
+        await trio.lowlevel.checkpoint()
+        if self.pieces == 0:
+            await trio.sleep_forever()
+        self.pieces -= 1
+        return bytes(10_000)
+
+    async def send_all(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.received += len(data)
+
+
+def test_a_relay_carries_no_more_than_its_rate_and_a_quarter_of_it_for_a_pair() -> None:
+    """8 Mbit/s are 1 MB/s, and half a second of it may pass at once."""
+
+    async def carried(pairs: int) -> list[int]:
+        relay = Relay("", 32, 8.0, no_refusal)
+        ends = [(Flood(), Flood()) for _ in range(pairs)]
+        with trio.move_on_after(100):
+            async with trio.open_nursery() as nursery:
+                for one, other in ends:
+                    nursery.start_soon(relay._carry, one, other)
+        return [one.received + other.received for one, other in ends]
+
+    (alone,) = trio.run(carried, 1, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert 24e6 < alone <= 0.25 * 1e6 * 100.5
+    shared = trio.run(carried, 8, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert 98e6 < sum(shared) <= 1e6 * 100.5
+    assert min(shared) > 0.9 * max(shared)
+
+
+def test_a_relay_delays_nothing_below_its_rate() -> None:
+    async def main() -> None:
+        relay, other = Relay("", 32, 8.0, no_refusal), Flood(0)
+        with trio.move_on_after(1e-6):
+            await relay._carry(Flood(12), other)  # type: ignore[arg-type]
+        assert other.received == 120_000
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 @pytest.mark.processes

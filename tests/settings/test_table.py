@@ -66,6 +66,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "run_key": ("friends.key", "friends.key"),
     "allow": ("members.txt", "members.txt"),
     "deny": ("banned.txt", "banned.txt"),
+    "relay_mbit": ("12.5", 12.5),
     "write_addresses": ("addresses.txt", "addresses.txt"),
     "preset": ("diloco", "diloco"),
     "data": ("texts", "texts"),

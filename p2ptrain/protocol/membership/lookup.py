@@ -34,6 +34,7 @@ from p2ptrain.protocol.membership.membership import (
     BUCKETS,
     DIALLED_AT_ONCE,
     FIRST_DIAL_S,
+    bucket_of,
     decode_record,
     member_key,
 )
@@ -318,7 +319,7 @@ async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members
     async def look(bucket: int) -> None:
         for peer_id, value in (await directory.lookup(member_key(run_id, bucket))).items():
             record = decode_record(value)
-            if record is not None and peer_id != me:
+            if record is not None and peer_id != me and bucket_of(peer_id) == bucket:
                 found[peer_id] = record
 
     async with trio.open_nursery() as nursery:

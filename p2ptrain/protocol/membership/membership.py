@@ -269,7 +269,8 @@ class Membership:
             found = await self._directory.lookup(member_key(self._run_id, bucket))
             for peer_id, value in found.items():
                 record = decode_record(value)
-                if record is not None:
+                # One identity has a place under one key only.
+                if record is not None and bucket_of(peer_id) == bucket:
                     self.hint(peer_id, *record)
             done.add(bucket)
 

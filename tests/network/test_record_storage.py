@@ -1,0 +1,60 @@
+"""How many records a DHT node keeps under one key, and whose."""
+
+from __future__ import annotations
+
+import time
+
+from p2ptrain.network._hivemind import DictionaryDHTValue
+from p2ptrain.network.record_storage import MAX_RECORDS, BoundedStorage
+
+KEY = b"key"
+
+
+def full(expires_in_s: float = 3600.0) -> BoundedStorage:
+    storage = BoundedStorage()
+    for number in range(MAX_RECORDS):
+        assert storage.store_subkey(KEY, b"owner %d" % number, b"value", time.time() + expires_in_s)
+    return storage
+
+
+def owners(storage: BoundedStorage) -> set[bytes]:
+    held = storage.get(KEY)
+    assert held is not None
+    assert isinstance(held.value, DictionaryDHTValue)
+    return {owner for owner, _ in held.value.items()}
+
+
+def test_a_flood_pushes_nobody_out() -> None:
+    """Whatever strangers store, with the longest life and as often as they like."""
+    storage = BoundedStorage()
+    assert storage.store_subkey(KEY, b"member", b"here", time.time() + 30.0)
+    stored = [storage.store_subkey(KEY, b"stranger %d" % i, b"", time.time() + 3600.0) for i in range(1000)]
+    assert sum(stored) == MAX_RECORDS - 1
+    assert b"member" in owners(storage)
+    assert len(owners(storage)) == MAX_RECORDS
+
+
+def test_a_member_of_a_full_key_renews_its_record() -> None:
+    storage = full()
+    later = time.time() + 3700.0
+    assert storage.store_subkey(KEY, b"owner 3", b"new", later)
+    held = storage.get(KEY)
+    assert held is not None
+    assert held.value.get(b"owner 3").value == b"new"
+    assert not storage.store_subkey(KEY, b"owner 3", b"old", later - 10)
+
+
+def test_a_place_is_free_again_once_a_record_has_expired() -> None:
+    storage = full()
+    assert not storage.store_subkey(KEY, b"new", b"", time.time() + 30.0)
+    held = storage.get(KEY)
+    assert held is not None
+    # As if one of them had expired: its owner did not renew it.
+    oldest = next(iter(held.value.data))
+    del held.value.data[oldest]
+    assert storage.store_subkey(KEY, b"new", b"", time.time() + 30.0)
+
+
+def test_other_keys_are_not_affected() -> None:
+    storage = full()
+    assert storage.store_subkey(b"another", b"new", b"value", time.time() + 30.0)

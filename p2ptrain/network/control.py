@@ -22,6 +22,7 @@ from p2ptrain.network._hivemind import p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.messages import read_varint, send_message
+from p2ptrain.protocol.wire.text import escaped
 
 # Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
 RECEIVE_BUFFER_BYTES = 512 * 1024
@@ -218,7 +219,7 @@ async def _ask(path: str, request: Any, timeout_s: float) -> tuple[Any, DaemonSo
             await send_message(socket, request)
             response = p2pd_pb2.Response.FromString(await socket.first_message())
             if response.type == p2pd_pb2.Response.ERROR:
-                raise PeerLostError(response.error.msg)
+                raise PeerLostError(escaped(response.error.msg))
         except BaseException:
             socket.fail("the request failed")
             raise

@@ -23,6 +23,7 @@ from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.network import launcher
 from p2ptrain.network._hivemind import cli_path
 from p2ptrain.network.background import open_background
+from p2ptrain.protocol.wire.text import escaped
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Daemon:
             async for data in output:
                 *lines, unfinished = (unfinished + data).split(b"\n")
                 for line in lines:
-                    text = line.decode(errors="replace")
+                    text = escaped(line.decode(errors="replace"))
                     logger.debug("p2pd: %s", text)
                     self.last_lines.append(text)
                     if text.startswith("Peer ID:"):

@@ -177,6 +177,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         check(self.data in ("stdlib", "text", ""), "data", self.data, "one of stdlib, text, ''")
+        layout = self.model_layout
+        check(len(layout) <= 128 and layout.isprintable(), "model_layout", layout, "at most 128 printable characters")
         pruned, codec = self.prune_fraction, self.round_codec
         can_prune = pruned == 0 or codec == "int8"
         check(can_prune, "prune_fraction", pruned, f"0 with round_codec = {codec!r}: only int8 can prune")

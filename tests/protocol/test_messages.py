@@ -53,7 +53,7 @@ def values_of(expected: Any) -> st.SearchStrategy[Any]:
     if expected is bool:
         return st.booleans()
     if expected is str:
-        return st.text(max_size=20)
+        return st.text(st.characters(exclude_categories=["Cc", "Cf", "Cs", "Zl", "Zp"]), max_size=20)
     if expected is bytes:
         return st.binary(max_size=20)
     options = typing.get_args(expected)

@@ -1,7 +1,7 @@
 """Parses pages of events (docs/metrics.md) from other peers, with strict checks, and writes what passes them.
 
-A page is untrusted JSON. Sizes, kinds, fields, types and lengths are checked, and numbers must be finite. Unknown
-events and fields, as from a newer version, are dropped.
+A page is untrusted JSON. Sizes, kinds, fields, types and lengths are checked, numbers must be finite, and control
+characters in texts are escaped. Unknown events and fields, as from a newer version, are dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.links.links import MAX_LINKS
+from p2ptrain.protocol.wire.text import escaped_all
 
 Event = dict[str, Any]
 
@@ -162,7 +163,7 @@ def _check(event: Event, now_s: float) -> Event | None:
     known: Event = {"event": name, "t": t}
     for key, expected in (kind.required | kind.optional).items():
         if key in event or key in kind.required:
-            known[key] = _convert(event, key, expected, name)
+            known[key] = escaped_all(_convert(event, key, expected, name))
     if name == "start":
         _convert(known["run"], "total_steps", Count, "settings")
     return known

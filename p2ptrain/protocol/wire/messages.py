@@ -1,7 +1,7 @@
 """All messages between peers, and their bytes. `docs/protocol.md` describes them.
 
 A message is packed as the msgpack list of its fields. Unpacking checks the number, types and sizes of all fields, and
-refuses floats that are not finite.
+refuses floats that are not finite, and identifiers with control characters; in free texts these are escaped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.wire.text import SAFE_PATTERN, escaped
 
 T = TypeVar("T")
 MAX_STRING = 4096
@@ -27,8 +28,11 @@ MAX_SIGNATURE_BYTES = 2048
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Text = Annotated[str, Meta(max_length=MAX_STRING)]
+# An identifier or address: refused if it has control characters.
+Text = Annotated[str, Meta(max_length=MAX_STRING, pattern=SAFE_PATTERN)]
+# Free text for people: a struct escapes it in its `__post_init__`, which msgspec also calls when it decodes.
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
+Prose = Annotated[str, Meta(max_length=MAX_STRING)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 Mac = Annotated[bytes, Meta(max_length=32)]
 Maddrs = Annotated[tuple[Text, ...], Meta(max_length=MAX_MADDRS)]
@@ -40,6 +44,13 @@ MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Packed as a list of the fields in their order."""
+
+
+def _escape(message: msgspec.Struct, name: str, most: int) -> None:
+    """Escape a free text of a message that is being made, and cut it to its limit."""
+    text: str = getattr(message, name)
+    if not text.isprintable():
+        msgspec.structs.force_setattr(message, name, escaped(text)[:most])
 
 
 class Hello(_Struct, frozen=True):
@@ -86,10 +97,13 @@ class Beat(_Struct, frozen=True):
     round: Int
     tokens_total: Int
     step: Int
-    status: Text
+    status: Prose
     speed: Float
     members: Items[tuple[Text, Maddrs]]
     reach: Int
+
+    def __post_init__(self) -> None:
+        _escape(self, "status", MAX_STRING)
 
 
 class Ack(_Struct, frozen=True):
@@ -99,7 +113,10 @@ class Ack(_Struct, frozen=True):
 class Leave(_Struct, frozen=True):
     """The sender leaves the run on purpose."""
 
-    reason: Text
+    reason: Prose
+
+    def __post_init__(self) -> None:
+        _escape(self, "reason", MAX_STRING)
 
 
 class Fragment(_Struct, frozen=True):
@@ -402,6 +419,9 @@ class Abort(_Struct, frozen=True):
     attempt: Attempt
     reason: Reason
 
+    def __post_init__(self) -> None:
+        _escape(self, "reason", MAX_REASON)
+
 
 class Withdraw(_Struct, frozen=True):
     """Member to leader: it cannot go on with this attempt."""
@@ -410,6 +430,9 @@ class Withdraw(_Struct, frozen=True):
     round: Int
     attempt: Attempt
     reason: Reason
+
+    def __post_init__(self) -> None:
+        _escape(self, "reason", MAX_REASON)
 
 
 class Landed(_Struct, frozen=True):
@@ -443,7 +466,10 @@ class Answer(_Struct, frozen=True):
 
     request: Int
     found: bool
-    note: Text
+    note: Prose
+
+    def __post_init__(self) -> None:
+        _escape(self, "note", MAX_STRING)
 
 
 Message = (

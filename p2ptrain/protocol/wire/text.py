@@ -1,0 +1,34 @@
+"""Texts of other peers reach logs, terminals and pages: what could forge a line or turn one around is escaped.
+
+Identifiers and addresses never have such characters, so a message with one in them is refused. Reasons and other free
+texts may hold the text of any exception, so they are escaped, when they are made and again when they arrive.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# C0 and C1 controls with DEL, line separators, and what is invisible or changes the direction of writing.
+UNSAFE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f"
+# For msgspec's checks of strings.
+SAFE_PATTERN = rf"\A[^{UNSAFE}]*\Z"
+
+_UNSAFE = re.compile(f"[{UNSAFE}]")
+
+
+def escaped(text: str) -> str:
+    r"""The text with every unsafe character as Python writes it in a literal, such as \n or \x1b."""
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def escaped_all(value: Any) -> Any:
+    """A value as JSON has them, with all of its texts escaped."""
+    match value:
+        case str():
+            return escaped(value)
+        case list():
+            return [escaped_all(item) for item in value]
+        case dict():
+            return {escaped_all(key): escaped_all(item) for key, item in value.items()}
+    return value

@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms links reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms links harm reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -58,6 +58,11 @@ storms: $(STAMP)
 # Real peers on slow and broken links, in network namespaces: ten minutes, as root.
 links: $(STAMP)
 	$(BIN)/python -m tests.links $(ARGS)
+
+# What lying members cost: 156 simulated runs of 20 s of a core each, of which those done are kept, and docs/security.md.
+harm: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.harm $(ARGS)
+	$(BIN)/python -m benchmarks.harm --report
 
 # The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
 compose-test:

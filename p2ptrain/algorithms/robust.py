@@ -32,7 +32,8 @@ Array = npt.NDArray[np.float32]
 
 # Of each end, the share of the values that `trimmed_mean` drops: two liars of eight.
 _TRIMMED = 0.25
-# CenteredClip and Weiszfeld begin at the median, which is near already. Three are enough for RFA (section 5).
+# CenteredClip and Weiszfeld begin at the median, which is near already: three are enough (RFA, section 5). CenteredClip
+# from zero gave losses no further apart than those of two seeds, with and without liars (measured).
 _ITERATIONS = 3
 # Smoothing of Weiszfeld's weights as a share of the median distance (RFA: an absolute 1e-6).
 _SMOOTHING = 1e-6

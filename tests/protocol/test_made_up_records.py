@@ -64,6 +64,26 @@ async def settings_of(network: MemoryNetwork, *chosen: str) -> RunConfig | None:
     )  # fmt: skip
 
 
+def test_a_bootstrap_node_that_answers_no_hello_delays_nobody() -> None:
+    """It takes streams, but is no member: neither a run's founder nor who joins by it waits for its Hello."""
+
+    async def main() -> None:
+        async with swarm(RUN, shapes=SMALL) as s:
+            s.network.transport("bootstrap")
+            start = trio.current_time()
+            assert await settings_of(s.network, "bootstrap") is None
+            founder = s.start("m1", chosen=("bootstrap",))
+            await s.until(lambda: founder.node.ready.is_set())
+            assert founder.node.state_sync.founded
+            assert trio.current_time() - start < 6
+            start = trio.current_time()
+            assert await settings_of(s.network, "bootstrap") == RUN
+            assert await joined_after_s(s, "bootstrap") < 3
+            assert trio.current_time() - start < 4
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("count", [250, 2000])
 def test_with_a_member_as_initial_peer_a_joiner_is_in_within_seconds(count: int) -> None:
     async def main() -> None:

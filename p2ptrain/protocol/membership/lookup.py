@@ -168,7 +168,8 @@ async def ask_settings(
 
     def is_enough() -> bool:
         """Whether no outstanding answer would take precedence over the best one so far."""
-        waiting = any(peer_id in chosen and not failures[peer_id] for peer_id in members.keys() - answered)
+        # An initial peer without a record may be a bootstrap node, which answers no Hello.
+        waiting = any(peer_id in chosen and not failures[peer_id] for peer_id in found.keys() - answered)
         all_answered = found.keys() <= answered
         return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
 
@@ -183,7 +184,7 @@ async def ask_settings(
                     found = await find_members(directory, run_id, transport.peer_id)
                     members = initial | found
                 waited_s = trio.current_time() - started
-                if is_enough() or (not found and not asking and waited_s > LOOK_S):
+                if is_enough() or (not found and not asking - initial.keys() and waited_s > LOOK_S):
                     break
                 if waited_s >= timeout_s and (answer or hearsay or misfit or not untried() or waited_s > MAX_LOOK_S):
                     break

@@ -206,14 +206,22 @@ class Membership:
         self._ignored_until_s[peer_id] = now + 2 * RECORD_TTL_S
 
     def awaits(self, peer_ids: Collection[PeerId]) -> bool:
-        """Whether one of these is a known member that has not been dialled yet."""
-        return any(peer_id in self.known and not self.known[peer_id].dials for peer_id in peer_ids)
+        """Whether one of these is an announced member that has not been dialled yet."""
+        return any(peer_id in self.known and self._is_untried(peer_id) for peer_id in peer_ids)
 
     @property
     def undecided(self) -> bool:
         """Whether some announced peer has not been dialled to the end yet: it may have the run's state."""
-        untried = any(member.dials == 0 and self._links.get(peer) is None for peer, member in self.known.items())
+        untried = any(self._links.get(peer) is None and self._is_untried(peer) for peer in self.known)
         return untried or self._overrun
+
+    def _is_untried(self, peer_id: PeerId) -> bool:
+        """Whether a known peer was not dialled to the end yet.
+
+        An initial peer without a record does not count: it may be a bootstrap node, which answers no Hello.
+        """
+        member = self.known[peer_id]
+        return member.dials == 0 and (bool(member.maddrs) or peer_id not in self._chosen)
 
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
         """A few linked peers, for other peers to learn about."""

@@ -121,7 +121,10 @@ class StateSync:
         state, space = context.state, context.exchange.averaged.space
         started = trio.current_time()
         while not self._may_found and not engine.head.lineage:
-            donors = self._donors() if self._may_choose(started) else []
+            donors = self._donors()
+            if donors and not self._may_choose(started):
+                await trio.sleep(0.1)
+                continue
             if donors and not await self._is_ahead_of(donors[0]):
                 await self._adopt(donors)
                 return

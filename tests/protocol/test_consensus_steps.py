@@ -279,7 +279,7 @@ def test_abort_and_a_lost_leader_end_the_part() -> None:
 
 
 def test_reasons_of_others_are_kept_without_control_characters_and_ours_are_cut() -> None:
-    assert joined().hears("a", Abort("0-x", 5, FIRST, "\x1b[2J\nno")) == [MemberEnded(FIRST, "?[2J?no")]
+    assert joined().hears("a", Abort("0-x", 5, FIRST, "\x1b[2J\nno")) == [MemberEnded(FIRST, "\\x1b[2J\\nno")]
     withdraw, _ = joined(FIRST)(MemberFailed(FIRST, "no " * MAX_REASON))
     assert isinstance(withdraw, Send)
     assert isinstance(withdraw.message, Withdraw)
@@ -549,7 +549,7 @@ def test_a_leader_goes_on_while_there_can_be_a_quorum() -> None:
     run = leading("a", "b")
     assert run.hears("c", Refuse("0-x", 5, FIRST, SECOND)) == [Average(FIRST, (("a", join(FIRST)), ("b", join(FIRST))))]
     *_, ended = run.hears("b", msgspec.structs.replace(withdraw, reason="too\x1b[2J slow"))
-    assert ended == LeaderEnded(FIRST, "b: too?[2J slow")
+    assert ended == LeaderEnded(FIRST, "b: too\\x1b[2J slow")
 
 
 def test_an_attempt_that_takes_too_long_is_aborted() -> None:

@@ -33,7 +33,7 @@ FEW_PEERS = 4
 # Short texts for the reasons of skipped fragments (docs/metrics.md).
 REASONS = {
     "epoch": "from another round", "too_old": "too old", "superseded": "superseded", "clipped": "too far off",
-    "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",
+    "newcomer": "of a newcomer", "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",
 }  # fmt: skip
 # Window of the speed that the remaining time is estimated from; long enough to contain rounds.
 SPEED_WINDOW_S = 60.0

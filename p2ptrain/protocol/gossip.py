@@ -33,6 +33,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 MIN_PUSH_INTERVAL_S = 0.05
 # Below this many blocks, coding and planning take less than a trip to the worker thread (measured: ~1 ms).
 INLINE_BLOCKS = 2048
+# How often to look whether there is somebody to push to, and whether others merge what we push.
+POLL_S = 0.5
 # Before the next push after an unexpected error.
 ERROR_PAUSE_S = 1.0
 
@@ -42,11 +44,15 @@ T = TypeVar("T")
 class Gossip:
     """Plans and sends this peer's fragments, checks and queues those of other peers.
 
+    Args:
+        admits: whose fragments are merged. Ours are pushed only if that includes us.
+
     Raises ConfigError if the fragments of this model do not fit into a frame.
     """
 
-    def __init__(self, context: RoundContext, rng: random.Random) -> None:
+    def __init__(self, context: RoundContext, rng: random.Random, admits: Callable[[PeerId], bool]) -> None:
         self._context = context
+        self._admits = admits
         self._run = run = context.run
         self._exchange = exchange = context.exchange
         self._rng = rng
@@ -57,6 +63,7 @@ class Gossip:
         # One: the next plan is offered after the push of the last one.
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
         exchange.on_push = self._pushes_send.send_nowait
+        exchange.on_outlier = self._end_link
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
         self._most_steps = MAX_PAYLOAD_BYTES // slot_bytes // self._walk.per_step
         if not self._most_steps:
@@ -73,8 +80,8 @@ class Gossip:
         self._position = self._rng.randrange(self._walk.steps)
         waiting: deque[Push] = deque()
         while True:
-            if not self._context.host.trainers():
-                await trio.sleep(0.5)
+            if not self._context.host.trainers() or not self._admits(self._context.peer_id):
+                await trio.sleep(POLL_S)
                 continue
             try:
                 slots = self._step_count() * self._walk.per_step
@@ -90,6 +97,9 @@ class Gossip:
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""
         self._check(message, payload)
+        if not self._admits(link.peer_id):
+            self._exchange.inbox.count_skipped("newcomer")
+            return
         if self._exchange.loses_fragment():
             self._exchange.inbox.count_skipped("lost")
             return
@@ -106,6 +116,16 @@ class Gossip:
         blocks = message.slot_count * self._blocks_per_slot
         arrival = await self._off_loop(blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s)
         self._exchange.inbox.put(arrival)
+
+    def _end_link(self, sender: PeerId) -> None:
+        """End the link to a peer whose fragments are refused again and again.
+
+        No strike: distance proves nothing. A peer whose training went astray is far too; the rounds leave it out or
+        bring it back, for which it needs links.
+        """
+        link = self._context.links.get(sender)
+        if link is not None:
+            link.close("its fragments were too far from our weights 100 times in a row")
 
     @property
     def _blocks_per_slot(self) -> int:

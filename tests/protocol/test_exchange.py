@@ -201,9 +201,46 @@ def test_of_one_sender_a_step_merges_one_and_few_wait() -> None:
     report = bench.step()
     assert (report.merged, report.skipped) == (1, {"superseded": 5 - MAX_WAITING_PER_SENDER})
     changed = [(bench.flat() != before)[block].any().item() for block in range(6)]
-    assert changed == [True, False, False, False, False, False]
+    assert changed == [False, False, False, True, False, False]  # the oldest of the newest three
     merged = [bench.step().merged for _ in range(MAX_WAITING_PER_SENDER + 1)]
     assert merged == [1] * MAX_WAITING_PER_SENDER + [0]
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_of_one_sender_a_step_looks_at_one_also_if_it_is_clipped(far: bool) -> None:
+    bench = Bench(fragment_fraction=0.005)
+    bench.steps(2)
+    before = bench.flat()
+    for values in (before[:1] + (100.0 if far else 0.01), before[:1] + 0.01):
+        bench.receive("b", blocks=(0,), values=values)
+    report = bench.step()
+    assert (report.merged, report.skipped) == ((0, {"clipped": 1}) if far else (1, {}))
+    assert torch.equal(bench.flat(), before) == far
+    assert bench.step().merged == 1
+
+
+def test_a_sender_that_floods_takes_no_other_ones_place() -> None:
+    bench = Bench(fragment_fraction=0.005)
+    bench.steps(2)
+    bench.receive("c", blocks=(1,))
+    for _ in range(1000):
+        bench.receive("x", blocks=(5,), values=torch.zeros(1, 64))
+    report = bench.step()
+    assert (report.merged, report.skipped) == (1, {"superseded": 997, "clipped": 1})
+    assert sum(arrival.values.nbytes for arrival in bench.exchange.inbox._waiting) == bench.exchange.inbox._bytes
+
+
+def test_an_outlier_is_told_to_the_node() -> None:
+    bench, outliers = Bench(fragment_fraction=0.005), []
+    bench.exchange.on_outlier = outliers.append
+    bench.steps(2)
+    for step in range(250):
+        for sender, by in (("b", 0.01), ("c", 0.01), ("x", 100.0)):
+            bench.receive(sender, blocks=(5,), values=bench.flat()[5:6] + by)
+        bench.step()
+        bench.deliver_posts()
+        assert len(outliers) == (step + 1) // 100
+    assert set(outliers) == {"x"}
 
 
 def test_the_inbox_is_bounded_and_drops_the_oldest() -> None:

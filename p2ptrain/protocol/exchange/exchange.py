@@ -55,6 +55,7 @@ class Exchange:
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
         on_failure: likewise, if `on_landed` has raised.
+        on_outlier: likewise, with a peer whose fragments were refused 100 times in a row.
         loses_fragment, loses_gradient: whether a received fragment, and the outer gradient of an interval, is lost;
             set by simulations (the latter: DiLoCo, figure 8).
     """
@@ -82,6 +83,7 @@ class Exchange:
         self.on_snapshot: Callable[[types.Snapshot], None]
         self.on_landed: Callable[[types.Landing, float], None]
         self.on_failure: Callable[[Exception], None]
+        self.on_outlier: Callable[[str], None]
         self.loses_fragment: Callable[[], bool] = lambda: False
         self.loses_gradient: Callable[[], bool] = lambda: False
         # Tokens in this peer's shard, for runs that weigh by it; set before training begins.
@@ -142,6 +144,7 @@ class Exchange:
         self.on_snapshot = lambda snapshot: None
         self.on_landed = lambda landing, held_s: None
         self.on_failure = lambda error: None
+        self.on_outlier = lambda sender: None
         self.want_snapshot(None)
         with self._lock:
             self._push_plan = None
@@ -247,35 +250,39 @@ class Exchange:
         epoch = self.epoch
         held_back: list[types.Arrival] = []
         age_steps = 0.0
-        covered: dict[str, np.ndarray] = {}
+        looked_at: set[str] = set()
+        covered: list[np.ndarray] = []
         for arrival in arrivals:
             age_s = arrival.age_s + now - arrival.arrived_s
             if age_s > self.max_age_s:
                 skipped["too_old"] += 1
             elif arrival.epoch.lineage != epoch.lineage or arrival.epoch.round < epoch.round:
                 skipped["epoch"] += 1
-            elif arrival.epoch.round > epoch.round or arrival.sender in covered:
-                # The round has landed at the sender and not here yet, or this step has merged a fragment of the sender:
-                # one per step, so that sending more does not give more weight.
+            elif arrival.epoch.round > epoch.round or arrival.sender in looked_at:
+                # The round has landed at the sender and not here yet, or this step has looked at a fragment of the
+                # sender: one per step, merged or not, so that sending more gives neither weight nor further tries.
                 held_back.append(arrival)
-            elif self._mix(arrival, list(covered.values())):
-                covered[arrival.sender] = arrival.plan.blocks
-                age_steps += age_s / max(self.step_s, 1e-3)
             else:
-                skipped["clipped"] += 1
+                looked_at.add(arrival.sender)
+                if self._mix(arrival, covered):
+                    covered.append(arrival.plan.blocks)
+                    age_steps += age_s / max(self.step_s, 1e-3)
+                else:
+                    skipped["clipped"] += 1
         return len(covered), self.inbox.settle(held_back, len(covered), skipped, age_steps)
 
     def _mix(self, arrival: types.Arrival, covered: list[np.ndarray]) -> bool:
         weight = merge_weights(covered, arrival.plan.blocks)
         weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
-        limit = self._clip.threshold(0.0 if self._clip.warm else self.view.rms(arrival.plan))
+        limit = self._clip.limit(self.view.rms(arrival.plan))
         rms = self.view.mix_clipped(arrival.plan, arrival.values, weights, limit)
-        if rms <= limit:
-            self._clip.record(rms)
+        mixed = rms <= limit
+        self._clip.record(arrival.sender, rms, mixed=mixed)
+        if mixed:
             self._mixed.append(arrival.plan.blocks)
-            return True
-        self._clip.record(limit)
-        return False
+        elif self._clip.is_outlier(arrival.sender):
+            self._tell("a peer is an outlier", lambda: self.on_outlier(arrival.sender))
+        return mixed
 
     def _gather(self, now: float) -> int:
         self._credit += self.fragment_rate * self._slots_per_step

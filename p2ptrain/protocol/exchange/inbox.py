@@ -14,6 +14,9 @@ MAX_INBOX = 64
 MAX_INBOX_BYTES = 256 * 1024 * 1024
 # Of one sender at most this many are held back: two peers in step send each other one a step, but not evenly.
 MAX_WAITING_PER_SENDER = 2
+# Of one sender at most this many are queued: one for the step, and those that it holds back. So a sender that floods
+# takes no other one's place.
+MAX_QUEUED_PER_SENDER = MAX_WAITING_PER_SENDER + 1
 
 
 class Inbox:
@@ -29,8 +32,13 @@ class Inbox:
         self._skipped_total: Counter[str] = Counter()
 
     def put(self, arrival: Arrival) -> None:
-        """Queue a fragment for the next step; the oldest is dropped if there is no room. One always fits."""
+        """Queue a fragment for the next step. Without room the sender's oldest is dropped, or the oldest. One fits."""
         with self._lock:
+            same = [other for other in self._waiting if other.sender == arrival.sender]
+            if len(same) >= MAX_QUEUED_PER_SENDER:
+                self._waiting = deque(other for other in self._waiting if other is not same[0])
+                self._bytes -= same[0].values.nbytes
+                self._dropped["superseded"] += 1
             self._append([arrival])
 
     def count_skipped(self, reason: str, n: int = 1) -> None:

@@ -117,7 +117,7 @@ class Node:
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
-        self._gossip = Gossip(context, rng) if run.fragment_fraction > 0 else None
+        self._gossip = Gossip(context, rng, self._admits) if run.fragment_fraction > 0 else None
         self._server = RequestServer(self.engine, buffers, event_log)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
@@ -140,6 +140,10 @@ class Node:
             nursery.start_soon(self._record_fragments)
             nursery.start_soon(self.state_sync.keep_up)
             self.ready.set()
+
+    def _admits(self, peer_id: PeerId) -> bool:
+        """Whether fragments of a peer are merged."""
+        return self.engine.recent.admits(peer_id)
 
     def _fail(self, error: Exception) -> None:
         """End this node with an exception."""

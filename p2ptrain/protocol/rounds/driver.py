@@ -27,6 +27,7 @@ from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.head_votes import HeadVotes
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.lineage import LineageWatch, PastHeads
+from p2ptrain.protocol.rounds.recent import RecentContributors
 from p2ptrain.protocol.rounds.round_state import State, deadline_s
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -52,12 +53,14 @@ class RoundDriver:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
         history: the run's, as far as we know it; it stands at our head.
         committer: applies decided rounds.
+        recent: whose fragments are merged.
     """
 
     def __init__(self, context: RoundContext, rng: random.Random) -> None:
         self.context = context
         self.past_heads = PastHeads()
         self.history = History()
+        self.recent = RecentContributors()
         self._exchange = context.exchange
         self._taker = SnapshotTaker(context)
         self._fetcher = RecordFetcher(context, lambda: self.head, self._start_soon)
@@ -127,6 +130,7 @@ class RoundDriver:
         """Go on from this head. Forgets votes and plans of before. Only if `past_heads.may_adopt` allows it."""
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
+        self.recent = self.recent.after(head)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
         self._schedule.begin(head, same_lineage=same_lineage)

@@ -5,7 +5,8 @@ import { $, el, setText } from "./dom.js";
 import { ago, compact, decimal, integer, size } from "./format.js";
 
 const REASONS = {
-  epoch: "from another round", too_old: "too old", superseded: "superseded", clipped: "too far off", inbox_full: "inbox full",
+  epoch: "from another round", too_old: "too old", superseded: "superseded", clipped: "too far off", newcomer: "of a newcomer",
+  inbox_full: "inbox full",
   lost: "lost", shed: "link too slow", not_finite: "not finite",
 };
 

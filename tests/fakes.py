@@ -13,6 +13,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.peer.sinks import Sink
+from p2ptrain.protocol.links.strikes import Struck
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -93,6 +94,7 @@ class FakeMember:
     round: int = 2
     lineage: str = "0-00"
     speed: float = 12.34
+    strikes: tuple[Struck, ...] = ()
 
 
 class FakeNetworkSession:

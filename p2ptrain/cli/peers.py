@@ -21,6 +21,8 @@ WIDTH_OF_FILES = 160
 def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run, with status, speed and addresses.
 
+    Below the table: whom each of them has struck in the last ten minutes, for broken rules or false work.
+
     \b
     As a table, and as JSON for scripts:
         p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
@@ -40,6 +42,7 @@ def peers(settings: Settings, as_json: bool) -> None:
         click.echo(f"no peers found for run {run_id!r}")
     else:
         _print_table(run_id, members)
+        _print_strikes(members)
 
 
 def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
@@ -61,3 +64,13 @@ def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
         table.add_row(*map(Text, cells))  # as text: of a str, rich reads what other peers wrote as markup
     # A file or a pipe has no width: use enough for one line per peer.
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
+
+
+def _print_strikes(members: list[dict[str, Any]]) -> None:
+    """One line for each peer that a member has struck: the members say so, nobody checks it."""
+    given = [(struck, member["peer_id"]) for member in members for struck in member["strikes"]]
+    if given:
+        click.echo("strikes of the last ten minutes:")
+    for struck, by in sorted(given, key=lambda pair: (pair[0]["peer_id"], pair[1])):
+        minutes = struck["age_s"] / 60
+        click.echo(f"{struck['peer_id']}: {struck['count']} by {by}, {minutes:.0f} min ago: {struck['reason']}")

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from p2ptrain.cli.join import format_progress
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
+from p2ptrain.protocol.links.strikes import Struck
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import SETTINGS
 from p2ptrain.training import checkpoint
@@ -215,6 +216,22 @@ def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     assert cells == ["QmThird", "trainer", "training", "41", "2", "12.3", MADDR.rpartition("/p2p/")[0]]
     session.present = (FakeMember(),)
     assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
+
+
+def test_peers_prints_who_struck_whom(session: type[FakeNetworkSession]) -> None:
+    given = (Struck("QmEvil", 3, "broke the protocol: [bold]bad[/bold] Beat", 250.0), Struck("QmA", 1, "lied", 1.0))
+    session.present = (FakeMember(), FakeMember(peer_id="QmThird", strikes=given))
+    arguments = ("peers", "--initial-peers", MADDR)
+    assert _output(*arguments).splitlines()[-3:] == [
+        "strikes of the last ten minutes:",
+        "QmA: 1 by QmThird, 0 min ago: lied",
+        "QmEvil: 3 by QmThird, 4 min ago: broke the protocol: [bold]bad[/bold] Beat",
+    ]
+    members = json.loads(_output(*arguments, "--json"))
+    assert [len(member["strikes"]) for member in members] == [0, 2]
+    assert members[1]["strikes"][1] == {"peer_id": "QmA", "count": 1, "reason": "lied", "age_s": 1.0}
+    session.present = (FakeMember(),)
+    assert "strikes" not in _output(*arguments)
 
 
 def test_what_other_peers_write_is_listed_as_text(session: type[FakeNetworkSession]) -> None:

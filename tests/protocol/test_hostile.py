@@ -17,6 +17,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.links.strikes import Strikes
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
     Ack,
@@ -113,9 +114,9 @@ class Babbler:
                     else:
                         link.send(message)
                 except PeerLostError:
-                    # Struck off for good: it comes back under its old name with a clean slate.
+                    # Struck off: it comes back under its old name with a clean slate.
                     for peer in s.peers.values():
-                        peer.node.links.strikes.clear()
+                        peer.node.links._strikes = Strikes()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,7 +10,8 @@ import trio
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
-from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S, MAX_STRIKES
+from p2ptrain.protocol.links.links import HELLO_TIMEOUT_S
+from p2ptrain.protocol.links.strikes import MAX_STRIKES, STRIKE_S
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import (
     Ack,
@@ -345,9 +346,16 @@ def test_after_three_strikes_a_peer_is_refused(first_frame: bytes) -> None:
             await stream.send_all(encode_frame(hello_of("b")))
             assert await stream.receive_some() == b""
             assert a.links.strikes == {"b": MAX_STRIKES}
-            with pytest.raises(PeerLostError, match="refused after 3 protocol errors"):
+            with pytest.raises(PeerLostError, match="refused after 3 strikes"):
                 await a.links.connect("b", [])
             assert not a.linked
+            # Until they expire.
+            await trio.sleep(STRIKE_S)
+            assert a.links.strikes == {}
+            stream = await hostile.open_stream("a", [])
+            await stream.send_all(encode_frame(hello_of("b")))
+            assert await stream.receive_some()
+            assert a.linked == ["b"]
 
     run_virtual(main)
 

@@ -8,7 +8,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol.links import links, receive_budget
+from p2ptrain.protocol.links import links, receive_budget, strikes
 from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES
 from p2ptrain.protocol.links.link import (
     MAX_BULK_QUEUE_BYTES,
@@ -20,6 +20,7 @@ from p2ptrain.protocol.links.link import (
 )
 from p2ptrain.protocol.links.links import MAX_GREETING, MAX_GREETING_OF_ONE
 from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
+from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
 from tests.protocol.swarm import RUN, run_virtual, swarm
@@ -106,7 +107,7 @@ def test_links_are_bounded_and_the_refused_side_says_why(
             d = await start_endpoint(network, nursery, hello_of("d"), chosen=["a"])
             for peer in (b, c):
                 await peer.links.connect("a", [])
-            for _ in range(2 * links.MAX_STRIKES):
+            for _ in range(2 * MAX_STRIKES):
                 with pytest.raises(PeerLostError, match="a refused the link: 'it has 2 links, and accepts no more'"):
                     await d.links.connect("a", [])
             assert "a refused the link: 'it has 2 links" in caplog.text
@@ -391,7 +392,7 @@ def test_answers_are_bounded_over_all_partners(what: str, limiter: str) -> None:
 
 
 def test_strikes_are_remembered_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_STRUCK", 3)
+    monkeypatch.setattr(strikes, "MAX_STRUCK", 3)
 
     async def main() -> None:
         network = MemoryNetwork()

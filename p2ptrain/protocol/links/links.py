@@ -23,9 +23,10 @@ from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, Wire
 from p2ptrain.protocol.links.handshake import TRAINER, Handshake
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
+from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
+from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request, shown
 from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,6 @@ HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
-# A peer that broke the wire format this often is refused for good; old software is excluded by the wire version.
-MAX_STRIKES = 3
-# Peers whose strikes are remembered; bounded, as identities are free.
-MAX_STRUCK = 4096
 # Streams before their Hello, in all and of one peer; more are refused. A hundred peers may start at once.
 MAX_GREETING = 128
 MAX_GREETING_OF_ONE = 2
@@ -86,7 +83,7 @@ class Links:
         self.live: dict[PeerId, Link] = {}
         self.counters = LinkCounters()
         self.budget = ReceiveBudget()
-        self.strikes: dict[PeerId, int] = {}
+        self._strikes = Strikes()
         self.chosen = frozenset(chosen)
         self._refusal = refusal
         self._transport = transport
@@ -132,8 +129,8 @@ class Links:
             await pending.wait()
         if (link := self.live.get(peer_id)) is not None:
             return link
-        if self.strikes.get(peer_id, 0) >= MAX_STRIKES:
-            raise PeerLostError(f"{peer_id}: refused after {MAX_STRIKES} protocol errors")
+        if self._is_struck_out(peer_id):
+            raise PeerLostError(f"{peer_id}: refused after {MAX_STRIKES} strikes")
         if (refusal := self._refusal(peer_id)) is not None:
             raise PeerLostError(f"{peer_id}: {refusal}")
         assert self._nursery is not None
@@ -148,7 +145,7 @@ class Links:
                 raise PeerLostError(f"{peer_id}: no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
             except BaseException as error:
                 if isinstance(error, WireError):
-                    self._strike(peer_id, error)
+                    self.strike(peer_id, f"broke the protocol: {error}")
                 await stream.aclose()
                 raise
             return await self._register(peer_id, hello, stream, reader.read_ahead)
@@ -203,11 +200,30 @@ class Links:
         for link in list(self.live.values()):
             link.close(reason)
 
-    def strike(self, peer_id: PeerId, reason: str) -> None:
-        """Count a broken rule of a peer that another way than its bytes showed, and close its link."""
-        self._strike(peer_id, WireError(reason))
+    def strike(self, peer_id: PeerId, reason: str, *, count: int = 1) -> None:
+        """Give a peer a strike and close its link. With three, it is neither dialled nor accepted until they expire.
+
+        Args:
+            reason: what it did, for the log and for `p2ptrain peers`: "broke the protocol: …". Made safe to print.
+            count: how many strikes; 3 refuse it at once, for what is proved beyond doubt.
+        """
+        total = self._strikes.add(peer_id, reason, trio.current_time(), count=count)
         if (link := self.live.get(peer_id)) is not None:
-            link.close(reason)
+            link.close(f"it {reason}")
+        refused = f"; refused for {STRIKE_S / 60:.0f} minutes" if total >= MAX_STRIKES else ""
+        logger.warning("%s %s (strike %d of %d%s)", peer_id, shown(reason, MAX_REASON), total, MAX_STRIKES, refused)
+
+    @property
+    def strikes(self) -> dict[PeerId, int]:
+        """How many strikes each peer has that have not expired."""
+        return self._strikes.counts(trio.current_time())
+
+    def struck(self, most: int) -> list[Struck]:
+        """The peers struck last, the newest first."""
+        return self._strikes.latest(most, trio.current_time())
+
+    def _is_struck_out(self, peer_id: PeerId) -> bool:
+        return self._strikes.count(peer_id, trio.current_time()) >= MAX_STRIKES
 
     @contextlib.contextmanager
     def containing(self, link: Link, what: str) -> Iterator[None]:
@@ -222,7 +238,7 @@ class Links:
             cause = innermost(errors)
             if isinstance(cause, WireError):
                 link.close(f"it broke the protocol: {cause}")
-                self._strike(link.peer_id, cause)
+                self.strike(link.peer_id, f"broke the protocol: {cause}")
             elif not isinstance(cause, PeerLostError):
                 link.close(f"internal error, {what}: {cause!r}")
                 self._errors.note(f"link to {link.peer_id} closed, {what}", cause)
@@ -240,8 +256,8 @@ class Links:
 
     async def _welcome(self, stream: Stream) -> None:
         try:
-            if self.strikes.get(stream.remote, 0) >= MAX_STRIKES:
-                raise PeerLostError("refused")
+            if self._is_struck_out(stream.remote):
+                raise PeerLostError(f"refused after {MAX_STRIKES} strikes")
             with trio.fail_after(HELLO_TIMEOUT_S):
                 if (refusal := self._refusal(stream.remote)) is not None:
                     await stream.send_all(encode_frame(Leave(refusal)))
@@ -255,7 +271,7 @@ class Links:
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
             logger.debug("stream from %s refused: %s", stream.remote, error)
             if isinstance(error, WireError):
-                self._strike(stream.remote, error)
+                self.strike(stream.remote, f"broke the protocol: {error}")
             if isinstance(error, RunMismatchError):
                 with trio.move_on_after(1):
                     await self._handshake.answer_mismatch(stream, error)
@@ -310,12 +326,6 @@ class Links:
                 await link.run_stream(stream, read_ahead)
         finally:
             self._remove(link)
-
-    def _strike(self, peer_id: PeerId, error: BaseException) -> None:
-        self.strikes[peer_id] = self.strikes.get(peer_id, 0) + 1
-        if len(self.strikes) > MAX_STRUCK:
-            del self.strikes[next(iter(self.strikes))]
-        logger.warning("%s broke the protocol: %s", peer_id, error)
 
     async def _on_message(self, link: Link, message: Message, payload: bytes) -> None:
         if isinstance(message, Answer):

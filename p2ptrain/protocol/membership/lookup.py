@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
@@ -29,6 +30,7 @@ from p2ptrain.errors import (
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.strikes import MAX_REASON, Struck
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import (
     BUCKETS,
@@ -51,6 +53,9 @@ LOOK_S = 2.0
 # A linked peer sends its first heartbeat at once.
 FIRST_BEAT_S = 3.0
 MAX_SETTINGS_BYTES = 64 * 1024
+# A member with a full link may take long; its strikes are left out then.
+STRIKES_TIMEOUT_S = 2.0
+MAX_STRIKES_BYTES = 64 * 1024
 # Usually a peer behind NAT, or one that ended before its record expired.
 UNREACHABLE = "cannot be reached from here"
 # To open a stream to an initial peer, and to exchange two frames. A bootstrap node of an earlier version never answers.
@@ -66,7 +71,10 @@ Members = dict[PeerId, tuple[tuple[str, ...], str]]
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """A member's status, as it reports it. `speed` is in inner steps per second."""
+    """A member's status, as it reports it, safe to print. `speed` is in inner steps per second.
+
+    `strikes`: whom it has struck, the newest first; also empty if it does not tell.
+    """
 
     peer_id: PeerId
     maddrs: tuple[str, ...]
@@ -76,6 +84,7 @@ class MemberInfo:
     round: int
     lineage: str
     speed: float
+    strikes: tuple[Struck, ...] = ()
 
 
 async def ask_settings(
@@ -268,7 +277,7 @@ async def list_members(
                 await trio.sleep(0.02)
             if (beat := link.beat) is not None:
                 state = shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
-                infos.append(MemberInfo(peer_id, maddrs, role, *state))
+                infos.append(MemberInfo(peer_id, maddrs, role, *state, await _ask_strikes(links, link)))
 
     async with observer_links(transport, run_id, closed) as links:
         members = await find_members(directory, run_id, transport.peer_id)
@@ -327,6 +336,32 @@ async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members
         for bucket in range(BUCKETS):
             nursery.start_soon(look, bucket)
     return found
+
+
+async def _ask_strikes(links: Links, link: Link) -> tuple[Struck, ...]:
+    """Whom a member has struck."""
+    try:
+        answer, payload = await links.request(link, "strikes", timeout_s=STRIKES_TIMEOUT_S)
+        return parse_strikes(payload) if answer.found else ()
+    except (PeerLostError, WireError) as error:
+        logger.debug("no strikes from %s: %s", link.peer_id, error)
+        return ()
+
+
+def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
+    """The answer to a request for strikes, its texts made safe to print. Raises WireError."""
+    if len(payload) > MAX_STRIKES_BYTES:
+        raise WireError("list of strikes too large")
+    try:
+        told = msgspec.json.decode(payload, type=list[Struck])
+    except ValueError as error:
+        raise WireError(f"bad list of strikes: {error}") from None
+    if not all(0 < struck.count < 2**31 and 0 <= struck.age_s < math.inf for struck in told):
+        raise WireError("impossible counts or ages of strikes")
+    return tuple(
+        Struck(shown(struck.peer_id, 128), struck.count, shown(struck.reason, MAX_REASON), struck.age_s)
+        for struck in told
+    )
 
 
 def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -24,10 +25,17 @@ MAX_SERVED_TO_OBSERVER = 2
 MAX_PAGES = 128
 MAX_PIECES = 512
 MAX_STATE_ANSWERS = 128
+# What observers may ask for.
+FOR_OBSERVERS = ("settings", "events", "strikes")
+# Peers in an answer about strikes: 64 of 400 bytes.
+MAX_STRUCK_TOLD = 64
 
 
 class RequestServer:
-    """Serves this peer's state, parts of the last round, settings and events. `buffers` serializes the model's."""
+    """Serves this peer's state, parts of the last round, settings, events and strikes.
+
+    `buffers` serializes the model's buffers.
+    """
 
     def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes], event_log: EventLog) -> None:
         self._engine = engine
@@ -45,7 +53,7 @@ class RequestServer:
         member = link.hello.role == TRAINER
         if self._serving[link.peer_id] >= (MAX_SERVED_AT_ONCE if member else MAX_SERVED_TO_OBSERVER):
             link.send(messages.Answer(request.request, False, "busy"))
-        elif not member and request.what not in ("settings", "events"):
+        elif not member and request.what not in FOR_OBSERVERS:
             link.send(messages.Answer(request.request, False, "for members of the run"))
         else:
             self._serving[link.peer_id] += 1
@@ -73,6 +81,9 @@ class RequestServer:
                 page = await self._pace.make(lambda: self._context.compute(self._event_log.page, request.index))
                 answer = messages.Answer(request.request, True, "events")
                 await link.send_bulk(answer, page, Traffic.STATE, compress=True)
+            case "strikes":
+                struck = json.dumps([dataclasses.asdict(s) for s in self._context.links.struck(MAX_STRUCK_TOLD)])
+                await link.send_bulk(messages.Answer(request.request, True, "strikes"), struck.encode(), Traffic.STATE)
             case "part":
                 await self._context.parts.serve(link, request)
             case "contribution":

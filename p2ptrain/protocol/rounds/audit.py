@@ -29,6 +29,7 @@ from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import chunk_bounds
@@ -187,7 +188,7 @@ class Audits:
             case Verdict.DIFFERS:
                 self._strike_reducer(audited)
             case Verdict.FITS:
-                self._links.strike(sender, f"it accused the reducer of part {part} of round {round_} falsely")
+                self._links.strike(sender, f"broke the protocol: it accused the reducer of part {part} of round {round_} falsely")
             case _:
                 logger.info("round %d: the accusation of %s cannot be checked", round_, sender)
 
@@ -202,7 +203,9 @@ class Audits:
     def _strike_reducer(self, audited: _Audited) -> None:
         round_, part, holder = audited.record.round, audited.draw.part, audited.part.holder
         if audited.from_holder:
-            self._links.strike(holder, f"it averaged part {part} of round {round_} falsely")
+            # Proved: refused at once.
+            reason = f"broke the protocol: it averaged part {part} of round {round_} falsely"
+            self._links.strike(holder, reason, count=MAX_STRIKES)
         else:
             logger.warning("round %d: part %d is false, but reducer %s did not give it to us", round_, part, holder)
 
@@ -222,7 +225,9 @@ class Audits:
                         missing.add(c.peer_id)
                     except WireError as error:
                         missing.add(c.peer_id)
-                        self._links.strike(c.peer_id, f"asked for its outer gradient of round {record.round}: {error}")
+                        self._links.strike(
+                            c.peer_id, f"broke the protocol: its outer gradient of round {record.round}: {error}"
+                        )
 
             async with trio.open_nursery() as nursery:
                 for c in record.contributors:

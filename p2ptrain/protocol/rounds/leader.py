@@ -95,7 +95,7 @@ class AveragingLeader:
         if agreed != own_state:
             raise RoundFailedError("this leader's state differs from that of most members")
         joins = {peer_id: joins[peer_id] for peer_id in members}
-        struck = {peer_id for peer_id in members if self._context.links.strikes.get(peer_id)}
+        struck = self._context.links.strikes.keys() & set(members)
         avoided = self._backoff.backed_off(trio.current_time()) | struck
         self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.state.num_blocks))
         self._sends = policy.parts_of(members, self._plan)

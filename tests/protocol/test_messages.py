@@ -45,7 +45,14 @@ every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: ki
 
 
 def values_of(expected: Any) -> st.SearchStrategy[Any]:
-    """All values of a message field's type."""
+    """All values of a message field's type, within its bounds."""
+    if typing.get_origin(expected) is typing.Annotated:
+        (base, meta), *_ = ((expected.__origin__, meta) for meta in expected.__metadata__)
+        if meta.pattern is not None:
+            return st.from_regex(meta.pattern)
+        if base in (int, float):
+            return (st.integers if base is int else st.floats)(meta.ge, meta.le)
+        return values_of(base)
     if expected is int:
         return st.integers(-(2**63), 2**63 - 1)
     if expected is float:
@@ -63,7 +70,10 @@ def values_of(expected: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(values_of, options))
     if isinstance(expected, types.UnionType):
         return st.none() | values_of(options[0])
-    return st.builds(expected, **{name: values_of(hint) for name, hint in typing.get_type_hints(expected).items()})
+    return st.builds(
+        expected,
+        **{name: values_of(hint) for name, hint in typing.get_type_hints(expected, include_extras=True).items()},
+    )
 
 
 def plain(value: Any) -> Any:
@@ -75,6 +85,9 @@ def plain(value: Any) -> Any:
 
 def example_of(expected: Any) -> Any:
     """One value of a field's type with no empty list and nothing optional left out."""
+    if typing.get_origin(expected) is typing.Annotated:
+        is_lineage = any(meta.pattern is not None for meta in expected.__metadata__)
+        return "0-text" if is_lineage else example_of(expected.__origin__)
     simple: dict[Any, Any] = {int: 7, float: 0.5, bool: True, str: "text", bytes: b"bytes"}
     if expected in simple:
         return simple[expected]
@@ -85,7 +98,7 @@ def example_of(expected: Any) -> Any:
         return tuple(map(example_of, options))
     if isinstance(expected, types.UnionType):
         return example_of(options[0])
-    return expected(*map(example_of, typing.get_type_hints(expected).values()))
+    return expected(*map(example_of, typing.get_type_hints(expected, include_extras=True).values()))
 
 
 @every_kind
@@ -269,7 +282,7 @@ def test_the_longest_honest_messages_fit() -> None:
         Propose(attempt, record),
         Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
         Roster("l", 1, attempt, tuple(ids[:64]), parts),
-        Beat(1.0, 1.0, 1.0, "g", "l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
+        Beat(1.0, 1.0, 1.0, "0-g", "0-l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
         Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs),
     ]
     for message in longest:

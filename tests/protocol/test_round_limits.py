@@ -313,7 +313,7 @@ class Member(Endpoint):
         head = self.head
         lineage = head.lineage if self.stands else ""
         return Beat(
-            sent_s, echo_s, held_s, head.genesis, lineage, head.round, head.tokens_total, 0, "", 10.0, (), 10**9
+            sent_s, echo_s, held_s, head.genesis, lineage, head.round, head.tokens_total, 0, "", 10.0, (), 64
         )  # fmt: skip
 
     def tell(self, message: Message) -> None:

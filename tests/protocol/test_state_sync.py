@@ -888,7 +888,7 @@ def test_peers_that_only_claim_to_have_a_state_keep_nobody_from_joining(says: st
             await trio.sleep(3)
             for name in ("x", "y"):
                 liar = await start_endpoint(s.network, nursery, hello_of(name, digest=RUN.digest))
-                far = (f"0-{name}", f"9-{name}", 2**61, 2**62, 2**62, "training", 1e300, (), 3)
+                far = (f"0-{name}", f"9-{name}", 2**61, 2**62, 2**62, "training", 1e6, (), 3)
                 liar.make_beat = lambda *times, far=far: Beat(*times, *far)  # type: ignore[method-assign]
                 genesis = genesis_of(name, RUN.digest)
                 voters = ((name, f"{name}.1"),)

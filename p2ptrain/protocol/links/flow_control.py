@@ -45,6 +45,11 @@ class FlowControl:
         self._measures_from_idle = True
 
     @property
+    def acked(self) -> int:
+        """Bulk bytes that the receiver has acknowledged."""
+        return self._acked
+
+    @property
     def window_bytes(self) -> float:
         """Unacknowledged bulk bytes at which bulk frames wait."""
         return max(MIN_WINDOW_BYTES, (WINDOW_S + self.path_rtt_s) * self.rate_bytes_s)

@@ -19,6 +19,7 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Message
@@ -109,6 +110,7 @@ class Link:
         # When it last answered a request of ours, and when we last served it some of our state.
         self.answered_s = self.served_s = 0.0
         self.opened_s = self.last_heard = trio.current_time()
+        self.rates = MessageRates(setup.peer_timeout_s, self.opened_s)
         self._setup = setup
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
@@ -238,6 +240,8 @@ class Link:
         if isinstance(message, Fragment):
             self._counters.fragments_sent += 1
             self._counters.fragments_to[self.peer_id] += 1
+        elif isinstance(message, Answer):
+            self.rates.note_answered(len(item.payload))
         return frame
 
     def _has_bulk_room(self, size_bytes: int) -> bool:
@@ -275,9 +279,10 @@ class Link:
     async def _take(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
         if payload and not isinstance(message, Answer | Contribution | Fragment):
             raise WireError(f"{type(message).__name__} with a payload")
+        size, acked_before = frames.PREFIX_BYTES + prefix.body_bytes, self.flow.acked
         if self.flow.note_acked(prefix.acked_bytes, trio.current_time()):
             self._work.unpark_all()
-        size = frames.PREFIX_BYTES + prefix.body_bytes
+        self.rates.check(message, size, self.flow.acked - acked_before, trio.current_time())
         self._counters.received[_traffic_of(message, payload)] += size
         if prefix.bulk and self.flow.note_received(size):
             self.send(Ack())

@@ -339,6 +339,8 @@ class Links:
                 self._answer_bytes += len(payload)
                 if self._answer_bytes > MAX_ANSWER_BYTES:
                     raise PeerLostError("more answers arrived than were taken")
+            else:
+                link.rates.check_unasked(len(payload), trio.current_time())
             return
         await self._events.on_message(link, message, payload)
 

@@ -12,18 +12,16 @@ import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
 import trio
-from msgspec import Meta
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
-from p2ptrain.protocol.wire.messages import MAX_MADDRS
+from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID, Maddrs
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
@@ -50,10 +48,6 @@ FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 # After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
 # in case it moves into our network.
 PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
-# Limit of an address's length (a relayed one with two peer ids has 150 characters).
-MAX_MADDR_LENGTH = 512
-
-Maddrs = Annotated[tuple[Annotated[str, Meta(max_length=MAX_MADDR_LENGTH)], ...], Meta(max_length=MAX_MADDRS)]
 
 
 @dataclass(slots=True)
@@ -164,7 +158,7 @@ class Membership:
 
         A joiner forgets none, so that it tries them all: it takes no more.
         """
-        if peer_id == self._me or not peer_id or len(peer_id) > 128:
+        if peer_id == self._me or not peer_id or len(peer_id) > MAX_PEER_ID:
             return
         now = trio.current_time()
         if self._ignored_until_s.get(peer_id, 0.0) > now:

@@ -207,10 +207,10 @@ class Node:
         return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, maddrs)
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
-        head = self.engine.head
+        head, step_s = self.engine.head, self._exchange.step_s
         return messages.Beat(
             sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
-            self.status, 1 / self._exchange.step_s if self._exchange.step_s else 0.0,
+            self.status[: messages.MAX_STATUS], min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
             self.membership.sample(BEAT_MEMBERS), self.engine.context.liveness.reach(head),
         )  # fmt: skip
 
@@ -248,8 +248,6 @@ class Node:
                 if payload:  # observers only send requests
                     raise WireError(f"{type(message).__name__} of an observer")
             case messages.Beat():
-                if len(message.members) > BEAT_MEMBERS:
-                    raise WireError(f"a Beat that names {len(message.members)} members")
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs)
                 if self.ready.is_set():

@@ -188,7 +188,8 @@ class Audits:
             case Verdict.DIFFERS:
                 self._strike_reducer(audited)
             case Verdict.FITS:
-                self._links.strike(sender, f"broke the protocol: it accused the reducer of part {part} of round {round_} falsely")
+                falsely = f"it accused the reducer of part {part} of round {round_} falsely"
+                self._links.strike(sender, f"broke the protocol: {falsely}")
             case _:
                 logger.info("round %d: the accusation of %s cannot be checked", round_, sender)
 

@@ -22,9 +22,21 @@ MAX_STRING = 4096
 MAX_LIST = 4096
 # Addresses of a peer.
 MAX_MADDRS = 16
+MAX_MADDR_LENGTH = 512  # a relayed one with two peer ids has 150 characters
 MAX_REASON = 512
 # A public key and a signature of it; those of an RSA key of 4096 bits have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
+# Of a heartbeat. We name two members; more are accepted, so that later versions may.
+MAX_BEAT_MEMBERS = 4
+# The longest status that we make has 60 characters.
+MAX_STATUS = 256
+MAX_PEER_ID = 128
+# Contributors of a round, of which the voters are some.
+MAX_REACH = 64
+# No peer makes a step in less than a microsecond.
+MAX_SPEED = 1e6
+# No round and no run is longer: as for records.
+MAX_COUNT = 2**62
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -35,11 +47,18 @@ Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Prose = Annotated[str, Meta(max_length=MAX_STRING)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
 Mac = Annotated[bytes, Meta(max_length=32)]
-Maddrs = Annotated[tuple[Text, ...], Meta(max_length=MAX_MADDRS)]
+Maddr = Annotated[str, Meta(max_length=MAX_MADDR_LENGTH, pattern=SAFE_PATTERN)]
+Maddrs = Annotated[tuple[Maddr, ...], Meta(max_length=MAX_MADDRS)]
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
 # A SHA-256, or empty where there is none.
 Hash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
 MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
+# On the sender's clock, or a duration.
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+# Empty: none yet.
+Lineage = Annotated[str, Meta(pattern=r"\A([0-9]{1,9}-[0-9A-Za-z]{1,64})?\Z")]
+Member = tuple[Annotated[str, Meta(max_length=MAX_PEER_ID, pattern=SAFE_PATTERN)], Maddrs]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -89,21 +108,21 @@ class Beat(_Struct, frozen=True):
     is the number of voters of its head that the sender is linked with, including itself.
     """
 
-    sent_s: Float
-    echo_s: Float
-    held_s: Float
-    genesis: Text
-    lineage: Text
-    round: Int
-    tokens_total: Int
-    step: Int
-    status: Prose
-    speed: Float
-    members: Items[tuple[Text, Maddrs]]
-    reach: Int
+    sent_s: Seconds
+    echo_s: Seconds
+    held_s: Seconds
+    genesis: Lineage
+    lineage: Lineage
+    round: Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
+    tokens_total: Count
+    step: Count
+    status: Annotated[str, Meta(max_length=MAX_STATUS)]
+    speed: Annotated[float, Meta(ge=0, le=MAX_SPEED)]
+    members: Annotated[tuple[Member, ...], Meta(max_length=MAX_BEAT_MEMBERS)]
+    reach: Annotated[int, Meta(ge=0, le=MAX_REACH)]
 
     def __post_init__(self) -> None:
-        _escape(self, "status", MAX_STRING)
+        _escape(self, "status", MAX_STATUS)
 
 
 class Ack(_Struct, frozen=True):

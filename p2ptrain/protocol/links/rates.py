@@ -1,0 +1,98 @@
+"""How many messages a peer may send on a link; a flood costs it the link. Pure: `now` is in seconds on any clock.
+
+Limits are far above what an honest peer sends, and each leaves room for a burst: what gathers while this process, or
+the sender, is held up arrives at once. That is at most what comes in the time after which one side gives up.
+
+What an honest peer sends at most:
+
+- A Beat a second, one more when a link begins and one when it takes over a state.
+- A fragment per push, of which there are at most 20 a second.
+- An Ack for each 24 KiB that it received.
+- A Request for each answer that it waits for, of which twelve may be under way. Their rate is that of the answers.
+- For an attempt at a round, with a record of at most 40 KiB in some of them: as a leader Call, Roster, Reduce, Propose,
+  and Commit or Abort; as a member Due, Join or Refuse, Reduced, Ready or Withdraw, and one Arrived for each member (64)
+  and every 5 s. So about 80 messages, and two attempts a second are many.
+
+Round chunks and answers are not counted here: flow control and what was asked for bound them.
+"""
+
+from __future__ import annotations
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Message
+
+BEATS_PER_S = 5.0
+FRAGMENTS_PER_S = 25.0
+# All others, in units: 1, and 1 more per 4 KiB of the frame. Handling one takes some 50 µs (guess), so that a sender
+# just below the limit takes 1 % of a core.
+UNITS_PER_S = 200.0
+UNIT_BYTES = 4096
+# A request that is answered with so much costs nothing: the bytes of the answer bound it.
+ANSWER_BYTES = 16 * 1024
+
+
+class TokenBucket:
+    """Allows `rate_s` per second on average, and `burst` at once."""
+
+    def __init__(self, rate_s: float, burst: float, now: float) -> None:
+        self.rate_s = rate_s
+        self._burst = self._tokens = burst
+        self._since_s = now
+
+    def spend(self, cost: float, now: float) -> bool:
+        """Take so many; False if there are fewer, and none are taken then."""
+        since_s, self._since_s = self._since_s, max(self._since_s, now)
+        self._tokens = min(self._burst, self._tokens + self.rate_s * (self._since_s - since_s))
+        if cost > self._tokens:
+            return False
+        self._tokens -= cost
+        return True
+
+    def give_back(self, cost: float) -> None:
+        """Return what was spent."""
+        self._tokens = min(self._burst, self._tokens + cost)
+
+
+class MessageRates:
+    """The limits of one link. `burst_s`: seconds of messages that may arrive at once."""
+
+    def __init__(self, burst_s: float, now: float) -> None:
+        self._beats = TokenBucket(BEATS_PER_S, BEATS_PER_S * burst_s, now)
+        self._fragments = TokenBucket(FRAGMENTS_PER_S, FRAGMENTS_PER_S * burst_s, now)
+        self._others = TokenBucket(UNITS_PER_S, UNITS_PER_S * burst_s, now)
+
+    def check(self, message: Message, size_bytes: int, newly_acked_bytes: int, now: float) -> None:
+        """Count a received message. Raises WireError if there are too many.
+
+        Args:
+            newly_acked_bytes: by how much its frame advanced the count of bulk bytes that the peer has received.
+        """
+        match message:
+            case Answer() | Contribution():
+                return
+            case Ack() if newly_acked_bytes >= ACK_EVERY_BYTES:
+                return
+            case Beat():
+                bucket, cost = self._beats, 1.0
+            case Fragment():
+                bucket, cost = self._fragments, 1.0
+            case _:
+                bucket, cost = self._others, _units(size_bytes)
+        if not bucket.spend(cost, now):
+            kind = {Beat: "heartbeats", Fragment: "fragments"}.get(type(message), "control messages")
+            raise WireError(f"more than {bucket.rate_s:.0f} {kind} a second")
+
+    def check_unasked(self, size_bytes: int, now: float) -> None:
+        """Count an Answer that nobody waits for; a few come too late. Raises WireError if there are too many."""
+        if not self._others.spend(_units(size_bytes), now):
+            raise WireError("too many answers that nobody asked for")
+
+    def note_answered(self, size_bytes: int) -> None:
+        """A request of the peer is answered with so many bytes."""
+        if size_bytes >= ANSWER_BYTES:
+            self._others.give_back(1.0)
+
+
+def _units(size_bytes: int) -> float:
+    return 1.0 + size_bytes // UNIT_BYTES

@@ -31,8 +31,8 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
+from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
-from p2ptrain.protocol.state_sync.state_sync import Restored
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig
 
@@ -382,7 +382,7 @@ class Peer:
             self._exchange.idle()
             self._ended.wait(POLL_S)
         state_sync = self._runner.last_ready.state_sync
-        self.founded, self.run_founder = state_sync.founded, state_sync.run_founder
+        self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
         async with node.engine.committer.lock:

@@ -15,7 +15,7 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds.history import History, leads_to
 from p2ptrain.protocol.rounds.lineage import check_head
 from p2ptrain.protocol.rounds.policy import MOST_COUNT
-from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.wire.messages import Head, SavedHistory, pack, unpack
 
 Array = npt.NDArray[np.float32]

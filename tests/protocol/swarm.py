@@ -24,7 +24,7 @@ from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
-from p2ptrain.protocol.state_sync.state_sync import Restored
+from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.run_key import RunKey

@@ -269,7 +269,7 @@ def test_after_five_restarts_in_a_row_it_is_given_up_and_training_goes_on(caplog
                     await trio.sleep(1)
                     raise Bug("always")
 
-                node.state_sync.establish = fail  # type: ignore[method-assign]
+                node.state_sync.joining.establish = fail  # type: ignore[method-assign]
                 return node
 
             peer.runner._build = build_bad

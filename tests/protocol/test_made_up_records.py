@@ -20,7 +20,7 @@ from p2ptrain.protocol.membership.membership import (
     encode_record,
     member_key,
 )
-from p2ptrain.protocol.state_sync.state_sync import ADOPT_TIMEOUT_S
+from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
 from tests.protocol.test_membership import Member
@@ -52,7 +52,7 @@ async def joined_after_s(s: Swarm, *chosen: str) -> float:
     joiner = s.start("joiner", chosen=chosen)
     await s.until(lambda: joiner.node.ready.is_set() or joiner.error is not None, within_s=ADOPT_TIMEOUT_S)
     s.check()
-    assert not joiner.node.state_sync.founded
+    assert not joiner.node.state_sync.joining.founded
     assert joiner.node.engine.head.genesis == s.peers["m1"].node.engine.head.genesis
     return trio.current_time() - start
 
@@ -74,7 +74,7 @@ def test_a_bootstrap_node_that_answers_no_hello_delays_nobody() -> None:
             assert await settings_of(s.network, "bootstrap") is None
             founder = s.start("m1", chosen=("bootstrap",))
             await s.until(lambda: founder.node.ready.is_set())
-            assert founder.node.state_sync.founded
+            assert founder.node.state_sync.joining.founded
             assert trio.current_time() - start < 6
             start = trio.current_time()
             assert await settings_of(s.network, "bootstrap") == RUN
@@ -173,7 +173,7 @@ def test_nobody_founds_a_run_before_all_announced_peers_were_tried_to_the_end() 
             await trio.sleep(100 / DIALLED_AT_ONCE * HANGS_S - 1)
             assert not joiner.node.ready.is_set()
             await s.until(lambda: joiner.node.ready.is_set(), within_s=ADOPT_TIMEOUT_S)
-            assert joiner.node.state_sync.founded
+            assert joiner.node.state_sync.joining.founded
 
     run_virtual(main)
 
@@ -188,7 +188,7 @@ def test_of_too_many_to_try_the_joiner_says_so_and_founds_no_run() -> None:
             await s.until(lambda: runner.failure is not None)
             assert isinstance(runner.failure, TransientError)
             assert "more peers are announced than could be tried within 120 s" in str(runner.failure)
-            assert not runner.node.state_sync.founded
+            assert not runner.node.state_sync.joining.founded
 
     run_virtual(main)
 

@@ -29,7 +29,7 @@ def test_a_joiner_joins_only_the_run_that_its_user_named(pin: str) -> None:
                 "another founder": Pins(founder="b"), "another anchor": Pins(anchor="0" * 64),
             }[pin]  # fmt: skip
             joiner = s.start("d")
-            joiner.node.state_sync._pins = pins
+            joiner.node.state_sync.joining._pins = pins
             if pin.startswith("another"):
                 while joiner.error is None:
                     await trio.sleep(0.1)
@@ -49,7 +49,7 @@ def test_who_names_another_run_starts_none(pins: Pins) -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
             peer = s.start("a", founder=True)
-            peer.node.state_sync._pins = pins
+            peer.node.state_sync.joining._pins = pins
             await trio.sleep(1)
             assert peer.error is not None
             error = innermost(peer.error)
@@ -63,7 +63,7 @@ def test_who_names_another_run_starts_none(pins: Pins) -> None:
 def test_the_founder_itself_may_start_its_run() -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:
-            s.start("a", founder=True).node.state_sync._pins = Pins(founder="a")
+            s.start("a", founder=True).node.state_sync.joining._pins = Pins(founder="a")
             await s.until(lambda: s.peers["a"].node.ready.is_set())
 
     run_virtual(main)

@@ -13,7 +13,7 @@ import trio
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.exchange.types import Landing
-from p2ptrain.protocol.state_sync.state_sync import ADOPT_TIMEOUT_S
+from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
 from tests.protocol.storm import PLAIN

@@ -28,8 +28,9 @@ from p2ptrain.protocol.node.requests import RequestServer
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.proof import Prover
+from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
-from p2ptrain.protocol.state_sync.state_sync import Restored, StateSync
+from p2ptrain.protocol.state_sync.state_sync import StateSync
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal, Transport, no_refusal
@@ -132,7 +133,7 @@ class Node:
             self._exchange.on_failure = self._fail
             await nursery.start(self.links.run)
             nursery.start_soon(self.membership.run_forever)
-            await self.state_sync.establish()
+            await self.state_sync.joining.establish()
             self.membership.settle()
             await nursery.start(self.engine.run_forever)
             if self._gossip is not None:
@@ -165,7 +166,7 @@ class Node:
     @property
     def status(self) -> str:
         """What this peer is doing now, as text."""
-        return self.engine.status if self.ready.is_set() else self.state_sync.status
+        return self.engine.status if self.ready.is_set() else self.state_sync.joining.status
 
     @property
     def others(self) -> list[PeerStatus]:

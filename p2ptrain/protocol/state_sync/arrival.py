@@ -1,0 +1,52 @@
+"""The landing of a whole state, adopted or founded, in the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.wire.transport import PeerId
+
+
+class Arrivals:
+    """Lands the engine's new head, and records that. `record`: takes a name of an event and its fields."""
+
+    def __init__(self, engine: RoundDriver, record: Callable[..., None]) -> None:
+        self._engine = engine
+        self._record = record
+
+    @property
+    def run_founder(self) -> PeerId:
+        """The id of the peer that founded the run; "" before we have its state."""
+        genesis = self._engine.history.genesis
+        return genesis.founder if genesis is not None else ""
+
+    async def land(self, kind: LandingKind, reason: str, run_step: int | None = None, *, founded: bool = False) -> None:
+        """Land our new head, and wait until it has taken effect; kind "write" replaces the weights by the anchor."""
+        context, head, run = self._engine.context, self._engine.head, self._engine.context.run
+        run_step = head.run_step if run_step is None else run_step
+        self._record(
+            "adopt",
+            founded=founded,
+            founder=self.run_founder,
+            reason=reason,
+            lineage=head.lineage,
+            round=head.round,
+            run_step=run_step,
+            anchor_sha256=head.anchor_sha256,
+            state_sha256=head.state_sha256,
+        )
+        context.links.announce()
+        landing = Landing(
+            kind=kind,
+            buffer=context.state.anchor_tensor() if kind == "write" else None,
+            epoch=Epoch(head.lineage, head.round),
+            sync_every=run.sync_every,
+            run_step=run_step,
+            included_tokens=0,
+            snapshot_steps=None,
+            report=None,
+            finished=0 < run.total_steps <= head.run_step,
+        )
+        await self._engine.committer.land(landing)

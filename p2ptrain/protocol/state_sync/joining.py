@@ -1,0 +1,258 @@
+"""At the start: gets this peer the run's state. It adopts the swarm's, goes on from a checkpoint, or founds the run."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.error_log import innermost
+from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError, TransientError, WireError
+from p2ptrain.protocol.anchor import AnchorState
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.history import History, is_better, leads_to, shared
+from p2ptrain.protocol.state_sync.arrival import Arrivals
+from p2ptrain.protocol.state_sync.provenance import Pins, ask_head, ask_history, check_founder, check_pins, rank_of
+from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
+from p2ptrain.protocol.wire.messages import Entry, Head, SignedHead
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# If no peer has a state for this long, the fresh peer with the lowest id founds the run.
+FOUND_AFTER_S = 2.0
+# A joiner that receives no state for this long gives up with an error.
+ADOPT_TIMEOUT_S = 120.0
+# Donors that send nothing for this long are skipped if other peers have another state. A donor that commits a round is
+# busy for seconds, even with a large model (guess).
+DONOR_PATIENCE_S = 20.0
+# A joiner waits so long for an initial peer of the user's before it takes the state from others (guess).
+CHOSEN_FIRST_S = 5.0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's."""
+
+    state: AnchorState
+    head: Head
+    run_step: int
+    history: History
+
+
+class Joining:
+    """Establishes the state of one peer, once. `founded`: whether this peer founded the run."""
+
+    def __init__(
+        self, engine: RoundDriver, membership: Membership, arrivals: Arrivals, *, load_buffers: Callable[[bytes], None],
+        may_found: bool, restored: Restored | None, rng: random.Random, pins: Pins,
+    ) -> None:  # fmt: skip
+        self.founded = False
+        self._engine = engine
+        self._context = engine.context
+        self._membership = membership
+        self._arrivals = arrivals
+        self._load_buffers = load_buffers
+        self._may_found = may_found
+        self._restored = restored
+        self._rng = rng
+        self._pins = pins
+        self._download: Download | None = None
+        self._skipped: set[PeerId] = set()
+
+    @property
+    def status(self) -> str:
+        """What this peer is doing, for display."""
+        return f"downloading state {100 * self._download.progress:.0f} %" if self._download else "joining"
+
+    async def establish(self) -> None:
+        """Get the run's state: the swarm's, our checkpoint's, or a new one.
+
+        Raises ConfigError if there is a state that cannot be downloaded, or if our weights cannot found a run.
+        """
+        engine, context = self._engine, self._context
+        state, space = context.state, context.exchange.averaged.space
+        started = trio.current_time()
+        while not self._may_found and not engine.head.lineage:
+            donors = self._donors()
+            if donors and not self._may_choose(started):
+                await trio.sleep(0.1)
+                continue
+            if donors and not await self._is_ahead_of(donors[0]):
+                await self._adopt(donors)
+                return
+            if donors or self._should_found(started):
+                break
+            await trio.sleep(0.1)
+        restored = self._restored
+        if restored is not None:
+            if restored.history.genesis is not None:
+                check_founder(self._pins, restored.history.genesis.founder)
+            state.copy_from(restored.state)
+            engine.found_lineage(restored.head, restored.history)
+            await self._arrivals.land("keep", "restored from a checkpoint", restored.run_step)
+            return
+        if self._pins.anchor or self._pins.founder not in ("", context.peer_id):
+            raise TransientError(
+                f"run {context.run.run_id!r}: no peer of it answers, and founder or anchor forbid to start another; "
+                "check the initial peers"
+            )
+        context.exchange.averaged.read(state.anchor_tensor())
+        await context.compute(check_founding, state.anchor, space)
+        await context.compute(state.rehash)
+        engine.found_run()
+        self.founded = True
+        await self._arrivals.land("keep", "founded the run", founded=True)
+
+    def _should_found(self, started: float) -> bool:
+        """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
+        membership, waited_s = self._membership, trio.current_time() - started
+        if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
+            if waited_s > ADOPT_TIMEOUT_S and membership.undecided:
+                raise TransientError(
+                    f"run {self._context.run.run_id!r}: more peers are announced than could be tried within "
+                    f"{ADOPT_TIMEOUT_S:.0f} s, and none has its state; give a member of the run as an initial peer"
+                )
+            if waited_s > ADOPT_TIMEOUT_S:
+                raise TransientError(
+                    f"run {self._context.run.run_id!r}: no answer from the DHT for {ADOPT_TIMEOUT_S:.0f} s; "
+                    "check the initial peers"
+                )
+            return False
+        fresh = (link.peer_id for link in self._context.links.trainers())
+        return waited_s > FOUND_AFTER_S and all(self._context.peer_id <= peer_id for peer_id in fresh)
+
+    def _may_choose(self, started: float) -> bool:
+        """Whether a donor may be chosen: initial peers that the user gave come first, if they answer soon."""
+        chosen = [link for link in self._context.links.trainers() if link.peer_id in self._context.links.chosen]
+        if chosen:
+            return any(link.beat for link in chosen)
+        awaited = not self._membership.looked_up.is_set() or self._membership.awaits(self._context.links.chosen)
+        return not awaited or trio.current_time() - started > CHOSEN_FIRST_S
+
+    async def _is_ahead_of(self, donor: Link) -> bool:
+        """Whether our checkpoint goes on from the donor's state, or has more of the voters than its lineage."""
+        if self._restored is None:
+            return False
+        ours = self._restored.history.entries
+        try:
+            signed = await ask_head(self._context, donor)
+            theirs = await ask_history(self._context, donor, signed.head, ours)
+        except (PeerLostError, WireError) as error:
+            logger.info("comparing the checkpoint with the state of %s: %s", donor.peer_id, error)
+            return False
+        if shared(ours, theirs) is None:
+            logger.warning(
+                "the checkpoint is of another start of run %r, or too old to be compared; taking the swarm's state",
+                self._context.run.run_id,
+            )
+            return False
+        return not leads_to(ours, signed.head) and not is_better(ours, theirs, ())
+
+    def _donors(self) -> list[Link]:
+        """Live peers with the state of the best initial peer, or else of the best of all; without skipped ones."""
+        stateful = [
+            (link, link.beat)
+            for link in self._context.links.live.values()
+            if link.beat and link.beat.lineage and link.peer_id not in self._skipped
+        ]
+        if not stateful:
+            return []
+        chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
+        _, best = max(chosen or stateful, key=lambda pair: rank_of(pair[1]))
+        return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
+
+    async def _adopt(self, donors: list[Link]) -> None:
+        """Adopt the donors' state. Other donors replace lost ones, and verified chunks are kept.
+
+        Donors that send nothing are skipped if other peers have a state.
+        """
+        context, restored = self._context, self._restored
+        if restored is not None:
+            context.state.copy_from(restored.state)
+        download = self._download = Download(context, context.state)
+        adopted: SignedHead | None = None
+        entries: list[Entry] = []
+        progress, progress_s = 0, trio.current_time()
+        while adopted is None:
+            try:
+                self._rng.shuffle(donors)
+                signed, entries = await self._fetch(download, donors)
+                self._load_buffers(await ask_buffers(context.links, donors[0]))
+                adopted = signed
+            except RunMismatchError:
+                # Not the run that the user wants. Other peers may be of it.
+                self._skipped.update(donor.peer_id for donor in donors)
+                donors = self._donors()
+                if not donors:
+                    raise
+            except (PeerLostError, WireError) as error:
+                logger.info("state download: %s", error)
+                if download.done_chunks > progress:
+                    progress, progress_s = download.done_chunks, trio.current_time()
+                if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
+                    progress, progress_s = 0, trio.current_time()
+                if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
+                    raise TransientError(
+                        f"run {context.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
+                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again (last: {error})"
+                    ) from None
+                await trio.sleep(0.5)
+                donors = self._donors() or donors
+        self._download = None
+        self._skipped.clear()
+        self._engine.adopt(adopted, History(adopted.genesis, entries))
+        if restored is not None and restored.head.state_sha256 == adopted.head.state_sha256:
+            await self._arrivals.land("keep", "the swarm has the checkpoint's state", restored.run_step)
+        else:
+            await self._arrivals.land("write", "adopted the swarm's state")
+
+    async def _fetch(self, download: Download, donors: list[Link]) -> tuple[SignedHead, list[Entry]]:
+        """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""
+        signed = await ask_head(self._context, donors[0])
+        entries: list[Entry] = []
+
+        async def fetch_history() -> None:
+            entries.extend(await ask_history(self._context, donors[0], signed.head, ()))
+            check_pins(self._pins, signed, entries)
+
+        check_founder(self._pins, signed.genesis.founder)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fetch_history)
+                await download.run(signed.head, donors)
+        except* (PeerLostError, WireError, RunMismatchError) as errors:
+            raise innermost(errors) from None
+        return signed, entries
+
+    def _skip(self, donors: list[Link]) -> bool:
+        """Skip these donors if other peers have a state; else returns False."""
+        before = set(self._skipped)
+        self._skipped.update(donor.peer_id for donor in donors)
+        if self._donors():
+            logger.warning("%d peers send nothing of the state that they announce; trying other peers", len(donors))
+            return True
+        self._skipped = before
+        return False
+
+
+def check_founding(anchor: npt.NDArray[np.float32], space: IndexSpace) -> None:
+    """Raises ConfigError unless a run can be founded with these weights, (num_blocks, 64): every joiner gets them."""
+    for name, start, stop in zip(space.names, space.tensor_starts, space.tensor_starts[1:], strict=False):
+        values = anchor[start:stop]
+        if values.size and not is_within(values, MAX_GRADIENT):
+            with np.errstate(invalid="ignore"):
+                count = int((~(np.abs(values) <= MAX_GRADIENT)).sum())
+            raise ConfigError(
+                f"{name}: {count} of its values are NaN, infinite or beyond {MAX_GRADIENT:g}, and a run starts from "
+                "finite weights; initialise the model again, or load other weights"
+            )

@@ -330,7 +330,7 @@ def test_an_error_anywhere_in_a_node_is_the_nodes_alone(phase: str) -> None:
                 if broken == 1:
                     owner, name = {
                         "run_forever": (node, "run_forever"), "membership": (node.membership, "run_forever"),
-                        "engine": (node.engine, "run_forever"), "establish": (node.state_sync, "establish"),
+                        "engine": (node.engine, "run_forever"), "establish": (node.state_sync.joining, "establish"),
                     }[phase]  # fmt: skip
                     setattr(owner, name, fail)
                 return node

@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms links harm reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -54,6 +54,14 @@ soak: $(STAMP)
 # The protocol under hundreds of random storms, in virtual time, and a million states of a round's consensus.
 storms: $(STAMP)
 	STORMS=$(SEEDS) STATES=$(STATES) $(BIN)/python -m pytest tests/protocol/test_storm.py tests/protocol/test_consensus.py $(ARGS)
+
+# A liar among real peers on this machine, attack by attack: six minutes, ends with a table.
+hostile: $(STAMP)
+	$(BIN)/python -m tests.hostile $(ARGS)
+
+# A million random frames after a valid Hello, on the memory network: twenty minutes of a core.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz $(ARGS)
 
 # Real peers on slow and broken links, in network namespaces: ten minutes, as root.
 links: $(STAMP)

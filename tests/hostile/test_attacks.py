@@ -1,0 +1,78 @@
+"""The attacks that once ended peers or destroyed their model: as a stranger, and as a member who takes part in rounds.
+
+Made-up records in the DHT are in `tests/protocol/test_made_up_records.py`, text with control characters in
+`tests/protocol/test_forged_text.py`, half requests to the page in `tests/monitor/dashboard/test_server.py`, relayed
+bytes in `tests/network/test_relays.py`, and what a joiner is told in `tests/protocol/test_state_sync.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trio
+
+from tests.hostile.attacks import ATTACKS, Attack, Known, take_over
+from tests.hostile.harness import NAMES, STEP_S, attacked, check_sizes, forgive, undisturbed
+from tests.hostile.liar import Liar
+from tests.protocol.swarm import Swarm, run_virtual
+
+pytestmark = pytest.mark.slow
+
+# Of virtual time: three intervals and more.
+ATTACK_S = 7.0
+
+
+def known(s: Swarm) -> Known:
+    engine = s.peers["a"].node.engine
+    assert engine.history.genesis is not None
+    return Known(s.run, s.peers["a"].exchange.space.num_blocks, engine.head, engine.history.genesis)
+
+
+async def attack_all(attack: Attack, s: Swarm, liar: Liar) -> None:
+    """Send the frames of an attack to every victim; what is refused comes again, as from another identity."""
+    until_s = trio.current_time() + attack.takes_s
+    while trio.current_time() < until_s:
+        # What is known gets old: once a second.
+        frames, end_s = attack.frames(liar, known(s)), trio.current_time() + 1
+        if attack.takes_over:
+            take_over(liar, known(s))
+        while trio.current_time() < end_s:
+            frame = next(frames)
+            for name in NAMES:
+                await liar.tell(name, *frame)
+            await trio.sleep(attack.every_s)
+        forgive(s, liar)
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@pytest.mark.parametrize("as_member", [False, True], ids=["stranger", "member"])
+def test_honest_peers_train_on(attack: Attack, as_member: bool) -> None:
+    sizes = undisturbed()
+
+    async def main() -> None:
+        async with attacked(as_member=as_member) as (s, liar, _):
+            lineage = s.peers["a"].node.engine.head.lineage
+            await attack_all(attack, s, liar)
+            assert liar.sent > 10
+            assert {s.peers[name].node.engine.head.lineage for name in NAMES} == {lineage}
+            check_sizes(s, sizes)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e30], ids=str)
+def test_a_contribution_of_another_scale_destroys_nothing(scale: float) -> None:
+    """Well formed: a member whose weights are its own times a number."""
+
+    sizes = undisturbed()
+
+    async def main() -> None:
+        async with attacked(as_member=True) as (s, _, _):
+            until_s = trio.current_time() + ATTACK_S
+            while trio.current_time() < until_s:
+                for tensor in s.peers["x"].tensors:
+                    tensor.copy_(scale * 0.1 * torch.ones_like(tensor))
+                await trio.sleep(STEP_S)
+            check_sizes(s, sizes)
+
+    run_virtual(main)

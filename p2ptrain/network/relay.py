@@ -24,7 +24,7 @@ from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.control import DaemonSocket, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
-from p2ptrain.network.token_bucket import TokenBucket
+from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 
 logger = logging.getLogger(__name__)

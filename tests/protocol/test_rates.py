@@ -21,7 +21,6 @@ from p2ptrain.protocol.links.rates import (
     FRAGMENTS_PER_S,
     UNITS_PER_S,
     MessageRates,
-    TokenBucket,
 )
 from p2ptrain.protocol.wire.messages import (
     MAX_BEAT_MEMBERS,
@@ -41,18 +40,6 @@ from tests.protocol.wiring import linked_pair, until
 BEAT = Beat(1.0, 0.0, 0.0, "0-g", "0-l", 3, 70, 7, "training", 2.0, (), 1)
 FRAGMENT = Fragment("0-l", 3, "cyclic", 0, 0, 1, 50, 0.0)
 BURST_S = PEER_TIMEOUT_S
-
-
-def test_a_bucket_allows_its_rate_and_one_burst() -> None:
-    bucket = TokenBucket(5.0, 20.0, 100.0)
-    assert [bucket.spend(1, 100.0) for _ in range(21)] == [True] * 20 + [False]
-    assert [bucket.spend(1, 101.0) for _ in range(6)] == [True] * 5 + [False]
-    assert [bucket.spend(1, 1e6) for _ in range(21)] == [True] * 20 + [False]
-    assert not bucket.spend(1, 0.0)  # a clock that goes back gives nothing
-    bucket.give_back(3)
-    assert [bucket.spend(2, 1e6) for _ in range(2)] == [True, False]
-    bucket.give_back(1e9)
-    assert not bucket.spend(21, 1e6)
 
 
 @pytest.mark.parametrize(

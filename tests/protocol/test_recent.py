@@ -10,7 +10,7 @@ from tests.protocol.test_messages import example_of
 
 
 def head(round_: int, contributors: str, lineage: str = "L", record_lineage: str | None = None) -> Head:
-    named = tuple(Contributor(peer_id, "1", 1.0) for peer_id in contributors)
+    named = tuple(Contributor(peer_id, "1", 1.0, b"") for peer_id in contributors)
     record = msgspec.structs.replace(
         example_of(Record), lineage=record_lineage or lineage, round=round_, contributors=named
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
+from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Message
 
 BEATS_PER_S = 5.0
@@ -30,28 +31,6 @@ UNITS_PER_S = 200.0
 UNIT_BYTES = 4096
 # A request that is answered with so much costs nothing: the bytes of the answer bound it.
 ANSWER_BYTES = 16 * 1024
-
-
-class TokenBucket:
-    """Allows `rate_s` per second on average, and `burst` at once."""
-
-    def __init__(self, rate_s: float, burst: float, now: float) -> None:
-        self.rate_s = rate_s
-        self._burst = self._tokens = burst
-        self._since_s = now
-
-    def spend(self, cost: float, now: float) -> bool:
-        """Take so many; False if there are fewer, and none are taken then."""
-        since_s, self._since_s = self._since_s, max(self._since_s, now)
-        self._tokens = min(self._burst, self._tokens + self.rate_s * (self._since_s - since_s))
-        if cost > self._tokens:
-            return False
-        self._tokens -= cost
-        return True
-
-    def give_back(self, cost: float) -> None:
-        """Return what was spent."""
-        self._tokens = min(self._burst, self._tokens + cost)
 
 
 class MessageRates:

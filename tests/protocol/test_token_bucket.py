@@ -1,4 +1,4 @@
-from p2ptrain.network.token_bucket import TokenBucket
+from p2ptrain.protocol.token_bucket import TokenBucket
 
 
 def test_a_burst_passes_at_once_and_the_rest_at_the_rate() -> None:
@@ -22,3 +22,15 @@ def test_a_pause_earns_one_burst_at_most() -> None:
     bucket.take(50, 0.0)
     assert bucket.take(50, 1000.0) == 0.0
     assert bucket.take(1, 1000.0) > 0.0
+
+
+def test_a_bucket_allows_its_rate_and_one_burst() -> None:
+    bucket = TokenBucket(5.0, 20.0, 100.0)
+    assert [bucket.spend(1, 100.0) for _ in range(21)] == [True] * 20 + [False]
+    assert [bucket.spend(1, 101.0) for _ in range(6)] == [True] * 5 + [False]
+    assert [bucket.spend(1, 1e6) for _ in range(21)] == [True] * 20 + [False]
+    assert not bucket.spend(1, 0.0)  # a clock that goes back gives nothing
+    bucket.give_back(3)
+    assert [bucket.spend(2, 1e6) for _ in range(2)] == [True, False]
+    bucket.give_back(1e9)
+    assert not bucket.spend(21, 1e6)

@@ -1,0 +1,34 @@
+"""A token bucket: a rate that may be exceeded for a moment. Pure: `now` is in seconds on any clock."""
+
+from __future__ import annotations
+
+
+class TokenBucket:
+    """Allows `rate_s` per second on average, and `burst` at once after a pause."""
+
+    def __init__(self, rate_s: float, burst: float, now: float) -> None:
+        self.rate_s = rate_s
+        self._burst = self._tokens = burst
+        self._since_s = now
+
+    def spend(self, cost: float, now: float) -> bool:
+        """Take so many; False if there are fewer, and none are taken then."""
+        self._fill(now)
+        if cost > self._tokens:
+            return False
+        self._tokens -= cost
+        return True
+
+    def give_back(self, cost: float) -> None:
+        """Return what was spent."""
+        self._tokens = min(self._burst, self._tokens + cost)
+
+    def take(self, cost: float, now: float) -> float:
+        """Take so many, on credit if need be. Returns the seconds to wait until they fit the rate."""
+        self._fill(now)
+        self._tokens -= cost
+        return max(0.0, -self._tokens / self.rate_s)
+
+    def _fill(self, now: float) -> None:
+        since_s, self._since_s = self._since_s, max(self._since_s, now)
+        self._tokens = min(self._burst, self._tokens + self.rate_s * (self._since_s - since_s))

@@ -44,16 +44,16 @@ STALE_ROUNDS = 3
 # Sign-flipped weights go this many times the honest peers' distance away, at the last round, from their own. Receivers
 # refuse what is farther than 4 × the recent median distance of fragments.
 FLIP_DISTANCES = 2.0
-# Noise in rounds has this many times the size of the liar's own outer gradient: the most that a bound of 4 × the
+# Noise in rounds has this many times the size of the liar's own outer gradient: the most that a bound of 3 × the
 # median norm lets through, with room for members that differ.
-NOISE_FACTOR = 3.0
+NOISE_FACTOR = 2.0
 MEANS = ("weighted", "clipped", "trimmed", "geometric")
 ATTACKS = {
     "none": "no attacker",
     "times -5": "rounds: its outer gradient, times -5",
     "flipped": "fragments: its weights towards those with flipped signs, as far as receivers accept",
     "zeros": "rounds and fragments of zeros",
-    "noise": "rounds: noise of 3 times the norm; fragments: its weights and noise of the same size",
+    "noise": "rounds: noise of twice the norm; fragments: its weights and noise of the same size",
     "copy": "rounds and fragments of the first honest peer, as its own",
     "stale": f"rounds and fragments of its own state {STALE_ROUNDS} rounds before",
 }

@@ -133,7 +133,7 @@ class RunConfig:
         "of lying members can do, and cost a little without any.")
     round_guard: str = setting("exclude", choice("exclude", "clip", "off"),
         help="Leave out, scale down or accept far too large outer gradients.",
-        why="Above 4 x the median norm a member is left out. Honest norms differ less: they grow with the steps of an "
+        why="Above 3 x the median norm a member is left out. Honest norms differ less: they grow with the steps of an "
         "interval, and tokens count for up to twice their median. Clip keeps the direction of such a member.")
     audit_rate: float = setting(0.1, number("between 0 and 1 (0.1 is one round in ten)", lambda x: 0 <= x <= 1),
         help="Share of the rounds after which one part is averaged again.",

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from p2ptrain.monitor.formatting import duration
 from p2ptrain.monitor.liveview import LiveView
-from p2ptrain.protocol.membership.peer_status import PeerStatus, shown
+from p2ptrain.protocol.membership.peer_status import PeerStatus
+from p2ptrain.protocol.wire.text import shown
 
 ME = "QmZz4Ge1naYkNEwL9Rfdu1nDKsdRKtqjiugZbvH9g5Y4wb"
 LINE = f"p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/40123/p2p/{ME}"
@@ -139,7 +140,9 @@ def test_a_joining_and_a_leaving_peer() -> None:
 
 
 def test_text_from_peers_cannot_move_the_cursor() -> None:
-    assert shown("\x1b[2Jgone\r\n" + "x" * 100) == "?[2Jgone??" + "x" * 50
+    assert shown("\x1b[2Jgone\r\n" + "x" * 100) == r"\x1b[2Jgone\r\n" + "x" * 45
+    assert shown("\u2028" * 100) == r"\u2028" * 10
+    assert shown("\ud800") == r"\ud800"
 
 
 def test_time_left_is_rounded() -> None:

@@ -285,7 +285,7 @@ def test_reasons_of_others_are_kept_without_control_characters_and_ours_are_cut(
     assert isinstance(withdraw.message, Withdraw)
     assert unpack(Withdraw, pack(withdraw.message)).reason == ("no " * MAX_REASON)[:MAX_REASON]
     with pytest.raises(WireError):
-        unpack(Abort, pack(Abort("0-x", 5, FIRST, "n" * (MAX_REASON + 1))))
+        unpack(Abort, msgspec.msgpack.encode(("0-x", 5, FIRST, "n" * (MAX_REASON + 1))))
 
 
 def test_other_rounds_and_lineages_change_nothing() -> None:

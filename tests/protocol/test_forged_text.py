@@ -15,7 +15,7 @@ from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.event_log import events
 from p2ptrain.protocol.event_log.events import encode_event, parse_page
 from p2ptrain.protocol.membership.membership import decode_record
-from p2ptrain.protocol.wire.messages import KINDS, Message, pack, unpack
+from p2ptrain.protocol.wire.messages import KINDS, MAX_REASON, Message, Withdraw, pack, unpack
 from p2ptrain.protocol.wire.text import escaped
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.test_messages import example_of
@@ -86,8 +86,15 @@ def test_what_we_send_ourselves_is_escaped_so_that_others_take_it() -> None:
         ours = msgspec.structs.replace(EXAMPLES[cls], **{name: FORGED})
         assert getattr(ours, name) == r"\x1b[31m\nFORGED"
         assert unpack(cls, pack(ours)) == ours
-    long = msgspec.structs.replace(EXAMPLES[KINDS[4]], reason="\n" * 4096)
-    assert unpack(KINDS[4], pack(long)) == long
+
+
+def test_what_we_send_ourselves_is_cut_so_that_others_take_it() -> None:
+    for text in ("a", "\n", "学"):
+        for kind, name in FREE:
+            (cls,) = (cls for cls in KINDS.values() if cls.__name__ == kind)
+            ours = msgspec.structs.replace(EXAMPLES[cls], **{name: text * 5000})
+            assert unpack(cls, pack(ours)) == ours
+    assert Withdraw("0-l", 3, EXAMPLES[Withdraw].attempt, 600 * "x").reason == MAX_REASON * "x"  # type: ignore[attr-defined]
 
 
 def value_of(hint: Any) -> Any:

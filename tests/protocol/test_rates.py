@@ -202,8 +202,9 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("lie", IMPOSSIBLE, ids=lambda lie: f"{next(iter(lie))} {str(next(iter(lie.values())))[:12]!r}")
 def test_a_heartbeat_that_nobody_can_send_is_refused(lie: dict[str, Any]) -> None:
+    fields = [lie.get(name, getattr(BEAT, name)) for name in Beat.__struct_fields__]
     with pytest.raises(WireError):
-        unpack(Beat, pack(msgspec.structs.replace(BEAT, **lie)))
+        unpack(Beat, msgspec.msgpack.encode(fields))
 
 
 @pytest.mark.parametrize("field", ["sent_s", "echo_s", "held_s", "speed"])

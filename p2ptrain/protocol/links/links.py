@@ -26,7 +26,8 @@ from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request, shown
+from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from p2ptrain.protocol.wire.messages import shown
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 # A peer with so many is refused until the first of them expires. Old software is excluded by the wire version.

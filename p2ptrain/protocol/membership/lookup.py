@@ -42,7 +42,8 @@ from p2ptrain.protocol.membership.membership import (
 )
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.messages import Beat, Hello, Message, shown
+from p2ptrain.protocol.wire.messages import Beat, Hello, Message
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 

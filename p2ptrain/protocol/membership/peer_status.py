@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.wire.messages import shown
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 

@@ -35,6 +35,7 @@ from p2ptrain.protocol.rounds import events as ev
 from p2ptrain.protocol.rounds.quorum import is_quorum, record_sha256, unfinished
 from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
 from p2ptrain.protocol.wire import messages as m
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 Result = tuple[State, tuple[ev.Effect, ...]]
@@ -121,7 +122,7 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
             return _without(replace(state, highest=highest), proposer, sender, reason, now)
         case m.Withdraw():
-            return _without(state, proposer, sender, f"{sender}: {m.shown(message.reason, m.MAX_REASON)}", now)
+            return _without(state, proposer, sender, f"{sender}: {shown(message.reason, m.MAX_REASON)}", now)
     return state, ()
 
 
@@ -172,7 +173,7 @@ def _on_order(state: State, message: m.Roster | m.Abort, now: float) -> Result:
     if member is None:
         return state, ()
     if isinstance(message, m.Abort):
-        return _end_member(state, member, m.shown(message.reason, m.MAX_REASON))
+        return _end_member(state, member, shown(message.reason, m.MAX_REASON))
     if not member.planned:
         member = replace(member, planned=True, deadline_s=now + state.limits.attempt_s)
     return replace(state, member=member), ()

@@ -26,7 +26,8 @@ from p2ptrain.protocol.rounds.history import (
     was_alone,
 )
 from p2ptrain.protocol.rounds.lineage import check_head, generation_of
-from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead, shown, unpack
+from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead, unpack
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 SHORT_TIMEOUT_S = 15.0

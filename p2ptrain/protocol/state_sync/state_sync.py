@@ -31,7 +31,8 @@ from p2ptrain.protocol.state_sync.provenance import (
     rank_of,
 )
 from p2ptrain.protocol.state_sync.transfer import Download
-from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Head, shown, unpack
+from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Head, unpack
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)

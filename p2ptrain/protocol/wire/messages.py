@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.wire.text import SAFE_PATTERN, escaped
+from p2ptrain.protocol.wire.text import SAFE_PATTERN, shown
 
 T = TypeVar("T")
 MAX_STRING = 4096
@@ -67,9 +67,7 @@ class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 def _escape(message: msgspec.Struct, name: str, most: int) -> None:
     """Escape a free text of a message that is being made, and cut it to its limit."""
-    text: str = getattr(message, name)
-    if not text.isprintable():
-        msgspec.structs.force_setattr(message, name, escaped(text)[:most])
+    msgspec.structs.force_setattr(message, name, shown(getattr(message, name), most))
 
 
 class Hello(_Struct, frozen=True):
@@ -512,8 +510,3 @@ def unpack(kind: type[T], data: bytes) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except ValueError as error:
         raise WireError(f"bad {kind.__name__}: {error}") from None
-
-
-def shown(text: str, most: int = 60) -> str:
-    """An untrusted text made safe for logs and terminals: cut to `most` characters, without control characters."""
-    return "".join(character if character.isprintable() else "?" for character in text[:most])

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# C0 and C1 controls with DEL, line separators, and what is invisible or changes the direction of writing.
-UNSAFE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f"
+# C0 and C1 controls with DEL, line separators, what is invisible or changes the direction of writing, and surrogates,
+# which JSON may hold and no terminal can be sent.
+UNSAFE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\U000e0000-\U000e007f"
 # For msgspec's checks of strings.
 SAFE_PATTERN = rf"\A[^{UNSAFE}]*\Z"
 
@@ -20,6 +21,11 @@ _UNSAFE = re.compile(f"[{UNSAFE}]")
 def escaped(text: str) -> str:
     r"""The text with every unsafe character as Python writes it in a literal, such as \n or \x1b."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def shown(text: str, most: int = 60) -> str:
+    """The text escaped, and cut to `most` characters."""
+    return escaped(text[:most])[:most]
 
 
 def escaped_all(value: Any) -> Any:

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.setting import shortened
 
 logger = logging.getLogger(__name__)
@@ -18,8 +18,15 @@ logger = logging.getLogger(__name__)
 # Some 20,000 ids; a larger file is probably another one.
 MAX_FILE_BYTES = 1024 * 1024
 EXAMPLE = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-# The multihash of a public key in base58: 46 characters (RSA) to 53 (others).
-_PEER_ID = re.compile(r"(Qm|1)[1-9A-HJ-NP-Za-km-z]{44,51}")
+
+
+def is_settled(content: bytes, last: bytes) -> bool:
+    """Whether a file's content may be used: the read before found the same.
+
+    Many editors empty a file and then write it. A read in between finds nothing, or the first half: an empty allow
+    list would close every link.
+    """
+    return content == last
 
 
 class PeerIdFile:
@@ -38,28 +45,35 @@ class PeerIdFile:
     def __init__(self, name: str, flag: str) -> None:
         self._name = name
         self._flag = flag
-        self._content: bytes | None = None
         self._complaint = ""
-        self.ids: frozenset[str] = frozenset()
-        self._read()
+        # The content in use, and that of the last read.
+        self._used = self._last = self._read()
+        self.ids = self._parse(self._used)
 
     def refresh(self) -> None:
-        """Read the file again. If it cannot be used, log a warning once and keep the list."""
+        """Read the file again. If it cannot be used, log a warning once and keep the list.
+
+        New content is used at the second call that finds it.
+        """
         before = self.ids
         try:
-            changed = self._read()
+            last, self._last = self._last, self._read()
+            if self._last == self._used and not self._complaint:
+                return
+            if not is_settled(self._last, last):
+                return
+            self.ids = self._parse(self._last)
         except ConfigError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 logger.warning("%s; the list of before stays in use", error)
             return
-        if changed or self._complaint:
-            added, removed = len(self.ids - before), len(before - self.ids)
-            logger.info("%s %s: read again, %d added, %d removed", self._flag, self._name, added, removed)
-        self._complaint = ""
+        self._used, self._complaint = self._last, ""
+        added, removed = len(self.ids - before), len(before - self.ids)
+        logger.info("%s %s: read again, %d added, %d removed", self._flag, self._name, added, removed)
 
-    def _read(self) -> bool:
-        """Whether the content differs from that of the last use. Compared in full: times of files are coarse."""
+    def _read(self) -> bytes:
+        """The content. It is compared in full with that of before: times of files are coarse."""
         try:
             with Path(self._name).open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
@@ -68,22 +82,18 @@ class PeerIdFile:
             raise ConfigError(
                 f"{self._flag} {shortened(self._name)}: {reason}; give a file with one peer id per line"
             ) from error
-        if content == self._content:
-            return False
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
                 f"{self._flag} {self._name}: has more than {MAX_FILE_BYTES:,} bytes; give a file with one peer id per "
                 "line"
             )
-        self.ids = self._parse(content)
-        self._content = content
-        return True
+        return content
 
     def _parse(self, content: bytes) -> frozenset[str]:
         ids = set()
-        for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), start=1):
+        for number, line in enumerate(content.decode("utf-8-sig", errors="replace").splitlines(), start=1):
             text = line.partition("#")[0].strip()
-            if text and not _PEER_ID.fullmatch(text):
+            if text and not is_peer_id(text):
                 raise ConfigError(
                     f"{self._flag} {self._name}, line {number}: {shortened(text)} is not a peer id; write only the id, "
                     f"as `p2ptrain peers` shows it, such as {EXAMPLE}"

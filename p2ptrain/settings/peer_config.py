@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import RunKey
 from p2ptrain.settings.setting import POSITIVE, Rule, check_settings, choice, count, number, setting, text
@@ -34,10 +35,7 @@ ENDPOINT = Rule(
     lambda endpoint: isinstance(endpoint, str) and parse_endpoint(endpoint) is not None,
     is_int_allowed=True,
 )
-PEER_ID = text(
-    "a peer id, as `p2ptrain peers` shows it",
-    lambda peer: re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,64}|", peer) is not None,
-)
+PEER_ID = text("a peer id, as `p2ptrain peers` shows it", lambda peer: not peer or is_peer_id(peer))
 SHA256 = text("64 hexadecimal digits", lambda digest: re.fullmatch(r"[0-9a-f]{64}|", digest) is not None)
 
 

@@ -57,7 +57,7 @@ def read_key(path: Path) -> RunKey:
     origin = f"--run-key {path}"
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES).decode()
+            text = file.read(MAX_FILE_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{origin}: no such file; {MAKE_ONE}") from error
     except (OSError, UnicodeDecodeError) as error:

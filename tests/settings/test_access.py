@@ -20,6 +20,39 @@ def deny_file(path: Path, text: str) -> Path:
     return path
 
 
+def refresh(access: Access) -> None:
+    """Twice, so that the content counts as settled."""
+    access.refresh()
+    access.refresh()
+
+
+@pytest.mark.parametrize("half", [b"", f"{A}\n".encode(), f"{A}\n{B[:20]}".encode()])
+def test_a_file_that_is_being_written_is_not_used(
+    tmp_path: Path, half: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = deny_file(tmp_path / "allow", f"{A}\n{B}\n")
+    access = Access(NetworkConfig(allow=str(path)))
+    for _ in range(3):
+        path.write_bytes(half)
+        access.refresh()
+        assert access.refusal(B) is None
+        deny_file(path, f"{A}\n{B}\n# again\n")
+        access.refresh()
+        assert access.refusal(B) is None
+    assert not caplog.records
+    path.write_bytes(half)
+    access.refresh()
+    assert access.refusal(B) is None
+    access.refresh()
+    assert (access.refusal(B) is None) == half.endswith(B[:20].encode())
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_id(tmp_path: Path) -> None:
+    path = tmp_path / "deny"
+    path.write_text(f"{A}\n{B}\n", encoding="utf-8-sig")
+    assert PeerIdFile(str(path), "--deny").ids == {A, B}
+
+
 def test_ids_are_read_one_per_line_with_comments(tmp_path: Path) -> None:
     path = deny_file(tmp_path / "deny", f"# sends nonsense\r\n{A}\n\n  {B}  # since Monday\n{A}\n")
     assert PeerIdFile(str(path), "--deny").ids == {A, B}
@@ -63,11 +96,11 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCap
     caplog.set_level(logging.INFO)
     path = deny_file(tmp_path / "deny", f"{A}\n")
     access = Access(NetworkConfig(deny=str(path)))
-    access.refresh()
+    refresh(access)
     assert not caplog.records
     assert (access.refusal(A), access.refusal(B)) == ("this peer is on its deny list", None)
     deny_file(path, f"{B}\n")  # of another length, or not: the content is compared
-    access.refresh()
+    refresh(access)
     assert (access.refusal(A), access.refusal(B)) == (None, "this peer is on its deny list")
     assert [record.getMessage() for record in caplog.records] == [f"--deny {path}: read again, 1 added, 1 removed"]
 
@@ -84,14 +117,14 @@ def test_a_file_that_breaks_keeps_the_list_of_before_and_is_reported_once(
         else:
             deny_file(path, broken)
         for _ in range(3):
-            access.refresh()
+            refresh(access)
         assert access.refusal(A) is not None
         assert access.refusal(B) is None
         (record,) = caplog.records
         assert record.levelname == "WARNING"
         assert record.getMessage().endswith("; the list of before stays in use")
     deny_file(path, f"{B}\n")
-    access.refresh()
+    refresh(access)
     assert access.refusal(A) is None
     assert access.refusal(B) is not None
 
@@ -100,7 +133,7 @@ def test_without_a_file_everybody_is_welcome() -> None:
     access = Access(NetworkConfig())
     assert not access.has_files
     assert access.refusal(A) is None
-    access.refresh()
+    refresh(access)
 
 
 def test_an_allow_list_refuses_all_others_and_a_deny_list_goes_before_it(tmp_path: Path) -> None:
@@ -113,7 +146,7 @@ def test_an_allow_list_refuses_all_others_and_a_deny_list_goes_before_it(tmp_pat
     assert access.refusal(B) == "this peer is on its deny list"
     assert access.refusal("Qm" + 44 * "z") == "this peer is not on its allow list"
     deny_file(allow, "# nobody\n")
-    access.refresh()
+    refresh(access)
     assert access.refusal(A) == "this peer is not on its allow list"
     with pytest.raises(ConfigError, match=r"--allow .*missing.: No such file or directory; give a file"):
         Access(NetworkConfig(allow=str(tmp_path / "missing")))

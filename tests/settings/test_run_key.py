@@ -77,6 +77,12 @@ def test_a_damaged_file_is_refused_with_the_fix_and_without_its_content(
     assert WORD[5:15] not in error
 
 
+def test_a_byte_order_mark_is_no_part_of_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    path.write_text(f"{WORD}\n", encoding="utf-8-sig")
+    assert read_key(path) == KEY
+
+
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for name, message in ((tmp_path / "missing", "no such file"), (tmp_path, "Is a directory"), (Path("a\0"), "null")):
         with pytest.raises(ConfigError, match=message):

@@ -23,6 +23,7 @@ from p2ptrain.protocol.links.link import (
     LinkSetup,
     Traffic,
 )
+from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES, decode_prefix, encode_frame
 from p2ptrain.protocol.wire.messages import (
     Ack,
@@ -481,7 +482,7 @@ def test_noise_ends_a_link_and_nothing_else(noise: bytes, behind: bytes) -> None
         taken.append(message)
 
     async def main() -> None:
-        link = Link("b", hello_of("b"), LinkSetup(handler))
+        link = Link("b", hello_of("b"), LinkSetup(handler), MessageRates(PEER_TIMEOUT_S, 0.0))
         try:
             await link.run_stream(Script([behind + noise]), b"")
         except* WireError:

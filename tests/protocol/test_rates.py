@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 
-from p2ptrain.errors import WireError
+from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
@@ -19,8 +19,10 @@ from p2ptrain.protocol.links.rates import (
     ANSWER_BYTES,
     BEATS_PER_S,
     FRAGMENTS_PER_S,
+    MAX_GONE,
     UNITS_PER_S,
     MessageRates,
+    PeerRates,
 )
 from p2ptrain.protocol.wire.messages import (
     MAX_BEAT_MEMBERS,
@@ -35,7 +37,7 @@ from p2ptrain.protocol.wire.messages import (
 )
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
-from tests.protocol.wiring import linked_pair, until
+from tests.protocol.wiring import endpoints, linked_pair, until
 
 BEAT = Beat(1.0, 0.0, 0.0, "0-g", "0-l", 3, 70, 7, "training", 2.0, (), 1)
 FRAGMENT = Fragment("0-l", 3, "cyclic", 0, 0, 1, 50, 0.0)
@@ -116,6 +118,47 @@ def test_a_flood_costs_the_flooder_its_link_and_a_strike(name: str, send: Callab
             await until(lambda: bool(a.lost))
 
     run_virtual(main)
+
+
+def test_a_flooder_that_links_anew_is_struck_three_times() -> None:
+    """It stays below the limit of one link, and then makes another."""
+
+    async def main() -> None:
+        async with endpoints(MemoryNetwork(), "a", "b") as (a, b):
+            for _ in range(20):
+                try:
+                    link = await a.links.connect("b", [])
+                except PeerLostError:
+                    break
+                for _ in range(1000):
+                    link.send(Due("0-l", 3, 0))
+                await trio.sleep(1)
+                link.close("again")
+                await until(lambda: not a.links.live and not b.links.live)
+            assert b.links.strikes == {"a": 3}
+            assert UNITS_PER_S * BURST_S <= len(b.received) <= UNITS_PER_S * (BURST_S + 20) + 20
+
+    run_virtual(main)
+
+
+def test_limits_are_remembered_for_as_long_as_they_differ_from_new_ones() -> None:
+    rates = PeerRates(BURST_S)
+    first = rates.of("x", 0.0)
+    assert rates.of("x", 1e6) is first  # never gone
+    rates.note_gone("x", 1e6)
+    assert rates.of("x", 1e6 + BURST_S - 1) is first
+    rates.note_gone("x", 1e6 + BURST_S)
+    assert rates.of("x", 1e6 + 2 * BURST_S) is not first
+
+
+def test_the_number_of_remembered_limits_is_bounded() -> None:
+    rates = PeerRates(BURST_S)
+    linked = rates.of("linked", 0.0)
+    for number in range(MAX_GONE + 10):
+        rates.of(f"x{number}", 0.0)
+        rates.note_gone(f"x{number}", 0.0)
+    assert len(rates._rates) == MAX_GONE + 1
+    assert rates.of("linked", 0.0) is linked
 
 
 def test_what_gathers_while_a_process_is_held_up_is_no_flood() -> None:

@@ -98,7 +98,7 @@ class LinkSetup:
 class Link:
     """A live peer. Created by `Links` after both sides have sent Hello; closed for good once `lost` is set."""
 
-    def __init__(self, peer_id: PeerId, hello: Hello, setup: LinkSetup) -> None:
+    def __init__(self, peer_id: PeerId, hello: Hello, setup: LinkSetup, rates: MessageRates) -> None:
         self.peer_id = peer_id
         self.hello = hello
         self.beat: Beat | None = None
@@ -110,7 +110,7 @@ class Link:
         # When it last answered a request of ours, and when we last served it some of our state.
         self.answered_s = self.served_s = 0.0
         self.opened_s = self.last_heard = trio.current_time()
-        self.rates = MessageRates(setup.peer_timeout_s, self.opened_s)
+        self.rates = rates
         self._setup = setup
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)

@@ -22,6 +22,7 @@ from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.handshake import TRAINER, Handshake
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
+from p2ptrain.protocol.links.rates import PeerRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
 from p2ptrain.protocol.wire.closed_run import ClosedRun
@@ -85,6 +86,7 @@ class Links:
         self.counters = LinkCounters()
         self.budget = ReceiveBudget()
         self._strikes = Strikes()
+        self._rates = PeerRates(peer_timeout_s)
         self.chosen = frozenset(chosen)
         self._refusal = refusal
         self._transport = transport
@@ -304,7 +306,8 @@ class Links:
                 self._start(link, stream, read_ahead)
                 return link
             self._remove(link)
-        link = self.live[peer_id] = Link(peer_id, hello, self._setup)
+        rates = self._rates.of(peer_id, trio.current_time())
+        link = self.live[peer_id] = Link(peer_id, hello, self._setup, rates)
         self._start(link, stream, read_ahead)
         with self.containing(link, "beginning the link"):
             self._events.on_link(link)
@@ -318,6 +321,7 @@ class Links:
     def _remove(self, link: Link) -> None:
         if self.live.get(link.peer_id) is link:
             del self.live[link.peer_id]
+            self._rates.note_gone(link.peer_id, trio.current_time())
             with self.containing(link, "ending the link"):
                 self._events.on_lost(link)
 

@@ -1,4 +1,6 @@
-"""How many messages a peer may send on a link; a flood costs it the link. Pure: `now` is in seconds on any clock.
+"""How many messages a peer may send; a flood costs it the link. Pure: `now` is in seconds on any clock.
+
+They are counted per identity, over all its links: a peer that links anew goes on where it was.
 
 Limits are far above what an honest peer sends, and each leaves room for a burst: what gathers while this process, or
 the sender, is held up arrives at once. That is at most what comes in the time after which one side gives up.
@@ -22,6 +24,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Message
+from p2ptrain.protocol.wire.transport import PeerId
 
 BEATS_PER_S = 5.0
 FRAGMENTS_PER_S = 25.0
@@ -31,10 +34,12 @@ UNITS_PER_S = 200.0
 UNIT_BYTES = 4096
 # A request that is answered with so much costs nothing: the bytes of the answer bound it.
 ANSWER_BYTES = 16 * 1024
+# Peers without a link whose limits are remembered, of about 1 KiB each; the one gone first is forgotten (guess).
+MAX_GONE = 4096
 
 
 class MessageRates:
-    """The limits of one link. `burst_s`: seconds of messages that may arrive at once."""
+    """The limits of one peer. `burst_s`: seconds of messages that may arrive at once."""
 
     def __init__(self, burst_s: float, now: float) -> None:
         self._beats = TokenBucket(BEATS_PER_S, BEATS_PER_S * burst_s, now)
@@ -71,6 +76,37 @@ class MessageRates:
         """A request of the peer is answered with so many bytes."""
         if size_bytes >= ANSWER_BYTES:
             self._others.give_back(1.0)
+
+
+class PeerRates:
+    """The limits of all peers with a link, and of those whose link ended in the last `burst_s` seconds.
+
+    After that time their buckets are full again, so nothing is lost.
+    """
+
+    def __init__(self, burst_s: float) -> None:
+        self._burst_s = burst_s
+        self._rates: dict[PeerId, MessageRates] = {}
+        self._gone_s: dict[PeerId, float] = {}
+
+    def of(self, peer_id: PeerId, now: float) -> MessageRates:
+        """The limits for a new link of a peer."""
+        self._forget(now)
+        self._gone_s.pop(peer_id, None)
+        return self._rates.setdefault(peer_id, MessageRates(self._burst_s, now))
+
+    def note_gone(self, peer_id: PeerId, now: float) -> None:
+        """The link of a peer has ended."""
+        self._gone_s.pop(peer_id, None)
+        self._gone_s[peer_id] = now
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._gone_s:
+            peer_id, gone_s = next(iter(self._gone_s.items()))
+            if now - gone_s < self._burst_s and len(self._gone_s) <= MAX_GONE:
+                return
+            del self._gone_s[peer_id], self._rates[peer_id]
 
 
 def _units(size_bytes: int) -> float:

@@ -24,6 +24,7 @@ from p2ptrain.protocol.membership.membership import (
     BUCKETS,
     MAX_DIALLED,
     MAX_KNOWN,
+    MAX_KNOWN_JOINING,
     MAX_MADDR_LENGTH,
     MAX_MADDRS,
     MAX_RETRY_S,
@@ -52,7 +53,7 @@ class Member:
     async def on_message(self, link: Link, message: Message, payload: bytes) -> None:
         if isinstance(message, Beat):
             for peer_id, maddrs in message.members:
-                self.membership.hint(peer_id, maddrs)
+                self.membership.hint(peer_id, maddrs, teller=link.peer_id)
         if isinstance(message, Leave):
             self.membership.forget(link.peer_id)
 
@@ -530,6 +531,68 @@ def test_the_least_recently_heard_of_makes_room() -> None:
             assert "new" in known
             assert "p0" in known
             assert "p1" not in known
+
+    run_virtual(main)
+
+
+def test_a_stranger_that_names_made_up_peers_displaces_only_its_own() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, _ = await lone_member(t)
+            membership = member.membership
+            membership.settle()
+            found = [f"found{i}" for i in range(60)]
+            named = [f"named{i}" for i in range(10)]
+            for peer_id in found:
+                membership.hint(peer_id, (f"/memory/{peer_id}",))
+            for peer_id in named:
+                membership.hint(peer_id, (), teller="honest")
+            for i in range(1000):
+                membership.hint(f"made up {i}", (), teller="stranger")
+                membership.hint(found[i % 60], ("/memory/elsewhere",), teller="stranger")
+                await trio.sleep(0.05)
+                assert len(membership.known) <= MAX_KNOWN
+            assert {*found, *named} <= set(membership.known)
+            assert all(membership.known[peer_id].maddrs == (f"/memory/{peer_id}",) for peer_id in found)
+            assert "made up 999" in membership.known
+            # What we find ourselves comes before what others name, and with nothing of that left, before the oldest.
+            for i in range(2 * MAX_KNOWN):
+                membership.hint(f"late{i}", ())
+            assert set(membership.known) == {f"late{i}" for i in range(MAX_KNOWN, 2 * MAX_KNOWN)}
+            membership.hint("made up", (), teller="stranger")
+            assert "made up" not in membership.known
+
+    run_virtual(main)
+
+
+def test_who_was_named_and_then_found_is_no_longer_displaced_by_names() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, _ = await lone_member(t)
+            membership = member.membership
+            membership.settle()
+            membership.hint("p", ("/memory/wrong",), teller="stranger")
+            membership.hint("p", ("/memory/p",))
+            for i in range(2 * MAX_KNOWN):
+                membership.hint(f"made up {i}", (), teller="stranger")
+            assert membership.known["p"].maddrs == ("/memory/p",)
+
+    run_virtual(main)
+
+
+def test_a_joiner_forgets_names_for_records_but_nothing_for_names() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, _ = await lone_member(t)
+            membership = member.membership
+            for i in range(MAX_KNOWN_JOINING + 5):
+                membership.hint(f"made up {i}", (), teller="stranger")
+            assert f"made up {MAX_KNOWN_JOINING}" not in membership.known
+            assert membership.undecided
+            for i in range(10):
+                membership.hint(f"p{i}", ())
+            assert {f"p{i}" for i in range(10)} <= set(membership.known)
+            assert len(membership.known) == MAX_KNOWN_JOINING
 
     run_virtual(main)
 

@@ -10,7 +10,8 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -55,7 +56,9 @@ class Member:
     """A known peer.
 
     Attributes:
-        seen_s: time of the last news about it.
+        seen_s: time of the last news about it, from anybody.
+        teller: the peer that named it in a heartbeat; empty if it was linked, looked up or is an initial peer.
+        found_s: when that was last so.
         retry_s: grows with every failed dial.
         dials: dials that ended.
         cut_short: whether the first dial ended early, as too many peers waited for theirs.
@@ -64,6 +67,8 @@ class Member:
     maddrs: tuple[str, ...]
     role: str
     seen_s: float
+    teller: PeerId = ""
+    found_s: float = 0.0
     next_dial_s: float = 0.0
     retry_s: float = FIRST_RETRY_S
     dials: int = 0
@@ -75,6 +80,22 @@ class Member:
         """Additional delay before the next dial of an unreached peer without a public or relayed address."""
         failed = self.dials >= PRIVATE_DIALS and not self.reached
         return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
+
+
+def forget_order(idle: Mapping[PeerId, Member]) -> list[PeerId]:
+    """Peers in the order in which they are forgotten for want of room.
+
+    First those that others named, as anybody may make up names: always one of the teller with the most of them, its
+    oldest. Then those found by ourselves, the longest ago first.
+    """
+    newest_first = sorted((p for p in idle if idle[p].teller), key=lambda p: -idle[p].seen_s)
+    told: Counter[PeerId] = Counter()
+    rank: dict[PeerId, int] = {}
+    for peer_id in newest_first:
+        rank[peer_id] = told[idle[peer_id].teller]
+        told[idle[peer_id].teller] += 1
+    named = sorted(newest_first, key=lambda p: (-rank[p], idle[p].seen_s))
+    return named + sorted((p for p in idle if not idle[p].teller), key=lambda p: idle[p].found_s)
 
 
 def member_key(run_id: str, bucket: int) -> str:
@@ -153,10 +174,14 @@ class Membership:
         if is_public(maddrs) and not self._told_private:
             self._tell_if_private(peer_id)
 
-    def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = TRAINER) -> None:
-        """Remember a peer, to dial it later. With too many, that with the oldest news is forgotten.
+    def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = TRAINER, *, teller: PeerId = "") -> None:
+        """Remember a peer, to dial it later. With too many, the first of `forget_order` is forgotten.
 
-        A joiner forgets none, so that it tries them all: it takes no more.
+        A joiner tries all that it finds: it forgets only what others named, for a record that it looked up.
+
+        Args:
+            teller: the peer that named this one in a heartbeat. What it says displaces no peer that we have found
+                ourselves, nor the addresses of one.
         """
         if peer_id == self._me or not peer_id or len(peer_id) > MAX_PEER_ID:
             return
@@ -168,25 +193,30 @@ class Membership:
         member = self.known.get(peer_id)
         if member is not None:
             member.seen_s = now
-            member.maddrs = maddrs or member.maddrs
+            if not teller:
+                member.teller, member.found_s = "", now
+            if member.teller == teller or not member.maddrs:
+                member.maddrs = maddrs or member.maddrs
             return
-        if len(self.known) >= self._most_known and not self._joining:
-            self._make_room()
+        if len(self.known) >= self._most_known:
+            self._overrun = self._overrun or self._joining
+            self._make_room(1, is_named=bool(teller))
         if len(self.known) < self._most_known:
-            self.known[peer_id] = Member(maddrs, role, now)
-        else:
-            self._overrun = True
+            self.known[peer_id] = Member(maddrs, role, now, teller, now)
 
-    def _make_room(self) -> None:
-        idle = [p for p in self.known if self._links.get(p) is None]
-        if idle:
-            del self.known[min(idle, key=lambda p: self.known[p].seen_s)]
+    def _make_room(self, count: int, *, is_named: bool = False) -> None:
+        """Forget some peers without a link. `is_named`: for one that another peer named."""
+        if is_named and self._joining:
+            return
+        idle = {peer_id: member for peer_id, member in self.known.items() if self._links.get(peer_id) is None}
+        for peer_id in forget_order(idle)[:count]:
+            if idle[peer_id].teller or not (is_named or self._joining):
+                del self.known[peer_id]
 
     def settle(self) -> None:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
         self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
-        for _ in range(len(self.known) - self._most_known):
-            self._make_room()
+        self._make_room(max(0, len(self.known) - self._most_known))
 
     def stop(self) -> None:
         """Stop dialling, because this peer leaves."""
@@ -286,6 +316,7 @@ class Membership:
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
+                member.teller, member.found_s = "", now
             elif now - member.seen_s > 2 * RECORD_TTL_S:
                 del self.known[peer_id]
             elif not worth_dialling(self._maddrs(), member.maddrs):

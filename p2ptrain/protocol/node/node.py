@@ -250,7 +250,7 @@ class Node:
                     raise WireError(f"{type(message).__name__} of an observer")
             case messages.Beat():
                 for peer_id, maddrs in message.members:
-                    self.membership.hint(peer_id, maddrs)
+                    self.membership.hint(peer_id, maddrs, teller=link.peer_id)
                 if self.ready.is_set():
                     self.state_sync.on_beat(link, message)
             case messages.Fragment():

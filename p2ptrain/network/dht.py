@@ -35,8 +35,9 @@ MAX_VALUE_BYTES = 4 * 1024
 MIN_KEY_BITS = 2048
 # The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys, up to 5900 bits here, take longer to check.
 MAX_SUBKEY_BYTES = 1024
-# Records are renewed every few seconds to minutes; longer lifetimes are not legitimate.
-MAX_EXPIRES_IN_S = 3600.0
+# Members announce themselves every 10 s for 30 s, and nobody else announces anything. Four times that leaves room for
+# later versions.
+MAX_EXPIRES_IN_S = 120.0
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
@@ -72,7 +73,7 @@ class HivemindDirectory:
     async def announce(self, key: str, value: bytes, expires_in_s: float) -> bool:
         """Store our record under `key`, replacing our earlier one; False if no node accepts it within 8 s.
 
-        `value` has at most 4 KiB, and `expires_in_s` is at most an hour.
+        `value` has at most 4 KiB, and `expires_in_s` is at most 120.
         """
         if self._node is None:
             return False

@@ -20,6 +20,7 @@ from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.dht import MAX_EXPIRES_IN_S, MAX_VALUE_BYTES, OwnedRecords, owner_of, owner_subkey
 from p2ptrain.network.host import open_network
 from p2ptrain.network.identity import peer_id_of
+from p2ptrain.protocol.membership.membership import RECORD_TTL_S
 from tests.network.local import config, keep_open, open_pair
 
 pytestmark = pytest.mark.processes
@@ -53,7 +54,7 @@ def test_a_stranger_that_floods_a_key_pushes_nobody_out(run: Run, monkeypatch: p
         async with open_pair() as (first, second), open_network(config(first)) as late:
             assert await first.directory.announce("run", b"1", 30.0)
             assert await second.directory.announce("run", b"2", 30.0)
-            assert not await late.directory.announce("run", b"3", 3600.0)
+            assert not await late.directory.announce("run", b"3", MAX_EXPIRES_IN_S)
             assert await first.directory.announce("run", b"still 1", 31.0)
             expected = {first.peer_id: b"still 1", second.peer_id: b"2"}
             assert await second.directory.lookup("run") == expected
@@ -260,10 +261,12 @@ def test_records_that_are_dropped() -> None:
         "too large": signed(bytes(MAX_VALUE_BYTES + 1)),
         "not bytes": signed("text"),
         "not msgpack": dataclasses.replace(good, value=b"\xc1"),
-        "for ever": signed(expires_in_s=MAX_EXPIRES_IN_S + 60.0),
+        "for too long": signed(expires_in_s=150.0),
         "not a time": dataclasses.replace(good, expiration_time=float("nan")),
         "subkey not bytes": dataclasses.replace(good, subkey="text"),
         "value not bytes": dataclasses.replace(good, value=None),
     }
     assert [name for name, record in bad.items() if VALIDATOR.validate(record)] == []
     assert VALIDATOR.validate(signed(bytes(MAX_VALUE_BYTES)))
+    assert VALIDATOR.validate(signed(expires_in_s=MAX_EXPIRES_IN_S))
+    assert RECORD_TTL_S <= MAX_EXPIRES_IN_S

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from p2ptrain.network._hivemind import DictionaryDHTValue
-from p2ptrain.network.record_storage import MAX_RECORDS, BoundedStorage
+from p2ptrain.network.record_storage import MAX_KEYS, MAX_KEYS_OF_OWNER, MAX_RECORDS, BoundedStorage
 
 KEY = b"key"
 
 
-def full(expires_in_s: float = 3600.0) -> BoundedStorage:
+def full(expires_in_s: float = 120.0) -> BoundedStorage:
     storage = BoundedStorage()
     for number in range(MAX_RECORDS):
         assert storage.store_subkey(KEY, b"owner %d" % number, b"value", time.time() + expires_in_s)
@@ -28,7 +28,7 @@ def test_a_flood_pushes_nobody_out() -> None:
     """Whatever strangers store, with the longest life and as often as they like."""
     storage = BoundedStorage()
     assert storage.store_subkey(KEY, b"member", b"here", time.time() + 30.0)
-    stored = [storage.store_subkey(KEY, b"stranger %d" % i, b"", time.time() + 3600.0) for i in range(1000)]
+    stored = [storage.store_subkey(KEY, b"stranger %d" % i, b"", time.time() + 120.0) for i in range(1000)]
     assert sum(stored) == MAX_RECORDS - 1
     assert b"member" in owners(storage)
     assert len(owners(storage)) == MAX_RECORDS
@@ -36,7 +36,7 @@ def test_a_flood_pushes_nobody_out() -> None:
 
 def test_a_member_of_a_full_key_renews_its_record() -> None:
     storage = full()
-    later = time.time() + 3700.0
+    later = time.time() + 150.0
     assert storage.store_subkey(KEY, b"owner 3", b"new", later)
     held = storage.get(KEY)
     assert held is not None
@@ -58,3 +58,27 @@ def test_a_place_is_free_again_once_a_record_has_expired() -> None:
 def test_other_keys_are_not_affected() -> None:
     storage = full()
     assert storage.store_subkey(b"another", b"new", b"value", time.time() + 30.0)
+
+
+def test_a_flood_of_keys_is_bounded_and_pushes_nobody_out() -> None:
+    storage, later = BoundedStorage(), time.time() + 120.0
+    assert storage.store_subkey(KEY, b"member", b"here", time.time() + 30.0)
+    stored = [storage.store_subkey(b"key %d" % i, b"stranger %d" % i, b"", later) for i in range(2 * MAX_KEYS)]
+    assert sum(stored) == MAX_KEYS - 1
+    assert len(storage) == MAX_KEYS
+    assert owners(storage) == {b"member"}
+    # Known keys still take new members and renewals.
+    assert storage.store_subkey(KEY, b"another", b"here", later)
+    assert storage.store_subkey(KEY, b"member", b"still here", later)
+    del storage[b"key 0"]
+    assert storage.store_subkey(b"new", b"member", b"here", later)
+
+
+def test_one_owner_has_few_keys() -> None:
+    storage, later = BoundedStorage(), time.time() + 60.0
+    stored = [storage.store_subkey(b"key %d" % i, b"owner", b"", later) for i in range(10)]
+    assert stored == [True] * MAX_KEYS_OF_OWNER + [False] * (10 - MAX_KEYS_OF_OWNER)
+    assert storage.store_subkey(b"key 0", b"owner", b"new", later + 1)
+    assert storage.store_subkey(b"key 9", b"other", b"", later)
+    del storage[b"key 0"]
+    assert storage.store_subkey(b"key 9", b"owner", b"", later)

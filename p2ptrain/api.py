@@ -72,9 +72,9 @@ class DiLoCo:
         density: share of the values that "topk" sends.
         prune_fraction: share of the values that "int8" leaves out, by sign.
         weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".
-        mean: "weighted", "disjoint"; or "clipped", "trimmed" or "geometric", which bear a minority of liars.
+        mean: "weighted", "disjoint"; or "clipped", "trimmed" or "geometric", which tolerate a minority of liars.
         guard: what rounds do with far too large outer gradients: "exclude", "clip" or "off".
-        audit_rate: share of the rounds after which one part is averaged again.
+        audit_rate: fraction of rounds in which one reducer's work is checked.
         inner_moments: "local"; or "averaged", with codec "none": rounds also average the moments of the optimizer.
         outer_optimizer: "nesterov", "sgdm", "sgd" or "adam".
         outer_lr: learning rate of the outer step.

@@ -127,7 +127,7 @@ class RunConfig:
         why="By tokens trained on: with unequal speeds the loss fell from 2.341 to 2.300 (measured). DiLoCo, section "
         "6.1, weights by the size of the shard.")
     round_mean: str = setting("weighted", choice(*ROUND_MEANS),
-        help="How outer gradients are averaged; the last three bear liars.",
+        help="Mean of outer gradients; the last three tolerate a minority of liars.",
         why="Both papers' mean. The disjoint merge was better here (reproduced: d18), but worse in DiLoCo, "
         "section 6.1, with larger models. Clipped (CenteredClip), trimmed and geometric (RFA) bound what a minority "
         "of lying members can do, and cost a little without any.")
@@ -136,7 +136,7 @@ class RunConfig:
         why="Above 3 x the median norm a member is left out. Honest norms differ less: they grow with the steps of an "
         "interval, and tokens count for up to twice their median. Clip keeps the direction of such a member.")
     audit_rate: float = setting(0.1, number("between 0 and 1 (0.1 is one round in ten)", lambda x: 0 <= x <= 1),
-        help="Share of the rounds after which one part is averaged again.",
+        help="Fraction of rounds in which one reducer's work is checked.",
         why="A reducer that lies in every round is found after ten on average; each audit moves one part once more. "
         "0 also turns off the hashing of outer gradients.")
     inner_moments: str = setting("local", choice("local", "averaged"),

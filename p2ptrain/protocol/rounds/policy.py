@@ -22,8 +22,8 @@ from p2ptrain.settings.config import RunConfig
 MAX_CONTRIBUTORS = 64
 # A claimed rate is limited to this many times the median.
 MOST_RATES = 4.0
-# A contributor's norm is limited to this many times the median. With 4, a member whose own norm is 0.8 of the median got
-# -5 times its outer gradient into 2 of 12 rounds, which cost 0.10 nats (benchmarks/harm.py); see also `guarded`.
+# A contributor's norm is limited to this many times the median. With 4, a member whose own norm is 0.8 of the median
+# got -5 times its outer gradient into 2 of 12 rounds, which cost 0.10 nats (benchmarks/harm.py); see also `guarded`.
 MOST_NORMS = 3.0
 # Tokens raise that limit at most so many times, as they do a weight (`averaging.token_weights`).
 MOST_TOKENS_ALLOWED = 2.0

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.rounds.audit import Audits, Draw, draw_of
+from p2ptrain.protocol.rounds.audit import Audited, Audits, Draw, Verdict, draw_of
 from p2ptrain.protocol.wire.messages import Accuse, Contribution, Contributor, Part, Record, Request
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -98,7 +98,7 @@ def test_a_reducer_that_lies_is_struck_by_all_and_avoided_afterwards(caplog: pyt
                 assert "x" not in {part.holder for part in head.record.parts}
 
     run_virtual(main)
-    assert "it averaged part" in caplog.text
+    assert "it reported a wrong mean of part" in caplog.text
 
 
 def test_honest_reducers_pass_every_audit(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,6 +156,33 @@ def test_a_framed_reducer_is_not_struck_and_its_false_accuser_is() -> None:
             accused = {NAMES[draw.part] for draw in accusations}
             for name, struck in strikes(s).items():
                 assert struck == (set() if name in accused else {"x"})
+
+    run_virtual(main)
+
+
+def test_the_accused_round_is_checked_though_another_one_lands_meanwhile() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start(s)
+            await s.until(lambda: common(s, 1, 4))
+            record = audits_of(s.peers["a"])._last
+            assert record is not None
+            draw = draw_of(record, 1.0)
+            assert draw is not None
+            peer = s.peers[next(name for name in NAMES if name not in (draw.auditor, record.parts[draw.part].holder))]
+            audits, checked = audits_of(peer), list[int]()
+            await s.until(lambda: audits._last == record)
+
+            async def verify(audited: Audited) -> Verdict:
+                checked.append(audited.record.round)
+                return Verdict.UNKNOWN
+
+            audits._verify = verify  # type: ignore[method-assign]
+            peer.node.engine.deliver(draw.auditor, Accuse(record.lineage, record.round, draw.part))
+            # Before the task that checks it has begun.
+            audits.keep(msgspec.structs.replace(record, round=record.round + 1), None)
+            await trio.sleep(0.1)
+            assert checked == [record.round]
 
     run_virtual(main)
 

@@ -9,7 +9,7 @@ An auditor that finds another mean accuses. Everybody else checks in the same wa
 lied is struck by all that got the false part from it, and so is an auditor that accused falsely. Only the round's
 auditor can accuse, once, so a false accusation costs one more transfer of that part.
 
-What this does not find: members whose bytes are not to be had (no verdict; a reducer that keeps its own ones back is
+What this does not find: members whose bytes are not to be had (no verdict; a reducer that withholds its own is
 avoided), and a leader that tries records until the hash draws an accomplice of the reducer as the auditor.
 """
 
@@ -80,7 +80,7 @@ def draw_of(record: Record, rate: float) -> Draw | None:
 
 
 @dataclass(slots=True, eq=False)
-class _Audited:
+class Audited:
     """A round that is audited.
 
     Attributes:
@@ -126,7 +126,7 @@ class Audits:
         self._codec = codec
         self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
         self._last: Record | None = None
-        self._audited: _Audited | None = None
+        self._audited: Audited | None = None
         self._checking = trio.Lock()
 
     def keep(self, record: Record, own: OwnContribution | None) -> None:
@@ -143,7 +143,7 @@ class Audits:
             first, end = part.start // CHUNK_BLOCKS, -(-part.stop // CHUNK_BLOCKS)
             chunks = [own.chunks[start] for start, _ in chunk_bounds(part.start, part.stop)]
             chunks.append(b"".join(own.tree.proof(first, end)))
-        self._audited = _Audited(record, draw, from_holder, record_sha256(record), chunks)
+        self._audited = Audited(record, draw, from_holder, record_sha256(record), chunks)
 
     async def audit(self) -> None:
         """Audit the last round if it is ours to audit, and drop the chunks after a while."""
@@ -159,30 +159,31 @@ class Audits:
                     self._strike_reducer(audited)
                 case Verdict.WITHHELD:
                     holder = audited.part.holder
-                    logger.warning("round %d: reducer %s keeps back the bytes of its audit", record.round, holder)
+                    logger.warning("round %d: reducer %s withholds its audit data", record.round, holder)
                     self.avoid(holder)
         await trio.sleep(KEEP_S)
         if self._audited is audited:
             self._audited = None
 
-    def accepts(self, sender: PeerId, accusation: Accuse) -> bool:
-        """Whether to check an accusation: the first one of this round's auditor. Raises WireError on another's."""
+    def accepts(self, sender: PeerId, accusation: Accuse) -> Audited | None:
+        """What to check after an accusation: the first one of this round's auditor, or None. WireError on another's."""
         record, audited = self._last, self._audited
         if record is None or (record.lineage, record.round) != (accusation.lineage, accusation.round):
-            return False
+            return None
         draw = draw_of(record, self._rate)
         if draw is None or (draw.auditor, draw.part) != (sender, accusation.part):
             raise WireError(f"an accusation in round {record.round}, which it does not audit")
         if audited is None or audited.accused or audited.part.holder == self._peer_id:
-            return False
+            return None
         audited.accused = True
-        return True
+        return audited
 
-    async def check(self, sender: PeerId) -> None:
-        """Check an accusation that was accepted, and strike who lied."""
-        audited = self._audited
-        if audited is None:
-            return
+    async def check(self, sender: PeerId, audited: Audited) -> None:
+        """Check an accusation that was accepted, and strike who lied.
+
+        Args:
+            audited: what `accepts` returned. Another round may have landed since.
+        """
         round_, part = audited.record.round, audited.draw.part
         match await self._verify(audited):
             case Verdict.DIFFERS:
@@ -201,16 +202,16 @@ class Audits:
         answer = Answer(request.request, found, "contribution")
         await link.send_bulk(answer, chunks[request.index] if found else b"", Traffic.STATE, compress=True)
 
-    def _strike_reducer(self, audited: _Audited) -> None:
+    def _strike_reducer(self, audited: Audited) -> None:
         round_, part, holder = audited.record.round, audited.draw.part, audited.part.holder
         if audited.from_holder:
             # Proved: refused at once.
-            reason = f"broke the protocol: it averaged part {part} of round {round_} falsely"
+            reason = f"broke the protocol: it reported a wrong mean of part {part} of round {round_}"
             self._links.strike(holder, reason, count=MAX_STRIKES)
         else:
             logger.warning("round %d: part %d is false, but reducer %s did not give it to us", round_, part, holder)
 
-    async def _verify(self, audited: _Audited) -> Verdict:
+    async def _verify(self, audited: Audited) -> Verdict:
         """Average the part again."""
         async with self._checking:
             record, part, missing = audited.record, audited.part, set[PeerId]()
@@ -249,7 +250,7 @@ class Audits:
             )  # fmt: skip
             return verdict
 
-    async def _chunks_of(self, c: Contributor, audited: _Audited) -> dict[int, bytes]:
+    async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, bytes]:
         """A contributor's chunks of the part, by first block, checked against its root. PeerLostError, WireError."""
         part, bounds = audited.part, audited.bounds
         if c.peer_id != self._peer_id:

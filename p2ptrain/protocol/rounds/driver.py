@@ -20,6 +20,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
+from p2ptrain.protocol.rounds.audit import Audited
 from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import Tick
@@ -226,17 +227,18 @@ class RoundDriver:
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
                     self._deferred[sender, type(message)] = message
             case m.Accuse():
-                if self.context.audits.accepts(sender, message):
-                    self._start_soon(self._check_accusation, sender)
+                audited = self.context.audits.accepts(sender, message)
+                if audited is not None:
+                    self._start_soon(self._check_accusation, sender, audited)
             case m.Due():
                 if self._schedule.note_due(sender, message, self.head):
                     self._wake()
             case _ if self._takes_part:
                 self._attempts.receive(sender, message, payload)
 
-    async def _check_accusation(self, sender: PeerId) -> None:
+    async def _check_accusation(self, sender: PeerId, audited: Audited) -> None:
         try:
-            await self.context.audits.check(sender)
+            await self.context.audits.check(sender, audited)
         except Exception as error:
             self.context.errors.note("checking an accusation", error)
 

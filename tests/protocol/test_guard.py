@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 import trio
 
+from p2ptrain.algorithms.codec.floats import NONE
+from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
-from p2ptrain.protocol.wire.messages import Arrived, Message
+from p2ptrain.protocol.wire.messages import Arrived, Message, RosterPart
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -135,7 +138,7 @@ def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_
             start_all(s, "abcx")
             await s.until(lambda: common(s, 1, 4))
             lies = lie_as_reducer(
-                s.peers["x"], lambda m: {"norms": tuple(0.0 if member == "x" else 1e30 for member in m.complete)}
+                s.peers["x"], lambda m: {"norms": tuple(0.0 if member == "x" else 1e20 for member in m.complete)}
             )
             began = trio.current_time()
             await s.until(lambda: all(len(rounds) >= 3 for rounds in rounds_since(s, began, "abc")), within_s=90)
@@ -144,6 +147,39 @@ def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_
                 assert all(len(r["contributors"]) >= 2 for r in rounds)
 
     run_virtual(main)
+
+
+def test_reducers_that_report_impossible_norms_are_struck_and_no_error_of_ours_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcxy")
+            await s.until(lambda: common(s, 1, 5))
+            lies = [lie_as_reducer(s.peers[name], lambda m: {"norms": (1.7e308,) * len(m.complete)}) for name in "xy"]
+            began = trio.current_time()
+            await s.until(lambda: all(len(rounds) >= 3 for rounds in rounds_since(s, began, "abc")), within_s=90)
+            assert all(lies)
+            assert any(s.peers[name].node.links.strikes.keys() & {"x", "y"} for name in "abc")
+
+    run_virtual(main)
+    assert "OverflowError" not in caplog.text
+    assert "must be between 0 and" in caplog.text
+
+
+def test_a_reducer_refuses_a_gradient_whose_norm_its_leader_would_refuse() -> None:
+    part = RosterPart(0, 2, "r", ())
+
+    def refused(value: float) -> dict[str, WireError]:
+        inspection = Inspection(part, NONE, num_blocks=2, compared=2, sealed=False)
+        inspection.add("x", 0, NONE.encode(np.full((2, 64), value, np.float32)), b"", ())
+        by_sender = inspection.note(inspection.measure(inspection.take({"x"})))
+        assert by_sender.keys() | inspection.norms.keys() == {"x"}
+        return by_sender
+
+    assert not refused(1.9e12)
+    for value in (2.1e12, -1e38):
+        assert "must be at most 5.12e+26" in str(refused(value)["x"])
 
 
 def test_a_reducer_that_reports_other_commitments_is_not_asked_again() -> None:

@@ -13,6 +13,7 @@ from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 from p2ptrain.algorithms.merkle import leaf_hash, root_of
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.policy import most_square
 from p2ptrain.protocol.wire.messages import RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -54,6 +55,7 @@ class Inspection:
         self._compared = compared
         self._sealed = sealed
         self._bounds = dict(chunk_bounds(part.start, part.stop))
+        self._most_square = most_square(part.stop - part.start)
         self._first = part.start // CHUNK_BLOCKS
         self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
         self._arrivals: list[Arrival] = []
@@ -90,18 +92,27 @@ class Inspection:
         ]
 
     def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:
-        """Take the results of `measure`. Returns the members whose chunks are not those that they commit to."""
+        """Take the results of `measure`. Returns the members whose chunks are too large, or not under their roots."""
         refused: dict[PeerId, WireError] = {}
         for chunk in chunks:
             of_sender = self._measured.setdefault(chunk.sender, {})
             of_sender[chunk.start] = chunk
             if len(of_sender) == len(self._bounds):
                 try:
+                    square = self._square_of(chunk.sender)
                     self.roots[chunk.sender] = self._root_of(chunk.sender)
-                    self.norms[chunk.sender] = sum(of_sender[start].squared_norm for start in self._bounds)
+                    self.norms[chunk.sender] = square
                 except WireError as error:
                     refused[chunk.sender] = error
         return refused
+
+    def _square_of(self, sender: PeerId) -> float:
+        of_sender, most = self._measured[sender], self._most_square
+        square = sum(of_sender[start].squared_norm for start in self._bounds)
+        if not square <= most:
+            # The leader would refuse our report.
+            raise WireError(f"its outer gradient has squared norm {square:.3g}: must be at most {most:.3g}")
+        return square
 
     def _root_of(self, sender: PeerId) -> bytes:
         if not self._sealed:

@@ -59,7 +59,8 @@ class AveragingLeader:
     def deliver(self, sender: PeerId, message: m.Message) -> None:
         """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError."""
         if isinstance(message, m.Arrived):
-            policy.check_arrived(message, sealed=self._context.audited)
+            context = self._context
+            policy.check_arrived(message, sealed=context.audited, num_blocks=context.state.num_blocks)
         if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
             senders = self._plan[message.part].senders
             reduced = [c for c in self._contributors if not senders or c.peer_id in senders]

@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.algorithms.averaging import token_weights
+from p2ptrain.algorithms.averaging import MAX_MEAN, token_weights
+from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.wire.messages import Arrived, Join, Roster, RosterPart
@@ -50,13 +51,25 @@ def check_join(join: Join) -> None:
             raise WireError(f"a Join with {name} = {getattr(join, name)}: must be 0 or more")
 
 
-def check_arrived(arrived: Arrived, *, sealed: bool) -> None:
-    """Raises WireError unless each complete member has a norm, and a Merkle root exactly if the run is `sealed`."""
+def most_square(num_blocks: int) -> float:
+    """The largest squared norm of so many blocks of an encoded outer gradient."""
+    return MAX_MEAN**2 * BLOCK * num_blocks
+
+
+def check_arrived(arrived: Arrived, *, sealed: bool, num_blocks: int) -> None:
+    """Raises WireError unless each complete member has a possible norm, and a Merkle root exactly if `sealed`.
+
+    Args:
+        sealed: whether members of this run commit to their chunks.
+        num_blocks: of the whole model.
+    """
     size, counts = HASH_BYTES if sealed else 0, {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
     if len(counts) > 1 or any(len(root) != size for root in arrived.roots):
         raise WireError("an Arrived whose members have not one norm and one root each")
-    if any(norm < 0 for norm in arrived.norms):
-        raise WireError(f"an Arrived with norm {min(arrived.norms)}: must be 0 or more")
+    most = most_square(num_blocks)
+    for norm in arrived.norms:
+        if not 0 <= norm <= most:
+            raise WireError(f"an Arrived with squared norm {norm:.3g}: must be between 0 and {most:.3g}")
 
 
 def check_roster(roster: Roster, own: PeerId) -> None:

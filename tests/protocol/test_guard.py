@@ -17,11 +17,13 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
-from p2ptrain.protocol.wire.messages import Arrived, Message, RosterPart
+from p2ptrain.protocol.wire.messages import Arrived, Head, Message, RosterPart
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+X, Y = ("x", "x.1"), ("y", "y.1")
+HEAD = Head("0-g", "0-g", 7, "s", "a", (X, Y), 20, 2**20, None)
 
 
 def scale_contributions(peer: TestPeer, factor: float) -> list[float]:
@@ -213,34 +215,50 @@ def test_a_mean_above_eight_times_the_median_of_the_last_rounds_is_refused() -> 
     for norm in (1.0, 50.0):
         guard.note(spans(norm))
         assert guard.limit == np.inf
-        assert not guard.refusal(spans(1e9), "x", 0)
+        assert not guard.refusal(spans(1e9), HEAD, X, 0)
     guard.note(spans(2.0))
     assert guard.limit == pytest.approx(16.0)
-    assert not guard.refusal(spans(15.9), "x", 0)
-    assert "the norm of the mean, 16.1, is above the limit of the last rounds, 16" in guard.refusal(spans(16.1), "x", 0)
+    assert not guard.refusal(spans(15.9), HEAD, X, 0)
+    reason = guard.refusal(spans(16.1), HEAD, X, 0)
+    assert reason == "the norm of the mean, 16.1, is above the limit of the last rounds, 16"
 
 
 def test_rounds_without_any_change_refuse_nothing() -> None:
     guard = MeanGuard()
     for _ in range(5):
         guard.note(spans(0.0))
-    assert not guard.refusal(spans(1.0), "x", 0)
+    assert not guard.refusal(spans(1.0), HEAD, X, 0)
 
 
-def test_each_refusal_of_another_leader_or_snapshot_doubles_the_limit_until_a_round_lands() -> None:
+def test_a_refusal_doubles_the_limit_once_for_each_voter_and_interval_until_a_round_lands() -> None:
     guard = MeanGuard()
     for _ in range(3):
         guard.note(spans(1.0))
     for _ in range(5):
-        assert guard.refusal(spans(1e6), "x", 20)
+        assert guard.refusal(spans(1e6), HEAD, X, 20)
         assert guard.limit == pytest.approx(16.0)
-    assert guard.refusal(spans(1e6), "y", 20)
+    assert guard.refusal(spans(1e6), HEAD, Y, 20)
     assert guard.limit == pytest.approx(32.0)
-    steps = 20
-    while guard.refusal(spans(1e6), "x", steps := steps + 20):
-        pass
-    assert steps == 20 * (1 + 16)  # 8 · 2^17 > 10^6
+    # The round was skipped.
+    assert guard.refusal(spans(1e6), HEAD, X, 40)
+    assert guard.limit == pytest.approx(64.0)
+    # Another round, by a state that came from elsewhere.
+    assert guard.refusal(spans(1e6), msgspec.structs.replace(HEAD, round=8), X, 40)
+    assert guard.limit == pytest.approx(128.0)
+    for steps in range(60, 1000, 20):
+        assert guard.refusal(spans(1e6), HEAD, X, steps)
+    assert guard.limit == pytest.approx(64 * 8.0)
     guard.note(spans(1.0))
+    assert guard.limit == pytest.approx(8.0)
+
+
+def test_refusals_of_leaders_that_are_no_voters_leave_the_limit() -> None:
+    guard = MeanGuard()
+    for _ in range(3):
+        guard.note(spans(1.0))
+    for number in range(20):
+        assert guard.refusal(spans(1e6), HEAD, (f"x{number}", "x.1"), 20 * number)
+        assert guard.refusal(spans(1e6), HEAD, ("x", f"x.{number + 2}"), 20 * number)
     assert guard.limit == pytest.approx(8.0)
 
 

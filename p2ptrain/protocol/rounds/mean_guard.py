@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.wire.messages import Head
 
 # Blocks [start, stop) and the squared norm of the mean there.
 SpanNorms = Sequence[tuple[tuple[int, int], float]]
@@ -20,18 +21,22 @@ SpanNorms = Sequence[tuple[tuple[int, int], float]]
 MOST_MEANS = 8.0
 # Rounds remembered, and needed before anything is refused (guess).
 ROUNDS, LEAST_ROUNDS = 8, 3
+# Refusals that double the limit: 64 times in all (guess). A mean that grows by more in an interval has diverged.
+MOST_DOUBLINGS = 6
 
 
 class MeanGuard:
     """This peer's own history of means. It outlives attempts and heads.
 
-    A swarm whose means really have grown must not be blocked for ever. So each refusal doubles the limit until the next
-    round has landed: once for each leader and snapshot, so that one leader that calls again and again raises it once.
+    A swarm whose means really have grown must go on. So a refusal doubles the limit until the next round has landed:
+    only if a voter leads, once for each voter, round and snapshot, and `MOST_DOUBLINGS` times in all. A liar cannot
+    raise it by other identities, and by calling again only once an interval: a new snapshot is taken after the round
+    was skipped.
     """
 
     def __init__(self) -> None:
         self._norms: deque[float] = deque(maxlen=ROUNDS)
-        self._refused: set[Hashable] = set()
+        self._refused: set[tuple[Voter, str, int, int]] = set()
 
     @property
     def limit(self) -> float:
@@ -39,24 +44,26 @@ class MeanGuard:
         if len(self._norms) < LEAST_ROUNDS:
             return math.inf
         # After rounds without any change, nothing can be said.
-        return MOST_MEANS * statistics.median(self._norms) * 2.0 ** min(len(self._refused), 500) or math.inf
+        return MOST_MEANS * statistics.median(self._norms) * 2.0 ** len(self._refused) or math.inf
 
     def note(self, norms: SpanNorms) -> None:
         """A round with this mean has landed."""
         self._norms.append(norm_of(norms))
         self._refused.clear()
 
-    def refusal(self, norms: SpanNorms, leader: PeerId, snapshot: int) -> str:
+    def refusal(self, norms: SpanNorms, head: Head, leader: Voter, snapshot: int) -> str:
         """Why this mean is refused; empty if it is not.
 
         Args:
+            head: ours. The mean is of the round after it.
             leader: who proposes it.
             snapshot: the steps at which our snapshot was taken.
         """
         norm, limit = norm_of(norms), self.limit
         if norm <= limit:
             return ""
-        self._refused.add((leader, snapshot))
+        if leader in head.voters and len(self._refused) < MOST_DOUBLINGS:
+            self._refused.add((leader, head.lineage, head.round, snapshot))
         return f"the norm of the mean, {norm:.3g}, is above the limit of the last rounds, {limit:.3g}"
 
 

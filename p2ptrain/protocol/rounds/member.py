@@ -174,7 +174,8 @@ class Participation:
         if context.run.round_guard == "off":
             return
         steps = own.snapshot.steps if own is not None else 0
-        reason = context.mean_guard.refusal(norms, self.attempt.leader, steps)
+        leader = (self.attempt.leader, self.attempt.incarnation)
+        reason = context.mean_guard.refusal(norms, self._head, leader, steps)
         if reason:
             logger.warning("round %d, attempt %d is refused: %s", record.round, self.attempt.counter, reason)
             if own is not None and context.audited:

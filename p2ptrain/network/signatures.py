@@ -16,6 +16,8 @@ from p2ptrain.network.identity import Identity, peer_id_of_der
 
 # Keys of 2048 bits sign in 0.6 ms; hivemind makes no others.
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 4096
+# With another exponent a signature may take a hundred times as long to check.
+PUBLIC_EXPONENT = 65537
 MAX_KEY_BYTES = 1024
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
 # Public keys remembered; parsing one takes as long as checking a signature.
@@ -61,5 +63,7 @@ def _key_of(public: bytes, peer_id: str) -> rsa.RSAPublicKey | None:
     except Exception:  # untrusted bytes; cryptography raises several types
         return None
     if not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
+        return None
+    if key.public_numbers().e != PUBLIC_EXPONENT:
         return None
     return key if peer_id_of_der(public) == peer_id else None

@@ -12,7 +12,7 @@ import torch
 from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
-from p2ptrain.protocol.rounds.history import History, leads_to
+from p2ptrain.protocol.rounds.history import RECENT_ENTRIES, History, leads_to
 from p2ptrain.protocol.rounds.lineage import check_head
 from p2ptrain.protocol.rounds.policy import MOST_COUNT
 from p2ptrain.protocol.state_sync.joining import Restored
@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float32]
 def to_dict(head: Head, history: History, run_step: int, vectors: Sequence[Array]) -> dict[str, Any]:
     """The result of `Peer.state_dict`. Its tensors share the memory of `vectors`: anchor, then moments."""
     anchor, *moments = map(torch.from_numpy, vectors)
-    past = SavedHistory(history.genesis, tuple(history.entries))
+    past = SavedHistory(history.genesis, tuple(history.entries[-RECENT_ENTRIES:]))
     return {
         "head": pack(head).hex(), "history": pack(past).hex(), "run_step": run_step, "anchor": anchor,
         "moments": moments,

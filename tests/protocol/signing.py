@@ -52,7 +52,7 @@ def signed_by(names: Sequence[str], record: Record, digest: str, attempt: Attemp
 def record_after(genesis: str, lineage: str, round_: int, contributors: str, **changes: object) -> Record:
     """A record of a round of these contributors."""
     named = tuple(Contributor(name, f"{name}.1", 1.0, bytes(32)) for name in contributors)
-    plain = Record(genesis, lineage, round_, "state", named, (), "sgd", 1.0, 0.0, round_, round_, (), 0.0, 0.0)
+    plain = Record(genesis, lineage, round_, "0" * 64, named, (), "sgd", 1.0, 0.0, round_, round_, (), 0.0, 0.0)
     return msgspec.structs.replace(plain, **changes)
 
 

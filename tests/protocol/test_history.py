@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from p2ptrain.errors import RunMismatchError, WireError
@@ -14,6 +15,7 @@ from p2ptrain.protocol.rounds.history import (
     check_entries,
     check_genesis,
     is_better,
+    is_continued,
     leads_to,
     lineage_of,
     merged,
@@ -23,8 +25,8 @@ from p2ptrain.protocol.rounds.history import (
     was_alone,
 )
 from p2ptrain.protocol.state_sync.provenance import Pins, check_pins, is_preferred
-from p2ptrain.protocol.wire.messages import Entry, Head, SignedHead
-from tests.protocol.signing import Past, founding_of, genesis_of, prover_of, signed_by
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head, SignedHead
+from tests.protocol.signing import Past, founding_of, genesis_of, prover_of, record_after, signed_by
 
 DIGEST = "d" * 64
 PROVER = prover_of("x", DIGEST)
@@ -132,12 +134,12 @@ def test_equal_entries_with_other_signatures_are_shared() -> None:
 
 def head_at(past: Past, **fields: object) -> Head:
     voters = place_of(past.entries[-1]).voters
-    return Head(past.genesis_id, past.lineage, past.round, "s", "a", voters, 1, 1, None)
+    return Head(past.genesis_id, past.lineage, past.round, "0" * 64, "a", voters, 1, 1, None)
 
 
-def prefers(ours: Past, theirs: Past, *, company: bool = False) -> bool:
+def prefers(ours: Past, theirs: Past, *, initial: bool = True) -> bool:
     return is_preferred(
-        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), has_company=company
+        head_at(ours), ours.entries, head_at(theirs), theirs.entries, set(), is_initial=initial
     )  # fmt: skip
 
 
@@ -146,6 +148,7 @@ def test_two_starts_of_a_run_become_one_only_while_a_peer_is_alone() -> None:
     together = Past(DIGEST, "c").commit("cd")
     assert prefers(alone, other_alone) != prefers(other_alone, alone)
     assert prefers(alone, together)
+    assert not prefers(alone, together, initial=False), "a stranger's"
     assert not prefers(together, alone)
     assert not prefers(together, Past(DIGEST, "x").commit("xyz").commit("xyz"))
 
@@ -157,22 +160,25 @@ def test_out_of_touch_for_longer_than_histories_are_kept() -> None:
     theirs.entries = theirs.entries[-3:]
     assert shared(ours.entries, theirs.entries) is None
     assert prefers(ours, theirs)
-    assert not prefers(ours, theirs, company=True)
+    assert not prefers(theirs, ours)
+    assert not prefers(ours, theirs, initial=False)
 
 
 def test_a_history_keeps_a_bounded_number_of_entries_and_gives_them_in_pages() -> None:
     past = Past(DIGEST)
     history = History(past.genesis, past.entries)
     for _ in range(MAX_ENTRIES + 9):
-        past.commit("a")
+        past.round += 1
+        record = record_after(past.genesis_id, past.lineage, past.round, "a")
+        past.entries.append(Entry(Commit(record, Attempt(1, "a", "a.1"), ()), None))
         history.add(past.entries[-1])
     assert len(history.entries) == MAX_ENTRIES
     pages, before = [], ""
-    while page := history.page(before, 50):
+    while page := history.page(before, 500):
         pages.insert(0, page)
         before = name_of(page[0])
     assert [entry for page in pages for entry in page] == past.entries[-MAX_ENTRIES:]
-    assert [len(page) for page in pages] == [6, 50, 50, 50, 50, 50]
+    assert [len(page) for page in pages] == [48, 500, 500, 500, 500]
     assert history.page("unknown", 50) == []
     assert leads_to(history.entries, head_at(past))
     assert not leads_to([], head_at(past))
@@ -202,6 +208,33 @@ def test_pins_refuse_any_other_run() -> None:
     for pins in (Pins(founder="b"), Pins(anchor="0" * 64), Pins(anchor=genesis_entry), Pins(record, "b")):
         with pytest.raises(RunMismatchError, match=r"^(founder|anchor) = "):
             check_pins(pins, signed, past.entries)
+
+
+def test_an_anchor_holds_only_for_those_who_may_go_on_from_it() -> None:
+    """A copy of the genuine rounds, and a lineage of one's own behind them."""
+    past = common().commit("abcd", "abc")
+    anchor = name_of(past.entries[-1])
+    assert is_continued(past.copy().commit("abc", "abc").entries, anchor)
+    assert is_continued(past.copy().found("d").commit("dx", "d").entries, anchor)
+    assert not is_continued(past.copy().found("x").commit("xyz", "x").entries, anchor)
+    assert not is_continued(past.copy().found("d").found("x").entries, anchor)
+
+
+def test_a_lineage_founded_from_our_head_has_our_state() -> None:
+    ours, theirs = common(), common().found("a")
+    assert prefers(ours, theirs, initial=False)
+    head = msgspec.structs.replace(head_at(ours), state_sha256="another")
+    assert not is_preferred(head, ours.entries, head_at(theirs), theirs.entries, set(), is_initial=True)
+    theirs.commit("ab", "a", parent_sha256="another")
+    with pytest.raises(WireError, match="starts from another state"):
+        check_entries(theirs.entries, PROVER)
+
+
+def test_records_of_absurd_size_are_refused() -> None:
+    past = common()
+    past.commit("abcd", "abc", intervals=tuple((f"p{i}", 1) for i in range(65)))
+    with pytest.raises(WireError, match="more than 64"):
+        check_entries(past.entries, PROVER)
 
 
 def test_who_signs_a_round_twice_is_believed_by_each_for_what_it_has() -> None:

@@ -242,7 +242,7 @@ class Audits:
                 blobs = await self._compute(self._averaging.reduce, planned, chunks, record.contributors)
             except WireError:
                 return Verdict.DIFFERS  # no honest reducer can have averaged these bytes
-            sha256 = await self._compute(blob_sha256, blobs[0], record.contributors)
+            sha256 = await self._compute(blob_sha256, blobs[0], record.contributors, (part.start, part.stop))
             verdict = Verdict.FITS if sha256 == part.sha256 else Verdict.DIFFERS
             logger.info(
                 "round %d: audit of part %d, averaged by %s: it %s",

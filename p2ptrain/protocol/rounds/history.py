@@ -6,25 +6,28 @@ trusting each other, whose lineage goes on:
 - A lineage that goes on from the last shared entry with a committed round has the signatures of a quorum of its voters.
   No other lineage can have them too, unless voters sign twice.
 - If neither does, voters were lost and lineages were founded: the one that more of the voters are in goes on.
-- A lineage of the same genesis without a shared entry, or of another genesis, is taken over only by a peer that has
-  nobody to lose: see `is_replaceable`.
+- Without a shared entry nothing is proved: see `state_sync.provenance.is_preferred`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.lineage import new_lineage
+from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.quorum import Voter, record_sha256, voters_of
 from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Entries kept. With an hour between rounds, a part of a swarm that was cut off for ten days can still come back. They
-# take 1 MB with 4 peers, at most 8 MB with 31 voters.
-MAX_ENTRIES = 256
+# Entries kept in memory, so that a part of a swarm that was cut off can come back: for nearly three days with a round
+# every two minutes. They take 7 MB with 4 peers, 30 MB with 31 voters.
+MAX_ENTRIES = 2048
+# Entries that a checkpoint keeps, and that a joiner asks for.
+RECENT_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +73,22 @@ def check_genesis(genesis: Founding, head: Head, prover: Prover, digest: str) ->
 def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
     """Raises WireError unless each entry is proven by the one before. About 0.1 ms for each signature."""
     place: Place | None = None
+    before: Entry | None = None
     for entry in entries:
         if entry.founding is not None:
             prover.check_founding(entry.founding)
             if place and (entry.founding.parent, entry.founding.round) != (place.lineage, place.round):
                 raise WireError("a lineage that does not begin where the history stood")
-        if entry.commit is not None and place is not None:
-            record = entry.commit.record
+        record = entry.commit.record if entry.commit is not None else None
+        if record and max(map(len, (record.contributors, record.parts, record.intervals))) > MAX_CONTRIBUTORS:
+            raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
+        if entry.commit is not None and record is not None and place is not None:
             if (record.lineage, record.round) != (place.lineage, place.round + 1):
                 raise WireError(f"round {record.round} of a history after round {place.round}")
+            if before is not None and before.founding and before.founding.state_sha256 != record.parent_sha256:
+                raise WireError("a lineage whose first round starts from another state than it was founded with")
             prover.check_commit(entry.commit, place.voters)
-        place = place_of(entry)
+        place, before = place_of(entry), entry
 
 
 def leads_to(entries: Sequence[Entry], head: Head) -> bool:
@@ -112,17 +120,17 @@ def is_better(ours: Sequence[Entry], theirs: Sequence[Entry], present: Collectio
         return False
     if other[0].commit is not None:
         return True
-    # Lineages that were founded because the voters were lost: the one with more of them, or with the first.
+    # Lineages that were founded because the voters were lost: the one with more of them, or else the longer one.
     voters = [peer_id for peer_id, _ in place_of(ours[common[0]]).voters]
-    mine = _support(voters, _signers(own) if own else present)
-    others = _support(voters, _signers(other))
+    mine = _support(voters, _signers(own) if own else present), len(own)
+    others = _support(voters, _signers(other)), len(other)
     if mine != others:
         return others > mine
     return not own or place_of(other[0]).lineage < place_of(own[0]).lineage
 
 
-def _support(voters: Sequence[PeerId], peers: Collection[PeerId]) -> tuple[int, bool]:
-    return sum(voter in peers for voter in voters), bool(voters) and voters[0] in peers
+def _support(voters: Sequence[PeerId], peers: Collection[PeerId]) -> int:
+    return sum(voter in peers for voter in voters)
 
 
 def _signers(entries: Iterable[Entry]) -> set[PeerId]:
@@ -133,6 +141,21 @@ def _signers(entries: Iterable[Entry]) -> set[PeerId]:
         if entry.commit is not None:
             found.update(vote.peer_id for vote in entry.commit.votes)
     return found
+
+
+def is_continued(entries: Sequence[Entry], name: str) -> bool:
+    """Whether a history has the record of this name, and goes on from it by those who may.
+
+    That is, by quorums of voters, or by a lineage that one of the voters founded.
+    """
+    names = [name_of(entry) for entry in entries]
+    if name not in names or entries[names.index(name)].commit is None:
+        return False
+    rest = entries[names.index(name) :]
+    return all(
+        entry.founding is None or entry.founding.founder in {peer_id for peer_id, _ in place_of(before).voters}
+        for before, entry in pairwise(rest)
+    )
 
 
 def was_alone(entries: Iterable[Entry]) -> bool:

@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.policy import check_join
 from p2ptrain.protocol.rounds.quorum import record_sha256
-from p2ptrain.protocol.rounds.record import check_proposal
+from p2ptrain.protocol.rounds.record import check_company, check_proposal
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
@@ -152,6 +152,7 @@ class Participation:
 
     async def _hold(self, record: Record) -> None:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
+        check_company(record, self._context.liveness.present())
         self._check_commitments(record)
         norms = await self._fetch(record)
         await self._check_mean(record, norms)
@@ -213,7 +214,7 @@ class Participation:
             tokens=own.snapshot.tokens if own else 0,
             shard_tokens=context.exchange.shard_tokens,
             run_step=own.snapshot.run_step if own else 0,
-            speed=1 / max(context.exchange.step_s, 1e-6),
+            speed=1 / context.exchange.step_s if context.exchange.step_s > 0 else 0.0,
             rate=max((link.flow.rate_bytes_s for link in links.live.values()), default=0.0),
             linked=tuple(links.live),
             at_length=own.snapshot.at_length if own else False,

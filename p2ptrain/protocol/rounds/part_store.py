@@ -29,13 +29,15 @@ WANTED_RECORDS = 2
 KEEP_ALL_S = 30.0
 
 
-def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor]) -> str:
+def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor], bounds: tuple[int, int]) -> str:
     """The hash that names a part in a record.
 
-    Where contributors commit to their chunks it covers them and their weights too, so that a leader cannot put the mean
-    of other contributors, or with other weights, into a reducer's name.
+    Where contributors commit to their chunks it covers them, their weights and the part's blocks too, so that a leader
+    cannot put the mean of other contributors, with other weights or of another part into a reducer's name.
     """
     hashed = hashlib.sha256()
+    if any(contributor.root for contributor in contributors):
+        hashed.update(b"%d-%d" % bounds)
     for contributor in contributors:
         if contributor.root:
             hashed.update(pack(contributor))
@@ -150,7 +152,7 @@ class PartStore:
                     data = await self._fetch_from(link, part, size)
                 except (PeerLostError, WireError):
                     continue
-                if await self._compute(blob_sha256, data, contributors) == part.sha256:
+                if await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256:
                     self._parts[part.sha256] = data
                     self._givers[part.sha256] = holder
                     return

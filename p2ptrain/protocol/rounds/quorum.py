@@ -8,13 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 
-from p2ptrain.protocol.wire.messages import Join, Record, pack
+from p2ptrain.protocol.wire.messages import MAX_VOTERS, Join, Record, pack
 from p2ptrain.protocol.wire.transport import PeerId
 
 Voter = tuple[PeerId, str]
-
-# Bounds the leader's wait in large swarms (guess).
-MAX_VOTERS = 31
 
 
 def record_sha256(record: Record) -> str:

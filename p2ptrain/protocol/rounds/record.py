@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, sched
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT
+from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -21,8 +23,10 @@ from p2ptrain.settings.config import RunConfig
 MOST_INTERVAL = 16
 # A committed round advances the run by at most so many times H: without a quorum, peers train on for long (guess).
 MOST_INTERVALS = 1000
-# A member that has trained less is not READY for a record so many times H further (guess).
-MOST_AHEAD = 8
+# A member that has trained less is not READY for a record so many times H further. Members are few intervals apart.
+MOST_AHEAD = 4
+# A weight relative to the median of those that are not 0, with room for rounding: tokens count at most twice theirs.
+MOST_WEIGHT = 2.001
 # Counts have 64 bits on the wire.
 MOST_TOKENS = 2**62
 
@@ -40,8 +44,9 @@ def record_of(
     """
     included = [members[c.peer_id] for c in contributors]
     ends = 2 * sum(join.at_length for join in included) >= len(included) and run.total_steps > 0
-    speeds = sorted(join.speed for join in included)
-    median_speed = speeds[len(speeds) // 2]
+    # A member that has not finished a step yet does not know its speed.
+    speeds = sorted(join.speed for join in included if join.speed > 0)
+    median_speed = speeds[len(speeds) // 2] if speeds else 0.0
     steps = sorted(join.run_step for join in included)
     run_step = run.total_steps if ends else steps[len(steps) // 2]
     run_step = min(max(head.run_step, run_step), most_run_step(run, head))
@@ -92,6 +97,10 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
         raise WireError("a record whose contributors, or peers with an interval, are not distinct")
     if max(len(weights), len(intervals), len(record.parts)) > MAX_CONTRIBUTORS:
         raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
+    positive = [weight for weight in weights.values() if weight > 0]
+    # As `policy.weights_of` makes them; the guard may scale the others down.
+    if positive and run.round_guard != "clip" and max(positive) > MOST_WEIGHT * statistics.median(positive):
+        raise WireError(f"a record with a weight above {MOST_WEIGHT:.0f} times the median")
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
         raise WireError("a record with weights that are not between 0 and 2^53, or all zero")
     size = HASH_BYTES if run.audit_rate > 0 and averaging.auditable else 0
@@ -130,6 +139,19 @@ def check_proposal(record: Record, run: RunConfig, head: Head, own_step: int) ->
     most = max(head.run_step, own_step) + MOST_AHEAD * run.sync_every
     if record.run_step > most:
         raise RoundFailedError(f"a record at step {record.run_step} of the run, while we are at {own_step}")
+
+
+def check_company(record: Record, present: Collection[Voter]) -> None:
+    """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
+
+    Its contributors are the voters of the next round: a leader that names few of those present takes the run over.
+
+    Args:
+        present: ourselves, and the live peers of our lineage.
+    """
+    named = sum((c.peer_id, c.incarnation) in present for c in record.contributors)
+    if 2 * named < min(len(present), MAX_CONTRIBUTORS):
+        raise RoundFailedError(f"a record that names {named} of the {len(present)} peers that we see")
 
 
 def measures_of(grams: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, float]:

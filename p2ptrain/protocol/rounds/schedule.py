@@ -78,6 +78,7 @@ class Schedule:
         self._context = context
         self._rng = rng
         self._due: dict[int, set[PeerId]] = {}
+        self._counters: dict[PeerId, int] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = 0.0
         self._sent_s = 0.0
@@ -87,6 +88,7 @@ class Schedule:
     def begin(self, head: Head, *, same_lineage: bool) -> None:
         """After a new head: forget Dues of earlier rounds."""
         self.counter = 0
+        self._counters = {}
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
 
     def skip(self, round_: int) -> None:
@@ -120,7 +122,11 @@ class Schedule:
             return False
         self._due.setdefault(due.round, set()).add(sender)
         if due.round == head.round + 1:
-            self.counter = max(self.counter, min(due.counter, self.counter + MAX_DUE_AHEAD))
+            self._counters[sender] = due.counter
+            # Two must say so, where there are two: who knows the order of leaders could make itself the next each time.
+            claims = sorted(self._counters.values(), reverse=True)
+            heard = claims[min(len(self._context.host.trainers()), 2) - 1 :][:1]
+            self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)
         return True
 
     def is_ours_to_lead(self, head: Head, now: float) -> bool:

@@ -207,7 +207,8 @@ class Transfer:
         def work() -> tuple[list[tuple[str, Blob]], tuple[float, ...]]:
             gram = collection.gram(contributors, context.state.num_stepped)
             blobs = context.averaging.reduce(collection.part, collection.chunks, contributors)
-            return [(blob_sha256(blob, order.contributors), blob) for blob in blobs], gram
+            bounds = collection.part.start, collection.part.stop
+            return [(blob_sha256(blob, order.contributors, bounds), blob) for blob in blobs], gram
 
         self.reducing = True
         blobs, gram = await context.compute(work)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.history import History, is_better, leads_to, shared
+from p2ptrain.protocol.rounds.history import History, is_better, leads_to, merged, shared
 from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.provenance import Pins, ask_head, ask_history, check_founder, check_pins, rank_of
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
@@ -87,10 +89,17 @@ class Joining:
             if donors and not self._may_choose(started):
                 await trio.sleep(0.1)
                 continue
-            if donors and not await self._is_ahead_of(donors[0]):
+            if donors and self._restored is not None:
+                match await self._compared(donors[0], self._restored):
+                    case "ours":
+                        break
+                    case "unknown":
+                        self._skipped.add(donors[0].peer_id)
+                        continue
+            if donors:
                 await self._adopt(donors)
                 return
-            if donors or self._should_found(started):
+            if self._should_found(started):
                 break
             await trio.sleep(0.1)
         restored = self._restored
@@ -139,27 +148,31 @@ class Joining:
         awaited = not self._membership.looked_up.is_set() or self._membership.awaits(self._context.links.chosen)
         return not awaited or trio.current_time() - started > CHOSEN_FIRST_S
 
-    async def _is_ahead_of(self, donor: Link) -> bool:
-        """Whether our checkpoint goes on from the donor's state, or has more of the voters than its lineage."""
-        if self._restored is None:
-            return False
-        ours = self._restored.history.entries
+    async def _compared(self, donor: Link, restored: Restored) -> Literal["ours", "theirs", "unknown"]:
+        """Whose state goes on: our checkpoint's, or the donor's. Unknown if the two cannot be compared."""
+        ours = restored.history.entries
         try:
             signed = await ask_head(self._context, donor)
             theirs = await ask_history(self._context, donor, signed.head, ours)
         except (PeerLostError, WireError) as error:
             logger.info("comparing the checkpoint with the state of %s: %s", donor.peer_id, error)
-            return False
-        if shared(ours, theirs) is None:
+            return "unknown"
+        if shared(ours, theirs) is not None:
+            return "theirs" if leads_to(ours, signed.head) or is_better(ours, theirs, ()) else "ours"
+        if donor.peer_id in self._context.links.chosen:
             logger.warning(
-                "the checkpoint is of another start of run %r, or too old to be compared; taking the swarm's state",
-                self._context.run.run_id,
-            )
-            return False
-        return not leads_to(ours, signed.head) and not is_better(ours, theirs, ())
+                "the checkpoint is of another start of run %r, or too old to be compared; taking the state of initial "
+                "peer %s", self._context.run.run_id, donor.peer_id,
+            )  # fmt: skip
+            return "theirs"
+        logger.warning(
+            "%s has a state of run %r that the checkpoint does not lead to; it is not taken. If it is your run, give "
+            "that peer in --initial-peers", donor.peer_id, self._context.run.run_id,
+        )  # fmt: skip
+        return "unknown"
 
     def _donors(self) -> list[Link]:
-        """Live peers with the state of the best initial peer, or else of the best of all; without skipped ones."""
+        """Live peers with the state of the best initial peer, else of the lineage with most; without skipped ones."""
         stateful = [
             (link, link.beat)
             for link in self._context.links.live.values()
@@ -168,7 +181,9 @@ class Joining:
         if not stateful:
             return []
         chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
-        _, best = max(chosen or stateful, key=lambda pair: rank_of(pair[1]))
+        # Tokens are a claim, and links are not.
+        linked = Counter(beat.lineage for _, beat in stateful)
+        _, best = max(chosen or stateful, key=lambda pair: (linked[pair[1].lineage], rank_of(pair[1])))
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
 
     async def _adopt(self, donors: list[Link]) -> None:
@@ -186,12 +201,14 @@ class Joining:
         while adopted is None:
             try:
                 self._rng.shuffle(donors)
+                # What the first says is believed; of the others only bytes that hash to it are taken.
+                donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
                 signed, entries = await self._fetch(download, donors)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
                 adopted = signed
             except RunMismatchError:
                 # Not the run that the user wants. Other peers may be of it.
-                self._skipped.update(donor.peer_id for donor in donors)
+                self._skipped.add(donors[0].peer_id)
                 donors = self._donors()
                 if not donors:
                     raise
@@ -222,8 +239,12 @@ class Joining:
         entries: list[Entry] = []
 
         async def fetch_history() -> None:
-            entries.extend(await ask_history(self._context, donors[0], signed.head, ()))
-            check_pins(self._pins, signed, entries)
+            ours = self._restored.history.entries if self._restored is not None else ()
+            theirs = await ask_history(self._context, donors[0], signed.head, ours)
+            check_pins(self._pins, signed, theirs)
+            if ours and shared(ours, theirs) is None and donors[0].peer_id not in self._context.links.chosen:
+                raise PeerLostError(f"{donors[0].peer_id}: its history is not that of our checkpoint")
+            entries.extend(merged(ours, theirs))
 
         check_founder(self._pins, signed.genesis.founder)
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+import trio
 from msgspec import Meta
 
 from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
@@ -17,22 +18,28 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.history import (
     MAX_ENTRIES,
+    RECENT_ENTRIES,
     check_entries,
     check_genesis,
     is_better,
+    is_continued,
     leads_to,
     name_of,
     shared,
     was_alone,
 )
 from p2ptrain.protocol.rounds.lineage import check_head, generation_of
+from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
-SHORT_TIMEOUT_S = 15.0
+# For a head, or a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
+HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
 # Entries in an answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
 PAGE_ENTRIES = 64
+# Of a history that is compared with ours; with 31 voters, of the last 500 rounds.
+MAX_HISTORY_BYTES = 8 * 1024 * 1024
 
 Page = Annotated[tuple[Entry, ...], Meta(max_length=PAGE_ENTRIES)]
 
@@ -60,37 +67,54 @@ def encode_page(entries: Sequence[Entry]) -> bytes:
 
 async def ask_head(context: RoundContext, link: Link) -> SignedHead:
     """A partner's head, signed by a quorum of its voters. Raises PeerLostError, WireError."""
-    answer, payload = await context.links.request(link, "head", timeout_s=SHORT_TIMEOUT_S)
+    answer, payload = await context.links.request(link, "head", timeout_s=HEAD_TIMEOUT_S)
     if not answer.found:
         raise PeerLostError(f"{link.peer_id} cannot send its state now")
     signed = unpack(SignedHead, payload)
     check_head(signed.head)
-    context.prover.check_head(signed)
-    check_genesis(signed.genesis, signed.head, context.prover, context.run.digest)
+
+    def check() -> None:
+        context.prover.check_head(signed)
+        check_genesis(signed.genesis, signed.head, context.prover, context.run.digest)
+
+    await context.compute(check)
     return signed
 
 
 async def ask_history(context: RoundContext, link: Link, head: Head, ours: Sequence[Entry]) -> list[Entry]:
     """A partner's history up to a head of it, from an entry that we have too if there is one; each entry is proven.
 
-    Takes a request for every 64 entries. Raises PeerLostError, WireError.
+    Without entries of ours, the recent ones. Takes a request for every 64 entries, and at most half a minute. Raises
+    PeerLostError, WireError.
     """
+    with trio.move_on_after(HISTORY_TIMEOUT_S):
+        entries = await _ask_pages(context, link, {name_of(entry) for entry in ours})
+        return await context.compute(_checked, entries, context.prover, head, link.peer_id)
+    raise PeerLostError(f"{link.peer_id}: no history within {HISTORY_TIMEOUT_S:.0f} s")
+
+
+async def _ask_pages(context: RoundContext, link: Link, known: Collection[str]) -> list[Entry]:
     entries: list[Entry] = []
-    known, before = {name_of(entry) for entry in ours}, ""
-    while len(entries) < MAX_ENTRIES:
-        answer, payload = await context.links.request(link, "history", before, timeout_s=SHORT_TIMEOUT_S)
-        page = _unpack_page(payload) if answer.found else []
+    before, size_bytes = "", 0
+    while len(entries) < (MAX_ENTRIES if known else RECENT_ENTRIES):
+        answer, payload = await context.links.request(link, "history", before, timeout_s=HEAD_TIMEOUT_S)
+        size_bytes += len(payload)
+        page = _unpack_page(payload) if answer.found and size_bytes <= MAX_HISTORY_BYTES else []
         if not page:
             break
         entries[:0] = page
         before = name_of(page[0])
         if any(name_of(entry) in known for entry in page):
             break
-    await context.compute(check_entries, entries, context.prover)
+    return entries
+
+
+def _checked(entries: list[Entry], prover: Prover, head: Head, peer_id: PeerId) -> list[Entry]:
+    check_entries(entries, prover)
     while entries and not leads_to(entries, head):
         entries.pop()  # rounds since the head was asked for
     if not entries:
-        raise PeerLostError(f"{link.peer_id} has no history of its head")
+        raise PeerLostError(f"{peer_id} has no history of its head")
     return entries
 
 
@@ -104,10 +128,10 @@ def _unpack_page(payload: bytes) -> list[Entry]:
 def check_pins(pins: Pins, signed: SignedHead, entries: Sequence[Entry]) -> None:
     """Raises RunMismatchError unless this is the run that the user wants."""
     check_founder(pins, signed.genesis.founder)
-    if pins.anchor and not any(entry.commit and name_of(entry) == pins.anchor for entry in entries):
+    if pins.anchor and not is_continued(entries, pins.anchor):
         raise RunMismatchError(
-            f"anchor = {pins.anchor}: the last {MAX_ENTRIES} rounds of the run do not have this record; give a newer "
-            "one, or check that these are peers of your run"
+            f"anchor = {pins.anchor}: the last {RECENT_ENTRIES} rounds of the run do not go on from this record; give "
+            "a newer one, or check that these are peers of your run"
         )
 
 
@@ -122,19 +146,28 @@ def check_founder(pins: Pins, founder: PeerId) -> None:
 
 def is_preferred(
     head: Head, ours: Sequence[Entry], other: Head, theirs: Sequence[Entry], present: Collection[PeerId],
-    *, has_company: bool,
+    *, is_initial: bool,
 ) -> bool:  # fmt: skip
     """Whether a peer at `head` goes on from another head. Both histories have been checked.
 
     Args:
         present: the voters of our head that are in our lineage now.
-        has_company: whether other peers are at our round.
+        is_initial: whether the user named the other peer as an initial peer.
     """
-    if shared(ours, theirs) is not None:
+    common = shared(ours, theirs)
+    if common is not None:
+        after = theirs[common[1] + 1 :]
+        founding = after[0].founding if common[0] == len(ours) - 1 and after else None
+        # It goes on from our own head, so it has our state.
+        if founding is not None and founding.state_sha256 != head.state_sha256:
+            return False
         return is_better(ours, theirs, present)
+    # Nothing is proved between the two, so only a peer that the user trusts is followed.
+    if not is_initial:
+        return False
     if head.genesis == other.genesis:
-        # Out of touch for longer than histories are kept: like a peer that joins, if there is nobody to lose.
-        return not has_company
+        # Out of touch for longer than histories are kept, and behind the peers that we joined through.
+        return other.round > head.round
     # Two starts of one run: a peer that never had company joins those that have, or another such peer.
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))
 

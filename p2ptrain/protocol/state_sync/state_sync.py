@@ -6,9 +6,9 @@ whole state. When two lineages meet, their histories decide (`rounds.history`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import trio
@@ -26,7 +26,6 @@ from p2ptrain.protocol.state_sync.provenance import (
     Pins,
     ask_head,
     ask_history,
-    check_founder,
     is_preferred,
     rank_of,
 )
@@ -71,7 +70,8 @@ class StateSync:
         self._pins = pins
         self._compared_s: dict[PeerId, float] = {}
         self._download: Download | None = None
-        self._jobs_send, self._jobs = trio.open_memory_channel[tuple[Link | None, str]](1)
+        self._jobs: OrderedDict[PeerId, tuple[Link | None, str]] = OrderedDict()
+        self._wanted = trio.Event()
 
     @property
     def run_founder(self) -> PeerId:
@@ -80,7 +80,11 @@ class StateSync:
 
     async def keep_up(self) -> None:
         """Catch up with peers that are ahead, one job at a time, until cancelled."""
-        async for link, reason in self._jobs:
+        while True:
+            while not self._jobs:
+                await self._wanted.wait()
+                self._wanted = trio.Event()
+            _, (link, reason) = self._jobs.popitem(last=False)
             head = self._engine.head
             with self._context.errors.containing("catching up"):
                 try:
@@ -108,9 +112,9 @@ class StateSync:
         self._begin(None, reason)
 
     def _begin(self, link: Link | None, reason: str) -> None:
-        # If a job is already waiting, it will see the newest state.
-        with contextlib.suppress(trio.WouldBlock):
-            self._jobs_send.send_nowait((link, reason))
+        # One of each peer waits, so that no other peer can keep its turn.
+        self._jobs.setdefault(link.peer_id if link is not None else "", (link, reason))
+        self._wanted.set()
 
     async def _follow_record(self, link: Link) -> bool:
         """Apply the records of rounds that a partner has and we lack. False if the next one cannot be applied."""
@@ -167,9 +171,11 @@ class StateSync:
         signed = await ask_head(context, donor)
         head = signed.head
         entries = await ask_history(context, donor, head, engine.history.entries)
-        if not self._prefers(head, entries):
+        if not self._prefers(donor, head, entries):
+            self._download = None
             return False
-        check_founder(self._pins, signed.genesis.founder)
+        if self._pins.founder not in ("", signed.genesis.founder):
+            return False
         logger.info("replacing our state: %s", reason)
         # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
@@ -182,7 +188,8 @@ class StateSync:
             ]
             await self._download.run(head, donors or [donor])
         async with engine.paused():
-            if not self._prefers(head, entries):
+            if not self._prefers(donor, head, entries):
+                self._download = None
                 return False
             if head.state_sha256 != engine.head.state_sha256:
                 if self._download is None:
@@ -194,23 +201,22 @@ class StateSync:
             await self._arrivals.land(kind, reason)
         return True
 
-    def _prefers(self, head: Head, entries: Sequence[Entry]) -> bool:
-        """Whether to go on from another head, which a history leads to."""
-        engine, here = self._engine, (self._engine.head.lineage, self._engine.head.round)
+    def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
+        """Whether to go on from a partner's head, or (None) from one that our user gave."""
+        engine = self._engine
         # At a place where we may have voted: no honest donor reports that.
         if not engine.past_heads.may_adopt(head):
             return False
-        liveness = self._context.liveness
-        voters, beats = liveness.present(), liveness.beats().values()
+        present = self._context.liveness.present()
         return is_preferred(
             engine.head, engine.history.entries, head, entries,
-            {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in voters},
-            has_company=any((beat.lineage, beat.round) == here for beat in beats),
+            {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in present},
+            is_initial=donor is None or donor.peer_id in self._context.links.chosen,
         )  # fmt: skip
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours."""
-        return self._prefers(restored.head, restored.history.entries)
+        return self._prefers(None, restored.head, restored.history.entries)
 
     async def restore(self, restored: Restored) -> None:
         """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""

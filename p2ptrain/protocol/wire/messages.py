@@ -24,6 +24,8 @@ MAX_LIST = 4096
 MAX_MADDRS = 16
 MAX_MADDR_LENGTH = 512  # a relayed one with two peer ids has 150 characters
 MAX_REASON = 512
+# The first contributors of a round decide the next: bounds the leader's wait in large swarms (guess).
+MAX_VOTERS = 31
 # A public key and a signature of it; those of an RSA key of 4096 bits have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
 # Of a heartbeat. We name two members; more are accepted, so that later versions may.
@@ -45,7 +47,10 @@ Text = Annotated[str, Meta(max_length=MAX_STRING, pattern=SAFE_PATTERN)]
 # Free text for people: a struct escapes it in its `__post_init__`, which msgspec also calls when it decodes.
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Prose = Annotated[str, Meta(max_length=MAX_STRING)]
+# A peer's id, its incarnation, the name of a lineage, a hash in hex.
+Name = Annotated[str, Meta(max_length=MAX_PEER_ID, pattern=SAFE_PATTERN)]
 Items = Annotated[tuple[T, ...], Meta(max_length=MAX_LIST)]
+Voters = Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=MAX_VOTERS)]
 Mac = Annotated[bytes, Meta(max_length=32)]
 Maddr = Annotated[str, Meta(max_length=MAX_MADDR_LENGTH, pattern=SAFE_PATTERN)]
 Maddrs = Annotated[tuple[Maddr, ...], Meta(max_length=MAX_MADDRS)]
@@ -156,8 +161,8 @@ class Attempt(_Struct, frozen=True, order=True):
     """
 
     counter: Int
-    leader: Text
-    incarnation: Text
+    leader: Name
+    incarnation: Name
 
 
 class Contributor(_Struct, frozen=True):
@@ -166,8 +171,8 @@ class Contributor(_Struct, frozen=True):
     `root` is the Merkle root of its encoded chunks; empty if the run has no audits.
     """
 
-    peer_id: Text
-    incarnation: Text
+    peer_id: Name
+    incarnation: Name
     weight: Float
     root: Hash
 
@@ -181,8 +186,8 @@ class Part(_Struct, frozen=True):
 
     start: Int
     stop: Int
-    sha256: Text
-    holder: Text
+    sha256: Name
+    holder: Name
 
 
 class Record(_Struct, frozen=True):
@@ -193,18 +198,18 @@ class Record(_Struct, frozen=True):
     of the outer gradients, `mean_norm` the norm of their mean; 0 if unknown.
     """
 
-    genesis: Text
-    lineage: Text
+    genesis: Name
+    lineage: Name
     round: Int
-    parent_sha256: Text
+    parent_sha256: Name
     contributors: Items[Contributor]
     parts: Items[Part]
-    outer_optimizer: Text
+    outer_optimizer: Name
     outer_lr: Float
     outer_momentum: Float
     run_step: Int
     tokens_total: Int
-    intervals: Items[tuple[Text, Int]]
+    intervals: Items[tuple[Name, Int]]
     cosine: Float
     mean_norm: Float
 
@@ -212,8 +217,8 @@ class Record(_Struct, frozen=True):
 class Vote(_Struct, frozen=True):
     """A voter's signature: see `rounds.proof` for what it signs."""
 
-    peer_id: Text
-    incarnation: Text
+    peer_id: Name
+    incarnation: Name
     signature: Signature
 
 
@@ -222,7 +227,7 @@ class Commit(_Struct, frozen=True):
 
     record: Record
     attempt: Attempt
-    votes: Items[Vote]
+    votes: Annotated[tuple[Vote, ...], Meta(max_length=MAX_VOTERS)]
 
 
 class Founding(_Struct, frozen=True):
@@ -232,11 +237,11 @@ class Founding(_Struct, frozen=True):
     parent, and round -1.
     """
 
-    parent: Text
+    parent: Name
     round: Int
-    state_sha256: Text
-    founder: Text
-    incarnation: Text
+    state_sha256: Name
+    founder: Name
+    incarnation: Name
     signature: Signature
 
 
@@ -254,12 +259,12 @@ class Head(_Struct, frozen=True):
     before. `voters` decide the next.
     """
 
-    genesis: Text
-    lineage: Text
+    genesis: Name
+    lineage: Name
     round: Int
-    state_sha256: Text
-    anchor_sha256: Text
-    voters: Items[tuple[Text, Text]]
+    state_sha256: Name
+    anchor_sha256: Name
+    voters: Voters
     run_step: Int
     tokens_total: Int
     commit: Commit | None
@@ -273,7 +278,7 @@ class SignedHead(_Struct, frozen=True):
     """A head with the signatures of a quorum of its voters, who have the same state; and how the run began."""
 
     head: Head
-    votes: Items[Vote]
+    votes: Annotated[tuple[Vote, ...], Meta(max_length=MAX_VOTERS)]
     genesis: Founding
 
 

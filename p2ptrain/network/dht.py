@@ -23,7 +23,7 @@ from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
-from p2ptrain.network.identity import Identity, peer_id_of
+from p2ptrain.network.identity import PUBLIC_EXPONENT, Identity, peer_id_of
 from p2ptrain.network.record_storage import bound_storage
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -156,6 +156,8 @@ def owner_of(subkey: Any) -> str | None:
     if not isinstance(subkey, bytes) or not subkey.startswith(b"[owner:"):
         return None
     key = hivemind.RSAPublicKey.from_bytes(subkey[len(b"[owner:") : -1])
+    if key._public_key.public_numbers().e != PUBLIC_EXPONENT:
+        return None
     if key._public_key.key_size < MIN_KEY_BITS:
         return None
     return peer_id_of(key) if owner_subkey(key) == subkey else None

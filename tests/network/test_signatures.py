@@ -45,9 +45,13 @@ def test_other_bytes_are_refused_and_raise_nothing(signers: list[Signatures]) ->
         assert not b.verify(a.peer_id, b"data", bad)
 
 
-@pytest.mark.parametrize("kind", ["small", "elliptic"])
+@pytest.mark.parametrize("kind", ["small", "exponent", "elliptic"])
 def test_keys_that_are_too_small_or_of_another_kind_are_refused(kind: str, signers: list[Signatures]) -> None:
-    key = rsa.generate_private_key(65537, 1024) if kind == "small" else ec.generate_private_key(ec.SECP256R1())
+    key = {
+        "small": lambda: rsa.generate_private_key(65537, 1024),
+        "exponent": lambda: rsa.generate_private_key(3, 2048),
+        "elliptic": lambda: ec.generate_private_key(ec.SECP256R1()),
+    }[kind]()
     public = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     signed = (
         key.sign(b"data", signatures._PADDING, hashes.SHA256())

@@ -22,7 +22,7 @@ from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.settings.peer_config import NetworkConfig
-from p2ptrain.settings.run_key import read_key
+from p2ptrain.settings.run_key import read_key, warn_if_shared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -200,7 +200,10 @@ def join(
     def enter() -> Peer:
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
-            key = None if run_key is None else read_key(Path(run_key).expanduser())
+            key = None
+            if run_key is not None:
+                key = read_key(Path(run_key).expanduser())
+                warn_if_shared(Path(run_key).expanduser())
             session = failing.enter_context(
                 NetworkSession(
                     NetworkConfig(

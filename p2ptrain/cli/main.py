@@ -22,6 +22,7 @@ from p2ptrain.cli.peers import peers
 from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
 from p2ptrain.errors import ConfigError, TransientError
+from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.signals import interrupt_on_signals
 from p2ptrain.version import __version__
 
@@ -78,5 +79,5 @@ def main() -> None:
 
 
 def _fail(message: str, status: int = 2) -> None:
-    click.echo(f"p2ptrain: error: {message}", err=True)
+    click.echo(f"p2ptrain: error: {without_secrets(message)}", err=True)
     sys.exit(status)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from p2ptrain.cli.completion import complete_files, complete_setting
+from p2ptrain.settings.run_key import looks_like_key, without_secrets
 from p2ptrain.settings.table import SECTIONS, SETTINGS, merge
 from p2ptrain.settings.ticket import looks_like_ticket
 
@@ -20,8 +20,26 @@ EVERY_WAY = (
 )
 
 
+# Of a word that is no ticket: it may be a part of one.
+MAX_SHOWN_CHARS = 12
+
+
 class SettingsCommand(click.Command):
-    """A command whose help shows its settings in sections."""
+    """A command whose help shows its settings in sections, and whose errors show no part of a ticket or a key."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            raise
+        except click.UsageError:
+            if all(without_secrets(word) == word for word in given):
+                raise
+            # A ticket that a messenger has broken: its parts are taken for other arguments.
+            raise click.UsageError(
+                "write the ticket as one word, without spaces and line breaks, and nothing beside it but options", ctx
+            ) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         section_of = {setting.name: title for title, settings in SECTIONS.items() for setting in settings}
@@ -37,9 +55,12 @@ class SettingsCommand(click.Command):
 
 def _check_ticket(context: click.Context, parameter: click.Parameter, word: str | None) -> str | None:
     """The ticket, or what `--initial-peers` takes. Raises UsageError on words that are nothing of this."""
-    if word is None or looks_like_ticket(word) or set(word) & set("/.") or Path(word).is_file():
+    # A Path would raise if the word is too long for a name.
+    is_place = word is not None and (bool(set(word) & set("/.")) or os.path.isfile(word))
+    if word is None or is_place or looks_like_ticket(word) or looks_like_key(word):
         return word
-    raise click.UsageError(f"{word!r} is not a ticket, an address or a file", context)
+    shown = word if len(word) <= MAX_SHOWN_CHARS else word[:MAX_SHOWN_CHARS] + "…"
+    raise click.UsageError(f"{shown!r} is not a ticket, an address or a file", context)
 
 
 def _warn_of_process_list(given: Sequence[str]) -> None:

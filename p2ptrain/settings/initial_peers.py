@@ -13,7 +13,8 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.run_key import RunKey
+from p2ptrain.settings.run_key import RunKey, looks_like_key, warn_if_shared
+from p2ptrain.settings.setting import shortened
 from p2ptrain.settings.ticket import Ticket, looks_like_ticket, parse_ticket, ticket_text
 
 EXAMPLE = "/ip4/192.168.1.5/tcp/4001/p2p/Qm…"
@@ -45,6 +46,8 @@ def expand_ticket(given: Sequence[str]) -> tuple[tuple[str, ...], Ticket | None]
     addresses: list[str] = []
     found: Ticket | None = None
     for item in given:
+        if looks_like_key(item):
+            raise ConfigError("this is a run key, and a secret: write it to a file, and use --run-key FILE")
         word = item if looks_like_ticket(item) else _ticket_in(item)
         if word is None:
             addresses.append(item)
@@ -55,13 +58,18 @@ def expand_ticket(given: Sequence[str]) -> tuple[tuple[str, ...], Ticket | None]
             raise error if word is item else ConfigError(f"{item}: {error}") from None
         if found not in (None, ticket):
             raise ConfigError("two tickets were given: give one")
+        if ticket.key is not None and word is not item:
+            warn_if_shared(Path(item))
         found = ticket
         addresses += ticket.addresses
     return tuple(addresses), found
 
 
 def _ticket_in(name: str) -> str | None:
-    """The ticket in a file; None if it holds anything else, which `read_initial_peers` reads later."""
+    """The ticket in a file, alone or in a line `p2ptrain join TICKET`; None if the file holds no ticket.
+
+    Raises ConfigError if it holds a key, or a ticket and something else. The message does not show them.
+    """
     if _TRANSPORT.match(name) or "/p2p/" in name:
         return None
     try:
@@ -70,7 +78,18 @@ def _ticket_in(name: str) -> str | None:
     except (OSError, ValueError):
         return None
     words = [word for line in lines for word in line.partition("#")[0].split()]
-    return words[0] if len(words) == 1 and looks_like_ticket(words[0]) else None
+    if words[:2] == ["p2ptrain", "join"]:
+        words = words[2:]
+    if any(map(looks_like_key, words)):
+        raise ConfigError(f"{name}: this file holds a run key: use --run-key {name}")
+    if not any(map(looks_like_ticket, words)):
+        return None
+    if len(words) != 1:
+        raise ConfigError(
+            f"{name}: holds a ticket and something else; write the ticket as one word, without spaces and line breaks, "
+            "and give options to the command"
+        )
+    return words[0]
 
 
 def write_addresses(path: Path, maddrs: Sequence[str]) -> None:
@@ -147,8 +166,8 @@ def _read_file(name: str) -> list[str]:
 
 def _checked(address: str, origin: str) -> str:
     if not _TRANSPORT.match(address) or " " in address or not address.isprintable():
-        raise ConfigError(f"{origin}: {address!r} is not a multiaddr; it looks like {EXAMPLE}")
+        raise ConfigError(f"{origin}: {shortened(address)} is not a multiaddr; it looks like {EXAMPLE}")
     _, separator, peer_id = address.rpartition("/p2p/")
     if not separator or not peer_id.isalnum():
-        raise ConfigError(f"{origin}: {address!r} does not end in the peer's id; it looks like {EXAMPLE}")
+        raise ConfigError(f"{origin}: {shortened(address)} does not end in the peer's id; it looks like {EXAMPLE}")
     return address

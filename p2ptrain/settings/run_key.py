@@ -7,12 +7,17 @@ noticed. The object hides the secret in its `repr`: it must not get into logs, m
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import logging
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "p2pk1"
 SECRET_BYTES = 32
@@ -20,6 +25,8 @@ CHECKSUM_BYTES = 4
 # A file with a key and some comments.
 MAX_FILE_BYTES = 4096
 MAKE_ONE = "make one with: p2ptrain key FILE"
+# Keys and tickets; what follows the prefix is secret.
+_SECRET = re.compile(r"\b(p2p[kt]1)\w+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,28 @@ def parse_key(word: str) -> RunKey:
     return RunKey(secret)
 
 
+def without_secrets(text: str) -> str:
+    """The text with keys and tickets cut to their prefixes, for messages."""
+    return _SECRET.sub(r"\1…", text)
+
+
+def looks_like_key(word: str) -> bool:
+    """Whether a word is meant as a key, whole or not, and not as an address or a file."""
+    return word.lower().startswith(PREFIX) and not set(word) & set("/.\\")
+
+
+def check_key_file(name: str) -> None:
+    """Raises ConfigError if a key or a ticket was given in place of a file. The message does not show it."""
+    found = _SECRET.match(name)
+    if found is not None and not set(name) & set("/.\\"):
+        if found[1].lower() == PREFIX:
+            raise ConfigError(f"--run-key {PREFIX}…: this is a run key itself; write it to a file, and give the file")
+        raise ConfigError(f"--run-key {found[1]}…: this is a ticket: give it without --run-key")
+
+
 def read_key(path: Path) -> RunKey:
-    """Read a key file; # starts a comment. Raises ConfigError."""
+    """Read a key file; # starts a comment. Raises ConfigError, which never shows what the file holds."""
+    check_key_file(str(path))
     origin = f"--run-key {path}"
     try:
         with path.open("rb") as file:
@@ -66,12 +93,21 @@ def read_key(path: Path) -> RunKey:
     except ValueError as error:
         raise ConfigError(f"--run-key {str(path)!r}: {error}; give the path of a file") from error
     words = [word for line in text.splitlines() for word in line.partition("#")[0].split()]
+    if any(word.lower().startswith("p2pt1") for word in words):
+        raise ConfigError(f"{origin}: this file holds a ticket: give it without --run-key")
     if len(words) != 1:
         raise ConfigError(f"{origin}: holds {len(words)} words, not one key; copy the whole file, or {MAKE_ONE}")
     try:
         return parse_key(words[0])
     except ConfigError as error:
         raise ConfigError(f"{origin}: {error}; copy the whole file again, or {MAKE_ONE}") from None
+
+
+def warn_if_shared(path: Path) -> None:
+    """Log a warning if other users of this machine can read a file that holds a secret."""
+    with contextlib.suppress(OSError, ValueError):
+        if path.stat().st_mode & 0o077:
+            logger.warning("%s holds a run key, and other users of this machine can read it: chmod 600 %s", path, path)
 
 
 def make_key_file(path: Path, secret: bytes) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.run_key import without_secrets
 
 ENV_PREFIX = "P2PTRAIN_"
 # Longest refused value in a message: longer than every value that is allowed, except paths and lists.
@@ -153,9 +154,9 @@ def value_text(value: object) -> str:
 
 
 def shortened(value: object) -> str:
-    """The `repr` of a refused value, cut to `MAX_SHOWN_CHARS`."""
+    """The `repr` of a refused value without keys and tickets, cut to `MAX_SHOWN_CHARS`."""
     try:
-        shown = repr(value)
+        shown = without_secrets(repr(value))
     except ValueError:  # Python converts at most 4,300 digits
         return f"<{type(value).__name__} with too many digits to show>"
     return shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "…"

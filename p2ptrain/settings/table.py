@@ -18,7 +18,7 @@ from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.run_key import read_key
+from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket
 
@@ -145,6 +145,9 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
         for name, value in PRESETS[str(preset)].items():
             if sources[name] == DEFAULT:
                 values[name], sources[name] = value, f"{PRESET} {preset}"
+    if values["run_key"] is not None:
+        check_key_file(str(values["run_key"]))
+        warn_if_shared(Path(str(values["run_key"])).expanduser())
     return Settings(values, sources, _use_ticket(values, sources))
 
 

@@ -95,7 +95,7 @@ def parse_ticket(word: str) -> Ticket:
     if data is None or data[-CHECKSUM_BYTES:] != checksum(PREFIX, data[:-CHECKSUM_BYTES]):
         raise ConfigError(
             f"the ticket is mistyped or cut (it has {len(word)} characters): copy the whole word that the other peer "
-            "printed"
+            "printed, and write it as one word, without spaces and line breaks"
         )
     try:
         return _decode(_Bytes(data[:-CHECKSUM_BYTES]))

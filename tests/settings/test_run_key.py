@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.run_key import PREFIX, RunKey, key_text, make_key_file, parse_key, read_key
+from p2ptrain.settings.run_key import PREFIX, RunKey, key_text, make_key_file, parse_key, read_key, without_secrets
 from p2ptrain.settings.table import merge
 
 KEY = RunKey(bytes(range(100, 132)))
@@ -91,6 +91,41 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):
         read_key(binary)
+
+
+def test_a_key_or_a_ticket_in_place_of_its_file_is_refused_unseen(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="this is a run key itself; write it to a file") as caught:
+        read_key(Path(WORD))
+    assert WORD[5:15] not in str(caught.value)
+    for config in ({"run_key": "p2pt1" + "ab" * 40}, {"run_key": "P2PT1" + "AB" * 40}):
+        with pytest.raises(ConfigError, match="this is a ticket: give it without --run-key") as caught:
+            merge(config, {})
+        assert "abab" not in str(caught.value).lower()
+    (tmp_path / "friends.ticket").write_text("p2ptrain join p2pt1" + "ab" * 40, encoding="utf-8")
+    with pytest.raises(ConfigError, match="this file holds a ticket: give it without --run-key"):
+        read_key(tmp_path / "friends.ticket")
+
+
+def test_other_values_show_only_the_prefix_of_a_secret() -> None:
+    for name in ("founder", "round_codec", "steps"):
+        with pytest.raises(ConfigError) as caught:
+            merge({name: WORD}, {})
+        assert "'p2pk1…'" in str(caught.value)
+        assert WORD[5:15] not in str(caught.value)
+    assert without_secrets(f"a {WORD.upper()}, b") == "a P2PK1…, b"
+
+
+def test_a_key_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.key"
+    make_key_file(path, KEY.secret)
+    merge({"run_key": str(path)}, {})
+    assert not caplog.records
+    path.chmod(0o640)
+    merge({"run_key": str(path)}, {})
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{path} holds a run key, and other users of this machine can read it: chmod 600 {path}"
+    )
 
 
 def test_the_setting_names_a_file_and_only_the_network_gets_its_content(tmp_path: Path) -> None:

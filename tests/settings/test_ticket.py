@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.initial_peers import ticket_line
-from p2ptrain.settings.run_key import RunKey, base32, checksum, from_base32, key_text, make_key_file
+from p2ptrain.settings.run_key import RunKey, base32, checksum, from_base32, key_text, make_key_file, without_secrets
 from p2ptrain.settings.table import Settings, merge
 from p2ptrain.settings.ticket import MAX_ADDRESSES, MAX_CHARS, PREFIX, Ticket, parse_ticket, ticket_text, to_base58
 
@@ -176,6 +176,51 @@ def test_the_command_of_a_ticket_adds_what_a_joiner_needs() -> None:
     )
     shared = ticket_line([ONE], "r", run_key="a.key", shared=KEY)
     assert shared == f"p2ptrain join {word_of(Ticket('r', (ONE,), key=KEY))}"
+
+
+def test_a_file_may_hold_the_printed_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "friends.ticket"
+    path.write_text(f"p2ptrain join {word_of(FULL)}\n", encoding="utf-8")
+    path.chmod(0o600)
+    assert settings_of(str(path)).ticket == FULL
+    assert not caplog.records
+    path.chmod(0o644)
+    settings_of(str(path))
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{path} holds a run key, and other users of this machine can read it")
+    caplog.clear()
+    path.write_text(word_of(Ticket("r", (ONE,))), encoding="utf-8")  # no secret
+    settings_of(str(path))
+    assert not caplog.records
+
+
+def test_secrets_at_the_wrong_place_are_refused_unseen(tmp_path: Path) -> None:
+    word, key = word_of(FULL), key_text(KEY)
+    path = tmp_path / "file"
+
+    def refused(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, ["join", *arguments])
+        error = result.exception
+        text = without_secrets(str(error)) if isinstance(error, ConfigError) else result.output
+        assert result.exit_code
+        for secret in (word, key):
+            parts = [secret[start : start + 8] for start in range(8, len(secret) - 8)]
+            assert not any(part in text for part in parts), text
+        return text
+
+    path.write_text(f"{key}\n", encoding="utf-8")
+    assert refused(str(path)) == f"{path}: this file holds a run key: use --run-key {path}"
+    assert "this is a run key, and a secret" in refused(key)
+    half = len(word) // 2
+    for text in (f"{word[:half]}\n{word[half:]}", f"p2ptrain join {word} --run-key FILE", f"{ONE}\n{word}"):
+        path.write_text(text, encoding="utf-8")
+        assert "write the ticket as one word" in refused(str(path))
+    for parts in ((word[:half], word[half:]), ("--initial-peers", word[:half], word[half:])):
+        assert "write the ticket as one word" in refused(*parts)
+    assert "write it as one word" in refused(f"{word[:half]} {word[half:]}")
+    assert "this is a ticket: give it without --run-key" in refused("--run-key", word)
+    assert "is not a ticket, an address or a file" in refused(word[1:])
+    assert "no such file" in refused("--data", key).lower()
 
 
 def test_commands_take_a_ticket_and_show_no_key(tmp_path: Path) -> None:

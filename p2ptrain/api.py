@@ -20,6 +20,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
+from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
@@ -204,18 +205,14 @@ def join(
             if run_key is not None:
                 key = read_key(Path(run_key).expanduser())
                 warn_if_shared(Path(run_key).expanduser())
-            session = failing.enter_context(
-                NetworkSession(
-                    NetworkConfig(
-                        initial_peers=tuple(initial_peers), founder=founder, anchor=anchor,
-                        host_maddrs=tuple(host_maddrs),
-                        announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
-                        peer_timeout_s=peer_timeout_s, allow=None if allow is None else str(allow),
-                        deny=None if deny is None else str(deny),
-                        run_key=None if run_key is None else str(run_key), key=key,
-                    )
-                )
+            network = NetworkConfig(
+                initial_peers=tuple(initial_peers), founder=founder, anchor=anchor, host_maddrs=tuple(host_maddrs),
+                announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
+                peer_timeout_s=peer_timeout_s, allow=None if allow is None else str(allow),
+                deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
             )  # fmt: skip
+            Access(network).check_initial_peers(network.initial_peers)
+            session = failing.enter_context(NetworkSession(network))
             found = session.find_run(run_id, explicit=explicit) if initial_peers else None
             if initial_peers and found is None and resume is None:
                 logger.warning("no peers found for run %r; starting it (run_id= chooses another run)", run_id)

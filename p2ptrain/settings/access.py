@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
@@ -49,6 +50,11 @@ class PeerIdFile:
         # The content in use, and that of the last read.
         self._used = self._last = self._read()
         self.ids = self._parse(self._used)
+
+    @property
+    def origin(self) -> str:
+        """The option and the file, for messages."""
+        return f"{self._flag} {self._name}"
 
     def refresh(self) -> None:
         """Read the file again. If it cannot be used, log a warning once and keep the list.
@@ -113,6 +119,19 @@ class Access:
         self._deny = None if config.deny is None else PeerIdFile(config.deny, "--deny")
         self._allow = None if config.allow is None else PeerIdFile(config.allow, "--allow")
         self._files = [file for file in (self._deny, self._allow) if file is not None]
+
+    def check_initial_peers(self, addresses: Iterable[str]) -> None:
+        """Raises ConfigError if an initial peer is refused: without it this machine would start a run of its own.
+
+        Args:
+            addresses: checked multiaddrs that end in the peer id.
+        """
+        for address in addresses:
+            peer_id = address.rpartition("/p2p/")[2]
+            if self._allow is not None and peer_id not in self._allow.ids:
+                raise ConfigError(f"{self._allow.origin} does not hold your initial peer {peer_id}; add it")
+            if self._deny is not None and peer_id in self._deny.ids:
+                raise ConfigError(f"{self._deny.origin} holds your initial peer {peer_id}; remove it")
 
     @property
     def has_files(self) -> bool:

@@ -20,6 +20,7 @@ from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.membership.reachability import best_first
+from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
 from p2ptrain.settings.peer_config import NetworkConfig, parse_endpoint
@@ -75,6 +76,7 @@ def join_run(
     run_id = str(settings.values["run_id"])
     if share_key and config.network.key is None:
         raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
+    Access(config.network).check_initial_peers(config.network.initial_peers)
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
@@ -99,6 +101,8 @@ def join_run(
         ours = RunConfig.from_stated(saved.info["run"]) if saved else None
         found = None
         if session.knows_others:
+            # Early, so that it can be copied for an owner who has to allow it.
+            logger.info("this peer's id is %s", session.network.peer_id)
             found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
         run = settle_run(settings, found, ours, out)
         if session.knows_others and not found and not saved:

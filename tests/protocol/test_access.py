@@ -46,7 +46,7 @@ def test_a_refused_peer_is_neither_dialled_nor_accepted(caplog: pytest.LogCaptur
 
     run_virtual(main)
     (logged,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
-    assert logged == f"a refused the link: '{BANNED}'"
+    assert logged == f"a refused the link: '{BANNED}'; your id is b"
 
 
 def test_a_peer_that_is_taken_off_an_allow_list_loses_its_link_and_dials_in_vain(tmp_path: Path) -> None:

@@ -129,6 +129,19 @@ def test_a_file_that_breaks_keeps_the_list_of_before_and_is_reported_once(
     assert access.refusal(B) is not None
 
 
+def test_initial_peers_that_the_lists_refuse_are_an_error(tmp_path: Path) -> None:
+    allow, deny = deny_file(tmp_path / "allow", f"{A}\n"), deny_file(tmp_path / "deny", f"{A}\n")
+    at = {peer_id: f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id}" for peer_id in (A, B)}
+    listed, denied = Access(NetworkConfig(allow=str(allow))), Access(NetworkConfig(deny=str(deny)))
+    listed.check_initial_peers([at[A]])
+    denied.check_initial_peers([at[B]])
+    Access(NetworkConfig()).check_initial_peers(at.values())
+    with pytest.raises(ConfigError, match=f"--allow {allow} does not hold your initial peer {B}; add it"):
+        listed.check_initial_peers(at.values())
+    with pytest.raises(ConfigError, match=f"--deny {deny} holds your initial peer {A}; remove it"):
+        denied.check_initial_peers(at.values())
+
+
 def test_without_a_file_everybody_is_welcome() -> None:
     access = Access(NetworkConfig())
     assert not access.has_files

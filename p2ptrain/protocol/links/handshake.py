@@ -125,7 +125,7 @@ class Handshake:
         _, message, _ = await reader.frame()
         if isinstance(message, Leave):
             if stream.remote in self._chosen:
-                logger.warning("%s refused the link: %.100r", stream.remote, message.reason)
+                logger.warning("%s refused the link: %.100r; your id is %s", stream.remote, message.reason, self._me)
             raise PeerLostError(f"{stream.remote} refused the link: {message.reason[:100]!r}")
         if isinstance(message, Challenge) and len(message.nonce) != NONCE_BYTES:
             raise WireError(f"a nonce of {len(message.nonce)} bytes")

@@ -25,6 +25,8 @@ def key(file: str) -> None:
     \b
         p2ptrain key friends.key
         p2ptrain join --run-key friends.key
+    With a ticket that holds the key, so that the others need no file:
+        p2ptrain join --run-key friends.key --share-key
     """
     path = Path(file).expanduser()
     make_key_file(path, secrets.token_bytes(SECRET_BYTES))
@@ -33,3 +35,4 @@ def key(file: str) -> None:
     click.echo("Start the run:")
     click.echo(f"p2ptrain join --run-key {shown}")
     click.echo("Copy the file to the others over a safe channel. They add the same option to the line that it prints.")
+    click.echo("Or add --share-key: then the printed ticket holds the key, and is as secret as the file.")

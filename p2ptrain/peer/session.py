@@ -53,7 +53,7 @@ class NetworkSession:
         Raises ConfigError if the network cannot be opened, or no initial peer answers.
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
-        self._pins = Pins(config.anchor, config.founder)
+        self._pins = Pins(config.anchor.lower(), config.founder)
         self._peer_timeout_s = config.peer_timeout_s
         self._key = config.key
         self.knows_others = bool(ways_in(config)) and not alone

@@ -35,8 +35,8 @@ ENDPOINT = Rule(
     lambda endpoint: isinstance(endpoint, str) and parse_endpoint(endpoint) is not None,
     is_int_allowed=True,
 )
-PEER_ID = text("a peer id, as `p2ptrain peers` shows it", lambda peer: not peer or is_peer_id(peer))
-SHA256 = text("64 hexadecimal digits", lambda digest: re.fullmatch(r"[0-9a-f]{64}|", digest) is not None)
+PEER_ID = text("a whole peer id, as `p2ptrain peers` shows it", lambda peer: not peer or is_peer_id(peer))
+SHA256 = text("64 hexadecimal digits", lambda digest: re.fullmatch(r"[0-9a-fA-F]{64}|", digest) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class NetworkConfig:
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "
         "address.")
     relay_mbit: float = setting(100.0, POSITIVE, metavar="MBIT",
-        help="Rate limit of relayed traffic in Mbit/s; a pair gets 1/4.",
+        help="Limit of relayed Mbit/s, a pair gets 1/4; off: --relay-peers 0.",
         why="A stranger may use a relay too. 100 Mbit/s leave most of a server's line free, and carry fragments of a "
         "dozen peers at 1 MB a second each. 25 for one pair carry a round of 124M parameters in int8 in 80 s.")
     allow: str | None = setting(None, metavar="FILE",

@@ -24,7 +24,7 @@ SECRET_BYTES = 32
 CHECKSUM_BYTES = 4
 # A file with a key and some comments.
 MAX_FILE_BYTES = 4096
-MAKE_ONE = "make one with: p2ptrain key FILE"
+MAKE_ONE = "ask the run's owner for it; for a new run make one with: p2ptrain key FILE"
 # Keys and tickets; what follows the prefix is secret.
 _SECRET = re.compile(r"\b(p2p[kt]1)\w+", re.IGNORECASE)
 
@@ -89,7 +89,7 @@ def read_key(path: Path) -> RunKey:
         raise ConfigError(f"{origin}: no such file; {MAKE_ONE}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise ConfigError(f"{origin}: {reason}; give the file of the run's key, or {MAKE_ONE}") from error
+        raise ConfigError(f"{origin}: {reason}; give the file of the run's key: {MAKE_ONE}") from error
     except ValueError as error:
         raise ConfigError(f"--run-key {str(path)!r}: {error}; give the path of a file") from error
     words = [word for line in text.splitlines() for word in line.partition("#")[0].split()]

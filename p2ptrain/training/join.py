@@ -96,9 +96,14 @@ def join_run(
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = _saved(out)
 
-        network = dataclasses.replace(config.network, identity=str(identity))
-        session = stack.enter_context(_open_session(network, _remembered(out), saved, say))
+        named = dataclasses.replace(config.network, identity=str(identity))
+        session = stack.enter_context(_open_session(named, _remembered(out), saved, say))
         ours = RunConfig.from_stated(saved.info["run"]) if saved else None
+        network = config.network
+        is_pinned = bool(network.anchor) or network.founder not in ("", session.network.peer_id)
+        if is_pinned and not session.knows_others and not saved:
+            flag = "--anchor" if network.anchor else "--founder"
+            raise ConfigError(f"{flag}: no peer of that run is known; add --initial-peers or a ticket")
         found = None
         if session.knows_others:
             # Early, so that it can be copied for an owner who has to allow it.

@@ -106,6 +106,12 @@ def test_a_key_or_a_ticket_in_place_of_its_file_is_refused_unseen(tmp_path: Path
         read_key(tmp_path / "friends.ticket")
 
 
+@pytest.mark.parametrize("founder", ["Qm" + "a" * 43, "Qm" + "a" * 45, "12D3Koo" + "a" * 44, "a" * 46])
+def test_a_cut_id_of_a_founder_is_refused(founder: str) -> None:
+    with pytest.raises(ConfigError, match="must be a whole peer id"):
+        merge({"founder": founder}, {})
+
+
 def test_other_values_show_only_the_prefix_of_a_secret() -> None:
     for name in ("founder", "round_codec", "steps"):
         with pytest.raises(ConfigError) as caught:

@@ -56,7 +56,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "run_seed": ("3", 3),
     "initial_peers": ("/ip4/10.0.0.1/tcp/1/p2p/QmA", ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)),
     "founder": ("Qm" + "a" * 44, "Qm" + "a" * 44),
-    "anchor": ("0" * 64, "0" * 64),
+    "anchor": ("A" * 64, "A" * 64),
     "host_maddrs": ("/ip4/127.0.0.1/tcp/0", ("/ip4/127.0.0.1/tcp/0",)),
     "announce_maddrs": ("/ip4/10.0.0.2/tcp/2", ("/ip4/10.0.0.2/tcp/2",)),
     "identity": ("id.key", "id.key"),

@@ -147,7 +147,7 @@ def test_a_ticket_is_an_initial_peer_that_brings_run_id_and_key(tmp_path: Path) 
     plain = settings_of(word_of(Ticket("r", (ONE,)))).network_config()
     assert (plain.key, plain.founder) == (None, "")
     short = word_of(Ticket("r", (f"/ip4/10.0.0.1/tcp/1/p2p/{A}",), founder="2a"))
-    with pytest.raises(ConfigError, match="the ticket's founder: '2a' must be a peer id"):
+    with pytest.raises(ConfigError, match="the ticket's founder: '2a' must be a whole peer id"):
         settings_of(short)
 
 

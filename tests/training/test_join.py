@@ -111,6 +111,13 @@ def test_an_allow_list_must_hold_the_initial_peers(session: type[FakeNetworkSess
     assert session.opened is None
 
 
+def test_a_pinned_run_is_not_started_here(session: type[FakeNetworkSession]) -> None:
+    for given in ({"founder": "Qm" + "a" * 44}, {"anchor": "AB" * 32}):
+        with pytest.raises(ConfigError, match=r"no peer of that run is known; add --initial-peers or a ticket"):
+            _join(steps="1", **given)
+        assert session.peer is None
+
+
 def test_a_joiner_may_not_contradict_the_run(session: type[FakeNetworkSession]) -> None:
     session.live = LIVE
     with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.5, but run 'r' trains with 0\.01"):

@@ -21,7 +21,7 @@ from p2ptrain.network.libp2p_pb2 import HopMessage, Status
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.relay import HOP
 from p2ptrain.protocol.membership.reachability import Scope, is_relayed, scope_of
-from p2ptrain.protocol.wire.transport import Refusal
+from p2ptrain.protocol.wire.transport import Refusal, said_here
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Reservations:
         for relay in candidates:
             if (reason := self._refusal(relay)) is not None and relay not in self._told:
                 self._told.add(relay)
-                logger.info("%s is not used as a relay: %s", relay, reason.replace("its", "this machine's"))
+                logger.info("%s is not used as a relay: %s", relay, said_here(reason))
         kept: dict[str, str] = {}
         try:
             for relay, maddr in candidates.items():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-# The multihash of a public key in base58: 46 characters (RSA) to 53 (others).
-_PEER_ID = re.compile(r"(Qm|1)[1-9A-HJ-NP-Za-km-z]{44,51}")
+# Base58 of a multihash: of an RSA key's SHA-256, or of a shorter key itself.
+_PEER_ID = re.compile(r"Qm[1-9A-HJ-NP-Za-km-z]{44}|1[1-9A-HJ-NP-Za-km-z]{51,52}")
 
 
 def is_peer_id(text: str) -> bool:

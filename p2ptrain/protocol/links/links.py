@@ -29,7 +29,7 @@ from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
 from p2ptrain.protocol.wire.text import shown
-from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal
+from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal, said_here
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Links:
         if self._is_struck_out(peer_id):
             raise PeerLostError(f"{peer_id}: refused after {MAX_STRIKES} strikes")
         if (refusal := self._refusal(peer_id)) is not None:
-            raise PeerLostError(f"{peer_id}: {refusal}")
+            raise PeerLostError(f"{peer_id}: {said_here(refusal)}")
         assert self._nursery is not None
         self._connecting[peer_id] = trio.Event()
         try:
@@ -358,7 +358,7 @@ class Links:
             for link in list(self.live.values()):
                 if (refusal := self._refusal(link.peer_id)) is not None:
                     link.send(Leave(refusal))
-                    link.close(refusal)
+                    link.close(said_here(refusal))
                     continue
                 if link.silent_s > link.patience_s and not excused:
                     link.close(f"nothing heard for {link.patience_s:.0f} s")

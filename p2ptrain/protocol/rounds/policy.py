@@ -26,7 +26,8 @@ MOST_RATES = 4.0
 # A contributor's norm is limited to this many times the median. With 4, a member whose own norm is 0.8 of the median
 # got -5 times its outer gradient into 2 of 12 rounds, which cost 0.10 nats (benchmarks/harm.py); see also `guarded`.
 MOST_NORMS = 3.0
-# Tokens raise that limit at most so many times, as they do a weight (`averaging.token_weights`).
+# Tokens raise that limit with their square root, up to those of two intervals: after a missed round a member has that
+# many. In proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
 MOST_TOKENS_ALLOWED = 2.0
 # The largest integer that floats represent exactly.
 MOST_COUNT = 2**53
@@ -163,9 +164,9 @@ def guarded(
 
     Norms of honest members differ. They grow with the steps of an interval, about with their square root and at most in
     proportion, and intervals give fast members more steps. So a member with more tokens than the median has a limit
-    higher in proportion, up to `MOST_TOKENS_ALLOWED` times: tokens are a claim. A newcomer's optimizer is cold, and its
-    first gradients are up to two or three times as large. Codecs change a norm by little, and pruning and top-k, which
-    remove values, only make it smaller. Where moments are averaged too, they do not count.
+    higher by their square root, up to `MOST_TOKENS_ALLOWED` times the tokens: they are a claim. A newcomer's optimizer
+    is cold, and its first gradients are up to two or three times as large. Codecs change a norm by little, and pruning
+    and top-k, which remove values, only make it smaller. Where moments are averaged too, they do not count.
 
     With at most half of the members lying, the rest stays: the median is within the norms of honest ones, or above them
     if exactly half lie. A reducer that reports false norms can have members left out that it names, fewer than half of
@@ -188,7 +189,7 @@ def guarded(
     median = statistics.median(positive[member] for member in basis)
     tokens = max(1.0, statistics.median(joins[member].tokens for member in basis))
     limits = {
-        member: MOST_NORMS * median * min(max(1.0, joins[member].tokens / tokens), MOST_TOKENS_ALLOWED)
+        member: MOST_NORMS * median * math.sqrt(min(max(1.0, joins[member].tokens / tokens), MOST_TOKENS_ALLOWED))
         for member in norms
     }
 

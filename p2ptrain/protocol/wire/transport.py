@@ -23,6 +23,11 @@ def no_refusal(peer_id: PeerId) -> str | None:
     return None
 
 
+def said_here(refusal: str) -> str:
+    """The words of a `Refusal` for the user of this machine."""
+    return refusal.replace("this peer is", "it is").replace(" its ", " your ")
+
+
 class Stream(Protocol):
     """An ordered, reliable, authenticated byte stream with one other peer."""
 

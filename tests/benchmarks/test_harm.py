@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harm import ATTACKS, MEANS, Cell, Liars, cells, differences, read_results, run, table
+from benchmarks.harm import ATTACKS, MEANS, NOISE_FACTOR, Cell, Liars, cells, differences, read_results, run, table
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan
 
@@ -42,7 +42,7 @@ def test_an_attack_on_rounds_replaces_the_outer_gradient() -> None:
     np.testing.assert_array_equal(lie("copy"), ANCHOR[1:3] - 10)
     np.testing.assert_array_equal(lie("stale"), ANCHOR[1:3] - 7)
     np.testing.assert_array_equal(lie("flipped"), HONEST)
-    assert np.linalg.norm(lie("noise")) == pytest.approx(3 * np.linalg.norm(HONEST), rel=0.2)
+    assert np.linalg.norm(lie("noise")) == pytest.approx(NOISE_FACTOR * np.linalg.norm(HONEST), rel=0.2)
 
 
 def test_an_attack_on_fragments_replaces_their_values() -> None:
@@ -61,17 +61,19 @@ def test_an_attack_on_fragments_replaces_their_values() -> None:
     assert torch.equal(lie("flipped"), push(1 - 2 * 4.5).values)
 
 
-def test_liars_reach_the_loss_of_the_honest_through_real_nodes() -> None:
-    honest, harmed, defended = (
+def test_lies_reach_the_others_through_real_nodes_and_the_guard_leaves_large_ones_out() -> None:
+    honest, zeros, large = (
         run(cell, steps=60)
         for cell in (
-            Cell("none", 0, "weighted", 0), Cell("times -5", 2, "weighted", 0), Cell("times -5", 2, "clipped", 0)
+            Cell("none", 0, "weighted", 0),
+            Cell("zeros", 2, "weighted", 0),
+            Cell("times -5", 2, "weighted", 0),
         )
-    )  # fmt: skip
+    )
     assert honest["lies_in_rounds"] == 0
-    assert harmed["lies_in_rounds"] == 2 * harmed["rounds"] == defended["lies_in_rounds"] > 0
-    assert harmed["loss"] > honest["loss"] + 0.5
-    assert defended["loss"] < honest["loss"] + 0.2
+    assert zeros["lies_in_rounds"] == 2 * zeros["rounds"] > 0
+    assert zeros["loss"] != honest["loss"]
+    assert large["lies_in_rounds"] < 2 * large["rounds"]
 
 
 def test_results_are_read_back_and_compared_with_the_same_seed(tmp_path: Path) -> None:

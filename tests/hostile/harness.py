@@ -44,6 +44,18 @@ class Scene(NamedTuple):
     bugs: list[str]
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log errors only: an attack makes thousands of lines."""
+    logger = logging.getLogger("p2ptrain")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 @asynccontextmanager
 async def attacked(*, as_member: bool, before_rounds: bool = False, seed: int = 0) -> AsyncIterator[Scene]:
     """Three honest peers and a liar among them; the block attacks. Then the liar goes, and all must be well.
@@ -52,8 +64,7 @@ async def attacked(*, as_member: bool, before_rounds: bool = False, seed: int = 
     - They trained at 80 % of their speed or more. Steps wait for nobody, so virtual time shows what waited.
     - Within three intervals after the liar has gone they commit a round together, with the same bytes.
     """
-    logging.getLogger("p2ptrain").setLevel(logging.ERROR)
-    with no_bugs() as bugs:
+    with no_bugs() as bugs, quiet():
         async with swarm(RUN, seed=seed, shapes=SHAPES) as s:
             for name in NAMES:
                 s.start(name, founder=name == "a", step_s=STEP_S)

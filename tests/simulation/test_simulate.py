@@ -121,7 +121,7 @@ def test_where_all_have_gone_the_run_waits_for_those_to_come() -> None:
 
 @pytest.mark.slow
 def test_a_cut_off_peer_is_left_out_until_it_is_mended() -> None:
-    records = run(steps=160, schedule=["22:cut:1", "90:mend:1"])
+    records = run(steps=260, schedule=["22:cut:1", "90:mend:1"])
     assert {"peer-0", "peer-2"} in contributors(records)
     assert contributors(records)[-1] == {"peer-0", "peer-1", "peer-2"}
     assert records.goodput > 0.99
@@ -145,7 +145,8 @@ def test_a_slow_peer_does_fewer_steps_and_nobody_waits_for_it() -> None:
 def test_dropped_outer_gradients_are_in_no_mean() -> None:
     records = run(steps=200, drop=0.4)
     counts = [len(names) for names in contributors(records)]
-    assert len(counts) >= 8
+    # Where two of three were lost, the others were not READY for a mean of one.
+    assert len(counts) >= 5
     assert min(counts) < 3
     late = [event for _, event in records.of("round") if event["late"]]
     assert late

@@ -68,6 +68,7 @@ class StateSync:
         self._context = engine.context
         self._rng = rng
         self._pins = pins
+        self._may_found = may_found
         self._compared_s: dict[PeerId, float] = {}
         self._download: Download | None = None
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str]] = OrderedDict()
@@ -211,8 +212,13 @@ class StateSync:
         return is_preferred(
             engine.head, engine.history.entries, head, entries,
             {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in present},
-            is_initial=donor is None or donor.peer_id in self._context.links.chosen,
+            is_initial=donor is None or self._is_trusted(donor),
         )  # fmt: skip
+
+    def _is_trusted(self, donor: Link) -> bool:
+        """Whether the user named this peer, or named none and started no run: then any peer of the run will do."""
+        chosen = self._context.links.chosen
+        return donor.peer_id in chosen or not (chosen or self._may_found)
 
     async def can_restore(self, restored: Restored) -> bool:
         """Whether a checkpoint's state is ahead of ours."""

@@ -71,7 +71,8 @@ class StateSync:
         self._may_found = may_found
         self._compared_s: dict[PeerId, float] = {}
         self._download: Download | None = None
-        self._jobs: OrderedDict[PeerId, tuple[Link | None, str]] = OrderedDict()
+        # For each partner, or "" for any: the link, why, and our head when the wish arose.
+        self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
 
     @property
@@ -85,8 +86,10 @@ class StateSync:
             while not self._jobs:
                 await self._wanted.wait()
                 self._wanted = trio.Event()
-            _, (link, reason) = self._jobs.popitem(last=False)
+            _, (link, reason, stuck_at) = self._jobs.popitem(last=False)
             head = self._engine.head
+            if link is None and head is not stuck_at:
+                continue  # Another job has led us past the rounds that we lacked.
             with self._context.errors.containing("catching up"):
                 try:
                     if link is None or not await self._follow_record(link):
@@ -114,7 +117,7 @@ class StateSync:
 
     def _begin(self, link: Link | None, reason: str) -> None:
         # One of each peer waits, so that no other peer can keep its turn.
-        self._jobs.setdefault(link.peer_id if link is not None else "", (link, reason))
+        self._jobs.setdefault(link.peer_id if link is not None else "", (link, reason, self._engine.head))
         self._wanted.set()
 
     async def _follow_record(self, link: Link) -> bool:

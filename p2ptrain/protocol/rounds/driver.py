@@ -91,11 +91,15 @@ class RoundDriver:
             nursery.start_soon(self._watch_stalls)
             nursery.start_soon(self._keep_time)
             task_status.started()
-            await self._drive()
+            try:
+                await self._drive()
+            finally:
+                self._nursery = None
 
     def _start_soon(self, task: Callable[..., Awaitable[object]], *args: object) -> None:
-        assert self._nursery is not None
-        self._nursery.start_soon(task, *args)
+        # Links may still deliver messages when we have ended.
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *args)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -152,7 +152,8 @@ class Participation:
 
     async def _hold(self, record: Record) -> None:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
-        check_company(record, self._context.liveness.present())
+        if not self._taker.sits_out and self.attempt.leader != self._context.peer_id:
+            check_company(record, self._context.liveness.present())
         self._check_commitments(record)
         norms = await self._fetch(record)
         await self._check_mean(record, norms)

@@ -145,6 +145,7 @@ def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 
     Its contributors are the voters of the next round: a leader that names few of those present takes the run over.
+    Not for a member that sits the round out: nothing of it was left out.
 
     Args:
         present: ourselves, and the live peers of our lineage.

@@ -86,6 +86,14 @@ def test_what_top_k_does_not_send_is_sent_later() -> None:
     assert sparse.correlations()[-1][1] > 0.99
 
 
+FOUR = {"peers": 4, "sync_every": 40}
+
+
+@pytest.fixture(scope="module")
+def apart() -> Records:
+    return run(**FOUR)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -101,9 +109,8 @@ def test_what_top_k_does_not_send_is_sent_later() -> None:
     ],
     ids=str,
 )
-def test_a_way_to_gossip_keeps_peers_together(settings: dict[str, Any]) -> None:
-    common = {"peers": 4, "sync_every": 40, "fragment_fraction": 0.05}
-    apart, together = run(**{**common, "fragment_fraction": 0.0}), run(**{**common, **settings})
+def test_a_way_to_gossip_keeps_peers_together(apart: Records, settings: dict[str, Any]) -> None:
+    together = run(**FOUR, **{"fragment_fraction": 0.05, **settings})
     merged = sum(event["merged"] for _, event in together.of("fragments"))
     sent = sum(event["sent"] for _, event in together.of("fragments"))
     assert merged > 0.6 * sent > 40
@@ -111,8 +118,7 @@ def test_a_way_to_gossip_keeps_peers_together(settings: dict[str, Any]) -> None:
 
 
 def test_the_full_average_sends_to_everybody() -> None:
-    common = {"peers": 4, "sync_every": 40, "fragment_fraction": 0.02}
-    one, everybody = (run(**common, topology=topology) for topology in ("push", "all"))
+    one, everybody = (run(**FOUR, fragment_fraction=0.02, topology=topology) for topology in ("push", "all"))
     sent = [sum(event["sent"] for _, event in records.of("fragments")) for records in (one, everybody)]
     assert 2.5 < sent[1] / sent[0] < 3.5
 
@@ -145,7 +151,7 @@ def test_a_pretrained_start_is_a_better_start() -> None:
 
 def test_who_is_left_out_often_goes_on_from_its_own_weights_if_the_run_says_so() -> None:
     overwritten, kept = (
-        sum(event["tokens_discarded"] for _, event in run(steps=200, drop=0.5, max_missed_rounds=rounds).of("round"))
+        sum(event["tokens_discarded"] for _, event in run(steps=100, drop=0.5, max_missed_rounds=rounds).of("round"))
         for rounds in (0, 1000)
     )
     assert overwritten > kept

@@ -16,7 +16,6 @@ import numpy as np
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, slot_blocks
 from p2ptrain.protocol.rounds.history import lineage_of
-from p2ptrain.protocol.state_sync.provenance import encode_page
 from p2ptrain.protocol.wire.messages import (
     Answer,
     Attempt,
@@ -174,7 +173,7 @@ def take_over(liar: Liar, known: Known) -> None:
         run_step=record.run_step, tokens_total=record.tokens_total, commit=commit,
     )  # fmt: skip
     signed = SignedHead(mine, (Vote(*me, liar.prover.signature_of(mine)),), known.genesis)
-    page = encode_page([Entry(None, founding), Entry(commit, None)])
+    page = pack([Entry(None, founding), Entry(commit, None)])
 
     told = {"head": pack(signed), "history": page, "manifest": b"f" * 64, "chunk": b"\x7f" * 256 * 1024}
     place: dict[str, Any] = {"lineage": lineage, "round": record.round, "tokens_total": 10**15}

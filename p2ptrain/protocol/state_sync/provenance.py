@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NewType
 
-import msgspec
 import trio
 from msgspec import Meta
 
-from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
+from p2ptrain.errors import PeerLostError, RunMismatchError
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.history import (
@@ -41,7 +40,8 @@ PAGE_ENTRIES = 64
 # Of a history that is compared with ours; with 31 voters, of the last 500 rounds.
 MAX_HISTORY_BYTES = 8 * 1024 * 1024
 
-Page = Annotated[tuple[Entry, ...], Meta(max_length=PAGE_ENTRIES)]
+# Named, so that errors tell what was bad.
+HistoryPage = NewType("HistoryPage", Annotated[tuple[Entry, ...], Meta(max_length=PAGE_ENTRIES)])
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ class Pins:
 
 
 NO_PINS = Pins()
-
-
-def encode_page(entries: Sequence[Entry]) -> bytes:
-    """The answer to a request for a page of our history."""
-    return msgspec.msgpack.encode(entries)
 
 
 async def ask_head(context: RoundContext, link: Link) -> SignedHead:
@@ -99,7 +94,7 @@ async def _ask_pages(context: RoundContext, link: Link, known: Collection[str]) 
     while len(entries) < (MAX_ENTRIES if known else RECENT_ENTRIES):
         answer, payload = await context.links.request(link, "history", before, timeout_s=HEAD_TIMEOUT_S)
         size_bytes += len(payload)
-        page = _unpack_page(payload) if answer.found and size_bytes <= MAX_HISTORY_BYTES else []
+        page = unpack(HistoryPage, payload) if answer.found and size_bytes <= MAX_HISTORY_BYTES else ()
         if not page:
             break
         entries[:0] = page
@@ -116,13 +111,6 @@ def _checked(entries: list[Entry], prover: Prover, head: Head, peer_id: PeerId) 
     if not entries:
         raise PeerLostError(f"{peer_id} has no history of its head")
     return entries
-
-
-def _unpack_page(payload: bytes) -> list[Entry]:
-    try:
-        return list(msgspec.msgpack.decode(payload, type=Page))
-    except ValueError as error:
-        raise WireError(f"bad history: {error}") from None
 
 
 def check_pins(pins: Pins, signed: SignedHead, entries: Sequence[Entry]) -> None:

@@ -24,7 +24,7 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunks
 from p2ptrain.protocol.rounds.record import check_record
-from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, encode_page
+from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class StateServer:
                 signed = self._engine.signed_head
                 return pack(signed) if signed is not None else None
             case "history":
-                return encode_page(self._engine.history.page(request.subject, PAGE_ENTRIES))
+                return pack(self._engine.history.page(request.subject, PAGE_ENTRIES))
             case "manifest" if current and 0 <= request.index < num_pages(self._state.num_chunks):
                 start = request.index * MANIFEST_PAGE_HASHES
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()

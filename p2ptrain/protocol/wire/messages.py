@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import typing
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -504,8 +505,8 @@ KINDS: dict[int, type[Message]] = dict(enumerate(typing.get_args(Message), start
 KIND_OF: dict[type[Message], int] = {cls: kind for kind, cls in KINDS.items()}
 
 
-def pack(value: msgspec.Struct) -> bytes:
-    """The bytes of a message or a part of one, the same on every peer."""
+def pack(value: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+    """The bytes of a message or of parts of one, the same on every peer."""
     return msgspec.msgpack.encode(value)
 
 

@@ -18,7 +18,6 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.wire import frames
 from p2ptrain.protocol.wire.messages import (
     Answer,
@@ -141,7 +140,7 @@ class Liar:
     def commit(self, record: Record, attempt: Attempt | None = None) -> Commit:
         """A Commit with its own vote, which is all that it can sign."""
         attempt = attempt or Attempt(2**20, self.peer_id, self.incarnation)
-        ready = Ready(record.lineage, record.round, attempt, self.incarnation, record_sha256(record), b"")
+        ready = Ready(record.lineage, record.round, attempt, self.incarnation, record.sha256, b"")
         vote = Vote(self.peer_id, self.incarnation, self.prover.signed_ready(ready).signature)
         return Commit(record, attempt, (vote,))
 

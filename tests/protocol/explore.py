@@ -38,7 +38,7 @@ from p2ptrain.protocol.rounds.events import (
     Send,
     Tick,
 )
-from p2ptrain.protocol.rounds.quorum import is_quorum, record_sha256
+from p2ptrain.protocol.rounds.quorum import is_quorum
 from p2ptrain.protocol.rounds.round_state import Limits, State
 from p2ptrain.protocol.wire.messages import Abort, Attempt, Commit, Head, Join, Record, Refuse, Withdraw
 from tests.protocol.renaming import Renaming, renamed
@@ -268,7 +268,7 @@ class Explorer:
             state, effects = consensus.step(state, events.pop(0), now)
             for effect in effects:
                 if isinstance(effect, Learned):
-                    learned = record_sha256(effect.commit.record)
+                    learned = effect.commit.record.sha256
                 for envelope in self._carry_out(state, effect):
                     may_fail = self.scenario.unheld and isinstance(effect, Fetch)
                     if self.scenario.lean and envelope.incarnation is not None and not may_fail:
@@ -299,7 +299,7 @@ class Explorer:
                 )  # fmt: skip
                 yield Envelope(me, Prepared(attempt, join), incarnation)
             case Fetch(attempt, record):
-                yield Envelope(me, Held(attempt, record_sha256(record)), incarnation)
+                yield Envelope(me, Held(attempt, record.sha256), incarnation)
                 if self.scenario.unheld:
                     yield Envelope(me, MemberFailed(attempt, ""), incarnation)
             case Average(attempt):

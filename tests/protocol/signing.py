@@ -9,7 +9,7 @@ import msgspec
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.rounds.history import lineage_of
 from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.quorum import record_sha256, voters_of
+from p2ptrain.protocol.rounds.quorum import voters_of
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Commit,
@@ -44,7 +44,7 @@ def signed_by(names: Sequence[str], record: Record, digest: str, attempt: Attemp
     attempt = attempt or Attempt(1, names[0], f"{names[0]}.1")
     votes = []
     for name in names:
-        ready = Ready(record.lineage, record.round, attempt, f"{name}.1", record_sha256(record), b"")
+        ready = Ready(record.lineage, record.round, attempt, f"{name}.1", record.sha256, b"")
         votes.append(Vote(name, f"{name}.1", prover_of(name, digest).signed_ready(ready).signature))
     return Commit(record, attempt, tuple(votes))
 

@@ -16,7 +16,6 @@ import pytest
 
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.consensus import Joins, Result
-from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.round_state import Acceptor, State
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Head, Propose
 from tests.protocol.explore import Explorer, Scenario
@@ -101,7 +100,7 @@ def count_whom_we_ignore(state: State, joins: Joins) -> Joins:
     """A READY record that could not be had is left out, and the promise of who reported it is not."""
     return tuple(
         (peer, msgspec.structs.replace(join, ready=None, ready_attempt=None))
-        if join.ready is not None and record_sha256(join.ready) in state.unheld
+        if join.ready is not None and join.ready.sha256 in state.unheld
         else (peer, join)
         for peer, join in joins
     )

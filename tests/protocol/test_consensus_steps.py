@@ -31,7 +31,7 @@ from p2ptrain.protocol.rounds.events import (
     Send,
     Tick,
 )
-from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, record_sha256, voters_of
+from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, voters_of
 from p2ptrain.protocol.rounds.round_state import (
     MAX_COUNTERS_AHEAD,
     MAX_UNHELD,
@@ -87,7 +87,7 @@ def join(
 
 
 def ready(attempt: Attempt, of: Record, incarnation: str = "1") -> Ready:
-    return Ready("0-x", 5, attempt, incarnation, record_sha256(of), b"")
+    return Ready("0-x", 5, attempt, incarnation, of.sha256, b"")
 
 
 def commit(of: Record, attempt: Attempt = FIRST, *names: str) -> Commit:
@@ -125,7 +125,7 @@ def accepted(attempt: Attempt = FIRST, of: Record | None = None) -> Run:
     """A member that is READY for a record."""
     run, of = joined(attempt), of or record()
     run.hears(attempt.leader, Propose(attempt, of))
-    run(Held(attempt, record_sha256(of)))
+    run(Held(attempt, of.sha256))
     return run
 
 
@@ -174,7 +174,7 @@ def test_a_member_goes_from_call_to_ready() -> None:
     assert run.hears("a", call(FIRST)) == [Prepare(FIRST, 1.0)]
     assert run(Prepared(FIRST, join(FIRST))) == [Send("a", join(FIRST))]
     assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
-    assert run(Held(FIRST, record_sha256(of))) == [Send("a", ready(FIRST, of))]
+    assert run(Held(FIRST, of.sha256)) == [Send("a", ready(FIRST, of))]
     assert run.hears("a", commit(of)) == [Learned(commit(of))]
 
 
@@ -186,8 +186,8 @@ def test_what_is_said_twice_is_done_once() -> None:
     assert run(Prepared(FIRST, join(FIRST))) == []
     run.hears("a", Propose(FIRST, of))
     assert run.hears("a", Propose(FIRST, of)) == []
-    run(Held(FIRST, record_sha256(of)))
-    assert run(Held(FIRST, record_sha256(of))) == []
+    run(Held(FIRST, of.sha256))
+    assert run(Held(FIRST, of.sha256)) == []
     # The leader may have lost our READY.
     assert run.hears("a", Propose(FIRST, of)) == [Send("a", ready(FIRST, of))]
 
@@ -206,7 +206,7 @@ def test_a_higher_call_ends_the_part_in_a_lower_attempt_and_tells_its_leader() -
         Received("a", Roster("0-x", 5, FIRST, (), ())),
         Prepared(FIRST, join(FIRST)),
         MemberFailed(FIRST, "no snapshot"),
-        Held(FIRST, record_sha256(record())),
+        Held(FIRST, record().sha256),
         Lost("a"),
     ):
         assert run(event) == []
@@ -225,7 +225,7 @@ def test_a_fetch_that_ends_after_a_higher_promise_makes_nobody_ready() -> None:
     run, of = joined(FIRST), record()
     run.hears("a", Propose(FIRST, of))
     run.hears("b", call(SECOND))
-    assert run(Held(FIRST, record_sha256(of))) == []
+    assert run(Held(FIRST, of.sha256)) == []
     assert run.state.acceptor.record is None
 
 
@@ -243,7 +243,7 @@ def test_a_second_record_in_one_attempt_is_not_accepted() -> None:
     run = joined(FIRST)
     run.hears("a", Propose(FIRST, record("sgd")))
     assert run.hears("a", Propose(FIRST, record("nesterov"))) == []
-    assert run(Held(FIRST, record_sha256(record("nesterov")))) == []
+    assert run(Held(FIRST, record("nesterov").sha256)) == []
     assert run.state.acceptor.record is None
 
 
@@ -520,7 +520,7 @@ def test_records_that_were_not_had_take_a_bounded_room() -> None:
         run(Prepared(attempt, join(attempt)))
         run.hears("a", Propose(attempt, record(str(counter))))
         run(MemberFailed(attempt, "nowhere"))
-        assert record_sha256(record(str(counter))) in run.state.unheld
+        assert record(str(counter)).sha256 in run.state.unheld
         assert len(run.state.unheld) <= MAX_UNHELD
     assert run.state.doubted == frozenset()
 

@@ -14,7 +14,6 @@ import trio
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds import leader
-from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Beat,
@@ -263,7 +262,7 @@ def test_a_forged_commit_ends_nobody_even_if_a_quorum_signed_it(lie: Lie) -> Non
             votes = []
             for name, incarnation in names.items():
                 prover = s.peers[name].node.engine.context.prover
-                ready = Ready(forged.lineage, forged.round, attempt, incarnation, record_sha256(forged), b"")
+                ready = Ready(forged.lineage, forged.round, attempt, incarnation, forged.sha256, b"")
                 votes.append(Vote(name, incarnation, prover.signed_ready(ready).signature))
             for commit in (unproven, Commit(forged, attempt, ()), Commit(forged, attempt, tuple(votes[:1] * 3))):
                 with pytest.raises(WireError):

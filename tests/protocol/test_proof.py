@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.head_votes import MAX_EARLY, HeadVotes
-from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, record_sha256, voters_of
+from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, voters_of
 from p2ptrain.protocol.wire.messages import (
     Attempt,
     Commit,
@@ -83,7 +83,7 @@ def test_votes_of_another_run_are_refused() -> None:
 
 def test_ready_is_signed_by_its_sender() -> None:
     prover, attempt = prover_of("a", DIGEST), Attempt(1, "b", "b.1")
-    ready = prover.signed_ready(Ready("0-x", 5, attempt, "a.1", record_sha256(RECORD), b""))
+    ready = prover.signed_ready(Ready("0-x", 5, attempt, "a.1", RECORD.sha256, b""))
     prover_of("b", DIGEST).check_ready("a", ready)
     for sender, wrong in (
         ("c", ready), ("a", msgspec.structs.replace(ready, record_sha256="0")),

@@ -34,7 +34,6 @@ from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
-from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
@@ -70,7 +69,7 @@ class Draw:
 
 def draw_of(record: Record, rate: float) -> Draw | None:
     """The audit of a committed round, the same for all peers; None if there is none."""
-    digest = hashlib.sha256(b"audit" + record_sha256(record).encode()).digest()
+    digest = hashlib.sha256(b"audit" + record.sha256.encode()).digest()
     chance, part, auditor = (int.from_bytes(digest[i : i + 8], "big") for i in (0, 8, 16))
     if chance >= rate * 2**64 or not all(c.root for c in record.contributors):
         return None
@@ -143,7 +142,7 @@ class Audits:
             first, end = part.start // CHUNK_BLOCKS, -(-part.stop // CHUNK_BLOCKS)
             chunks = [own.chunks[start] for start, _ in chunk_bounds(part.start, part.stop)]
             chunks.append(b"".join(own.tree.proof(first, end)))
-        self._audited = Audited(record, draw, from_holder, record_sha256(record), chunks)
+        self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
 
     async def audit(self) -> None:
         """Audit the last round if it is ours to audit, and drop the chunks after a while."""

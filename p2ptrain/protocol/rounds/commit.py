@@ -17,7 +17,6 @@ from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
-from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
@@ -216,7 +215,7 @@ class Committer:
             bytes_received=spent.bytes_received,
             late=not included,
             parent_sha256=record.parent_sha256,
-            record_sha256=record_sha256(record),
+            record_sha256=record.sha256,
             wall_s=spent.wall_s,
             stall_s=own.snapshot.held_s if own else 0.0,
             tokens_discarded=context.exchange.tokens if overwrite else 0,

@@ -32,7 +32,7 @@ import msgspec
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import events as ev
-from p2ptrain.protocol.rounds.quorum import is_quorum, record_sha256, unfinished
+from p2ptrain.protocol.rounds.quorum import is_quorum, unfinished
 from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.text import shown
@@ -50,7 +50,7 @@ def heeded(state: State, joins: Joins) -> Joins:
     """
 
     def is_unheld(peer: PeerId, join: m.Join) -> bool:
-        return join.ready is not None and (peer in state.doubted or record_sha256(join.ready) in state.unheld)
+        return join.ready is not None and (peer in state.doubted or join.ready.sha256 in state.unheld)
 
     rest = tuple((peer, join) for peer, join in joins if not is_unheld(peer, join))
     return rest if is_quorum({(peer, join.incarnation) for peer, join in rest}, state.head.voters) else joins
@@ -208,7 +208,7 @@ def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
 
 def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
     member = _member_of(state, attempt)
-    if member is None or member.proposal is None or record_sha256(member.proposal) != sha256:
+    if member is None or member.proposal is None or member.proposal.sha256 != sha256:
         return state, ()
     if state.acceptor.attempt == attempt:
         return state, ()
@@ -218,14 +218,14 @@ def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
 
 
 def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
-    ready = m.Ready(record.lineage, record.round, attempt, state.incarnation, record_sha256(record), b"")
+    ready = m.Ready(record.lineage, record.round, attempt, state.incarnation, record.sha256, b"")
     return ev.Send(attempt.leader, ready)
 
 
 def _withdraw(state: State, member: Member, reason: str) -> Result:
     attempt = member.attempt
     if member.proposal is not None and state.acceptor.attempt != attempt:
-        state = _note_unheld(state, attempt, record_sha256(member.proposal))
+        state = _note_unheld(state, attempt, member.proposal.sha256)
     state, effects = _end_member(state, member, reason)
     withdraw = m.Withdraw(state.head.lineage, state.round, attempt, reason[: m.MAX_REASON])
     return state, (ev.Send(attempt.leader, withdraw), *effects)
@@ -236,7 +236,7 @@ def _note_unheld(state: State, attempt: m.Attempt, sha256: str) -> State:
     unheld = state.unheld if len(state.unheld) < MAX_UNHELD else frozenset()
     proposer = _proposer_of(state, attempt)
     joins = proposer.joins if proposer is not None else ()
-    doubted = {peer for peer, join in joins if join.ready is not None and record_sha256(join.ready) == sha256}
+    doubted = {peer for peer, join in joins if join.ready is not None and join.ready.sha256 == sha256}
     return replace(state, unheld=unheld | {sha256}, doubted=state.doubted | doubted)
 
 
@@ -309,7 +309,7 @@ def _propose(state: State, proposer: Proposer, record: m.Record) -> Result:
 
 def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready) -> Result:
     record, voter, voters = proposer.record, (sender, message.incarnation), state.head.voters
-    if record is None or message.record_sha256 != record_sha256(record) or voter not in voters:
+    if record is None or message.record_sha256 != record.sha256 or voter not in voters:
         return state, ()
     ready = {**dict(proposer.ready), voter: message.signature}
     proposer = replace(proposer, ready=tuple(sorted(ready.items())))

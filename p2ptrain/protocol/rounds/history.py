@@ -19,7 +19,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.lineage import new_lineage
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.rounds.quorum import Voter, record_sha256, voters_of
+from p2ptrain.protocol.rounds.quorum import Voter, voters_of
 from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -58,7 +58,7 @@ def lineage_of(founding: Founding) -> str:
 def name_of(entry: Entry) -> str:
     """What is equal for two peers' copies of an entry: their signatures may differ. Raises WireError."""
     if entry.commit is not None:
-        return record_sha256(entry.commit.record)
+        return entry.commit.record.sha256
     place = place_of(entry)
     return f"{place.lineage}/{place.round}"
 

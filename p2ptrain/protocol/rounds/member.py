@@ -20,7 +20,6 @@ from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Pr
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.policy import check_join
-from p2ptrain.protocol.rounds.quorum import record_sha256
 from p2ptrain.protocol.rounds.record import check_company, check_proposal
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
@@ -158,7 +157,7 @@ class Participation:
         norms = await self._fetch(record)
         await self._check_mean(record, norms)
         self._held = True
-        self._apply(Held(self.attempt, record_sha256(record)))
+        self._apply(Held(self.attempt, record.sha256))
 
     def _check_commitments(self, record: Record) -> None:
         """Raises RoundFailedError if the record names another contribution than we or those that we checked gave."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, record_sha256, voters_of
+from p2ptrain.protocol.rounds.quorum import Voter, is_quorum, voters_of
 from p2ptrain.protocol.wire.messages import Commit, Founding, Head, Landed, Ready, SignedHead, Vote
 from p2ptrain.protocol.wire.transport import Signer
 
@@ -67,7 +67,7 @@ class Prover:
 
     def check_commit(self, commit: Commit, voters: Sequence[Voter]) -> None:
         """Raises WireError unless a quorum of these voters signed READY for the record, in one attempt."""
-        record, sha256 = commit.record, record_sha256(commit.record)
+        record, sha256 = commit.record, commit.record.sha256
 
         def statement(incarnation: str) -> bytes:
             ready = Ready(record.lineage, record.round, commit.attempt, incarnation, sha256, b"")

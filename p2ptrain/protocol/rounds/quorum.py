@@ -5,18 +5,12 @@ The contributors of a round are the voters of the next.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Sequence
 
-from p2ptrain.protocol.wire.messages import MAX_VOTERS, Join, Record, pack
+from p2ptrain.protocol.wire.messages import MAX_VOTERS, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 
 Voter = tuple[PeerId, str]
-
-
-def record_sha256(record: Record) -> str:
-    """The hash of a record, which names it."""
-    return hashlib.sha256(pack(record)).hexdigest()
 
 
 def voters_of(record: Record) -> tuple[Voter, ...]:

@@ -6,9 +6,11 @@ refuses floats that are not finite, and identifiers with control characters; in 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import typing
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -191,7 +193,7 @@ class Part(_Struct, frozen=True):
     holder: Name
 
 
-class Record(_Struct, frozen=True):
+class Record(_Struct, frozen=True, dict=True):
     """The decision of a round, named by the hash of its packed form.
 
     The order of `contributors` matters for quorums. `parent_sha256` is the hash of the state (anchor and moments) that
@@ -213,6 +215,10 @@ class Record(_Struct, frozen=True):
     intervals: Items[tuple[Name, Int]]
     cosine: Float
     mean_norm: Float
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(pack(self)).hexdigest()
 
 
 class Vote(_Struct, frozen=True):

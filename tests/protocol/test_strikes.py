@@ -53,25 +53,27 @@ def test_a_strike_of_the_owner_closes_the_link_and_three_refuse_for_ten_minutes(
 ) -> None:
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (a, b, link, _):
-            a.links.strike("b", "averaged wrongly")
+            a.links.strike("b", "a wrong mean")
             await until(lambda: bool(a.lost) and bool(b.lost))
-            assert link.lost_reason == "it averaged wrongly"
+            assert link.lost_reason == "it broke the protocol: a wrong mean"
             await b.links.connect("a", [])
             await until(lambda: a.linked == ["b", "b"])
-            a.links.strike("b", "averaged wrongly\x1b[2J", count=MAX_STRIKES)
+            a.links.strike("b", "a wrong mean\x1b[2J", count=MAX_STRIKES)
             await until(lambda: len(a.lost) == 2)
             for end, other in ((a, "b"), (b, "a")):
                 with pytest.raises(PeerLostError):
                     await end.links.connect(other, [])
-            assert [(s.peer_id, s.count, s.reason) for s in a.links.struck(9)] == [("b", 3, r"averaged wrongly\x1b[2J")]
+            [struck] = a.links.struck(9)
+            assert (struck.peer_id, struck.count) == ("b", 3)
+            assert struck.reason == r"broke the protocol: a wrong mean\x1b[2J"
             await trio.sleep(STRIKE_S)
             await b.links.connect("a", [])
             await until(lambda: len(a.linked) == 3)
 
     run_virtual(main)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "b averaged wrongly (strike 1 of 3)",
-        r"b averaged wrongly\x1b[2J (strike 3 of 3; refused for 10 minutes)",
+        "b broke the protocol: a wrong mean (strike 1 of 3)",
+        r"b broke the protocol: a wrong mean\x1b[2J (strike 3 of 3; refused for 10 minutes)",
     ]
 
 
@@ -80,7 +82,7 @@ def test_observers_are_told_whom_each_member_has_struck() -> None:
         async with swarm(RUN) as s:
             start_all(s, "ab")
             await s.until(lambda: common(s, 1, 2))
-            s.peers["a"].node.links.strike("x", "broke the protocol: \x1b[2J", count=2)
+            s.peers["a"].node.links.strike("x", "\x1b[2J", count=2)
             await trio.sleep(30)
             infos = await list_members(s.network.transport("observer"), s.network.directory("observer"), "test")
             told = {info.peer_id: [(s.peer_id, s.count, s.reason) for s in info.strikes] for info in infos}

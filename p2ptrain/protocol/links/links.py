@@ -148,7 +148,7 @@ class Links:
                 raise PeerLostError(f"{peer_id}: no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
             except BaseException as error:
                 if isinstance(error, WireError):
-                    self.strike(peer_id, f"broke the protocol: {error}")
+                    self.strike(peer_id, str(error))
                 await stream.aclose()
                 raise
             return await self._register(peer_id, hello, stream, reader.read_ahead)
@@ -203,13 +203,14 @@ class Links:
         for link in list(self.live.values()):
             link.close(reason)
 
-    def strike(self, peer_id: PeerId, reason: str, *, count: int = 1) -> None:
+    def strike(self, peer_id: PeerId, what: str, *, count: int = 1) -> None:
         """Give a peer a strike and close its link. With three, it is neither dialled nor accepted until they expire.
 
         Args:
-            reason: what it did, for the log and for `p2ptrain peers`: "broke the protocol: …". Made safe to print.
+            what: how it broke the protocol, for the log and for `p2ptrain peers`. Made safe to print.
             count: how many strikes; 3 refuse it at once, for what is proved beyond doubt.
         """
+        reason = f"broke the protocol: {what}"
         total = self._strikes.add(peer_id, reason, trio.current_time(), count=count)
         if (link := self.live.get(peer_id)) is not None:
             link.close(f"it {reason}")
@@ -240,8 +241,7 @@ class Links:
         except* Exception as errors:
             cause = innermost(errors)
             if isinstance(cause, WireError):
-                link.close(f"it broke the protocol: {cause}")
-                self.strike(link.peer_id, f"broke the protocol: {cause}")
+                self.strike(link.peer_id, str(cause))
             elif not isinstance(cause, PeerLostError):
                 link.close(f"internal error, {what}: {cause!r}")
                 self._errors.note(f"link to {link.peer_id} closed, {what}", cause)
@@ -274,7 +274,7 @@ class Links:
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
             logger.debug("stream from %s refused: %s", stream.remote, error)
             if isinstance(error, WireError):
-                self.strike(stream.remote, f"broke the protocol: {error}")
+                self.strike(stream.remote, str(error))
             if isinstance(error, RunMismatchError):
                 with trio.move_on_after(1):
                     await self._handshake.answer_mismatch(stream, error)

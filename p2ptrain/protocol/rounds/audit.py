@@ -188,8 +188,7 @@ class Audits:
             case Verdict.DIFFERS:
                 self._strike_reducer(audited)
             case Verdict.FITS:
-                falsely = f"it accused the reducer of part {part} of round {round_} falsely"
-                self._links.strike(sender, f"broke the protocol: {falsely}")
+                self._links.strike(sender, f"it accused the reducer of part {part} of round {round_} falsely")
             case _:
                 logger.info("round %d: the accusation of %s cannot be checked", round_, sender)
 
@@ -205,8 +204,8 @@ class Audits:
         round_, part, holder = audited.record.round, audited.draw.part, audited.part.holder
         if audited.from_holder:
             # Proved: refused at once.
-            reason = f"broke the protocol: it reported a wrong mean of part {part} of round {round_}"
-            self._links.strike(holder, reason, count=MAX_STRIKES)
+            wrong = f"it reported a wrong mean of part {part} of round {round_}"
+            self._links.strike(holder, wrong, count=MAX_STRIKES)
         else:
             logger.warning("round %d: part %d is false, but reducer %s did not give it to us", round_, part, holder)
 
@@ -226,9 +225,7 @@ class Audits:
                         missing.add(c.peer_id)
                     except WireError as error:
                         missing.add(c.peer_id)
-                        self._links.strike(
-                            c.peer_id, f"broke the protocol: its outer gradient of round {record.round}: {error}"
-                        )
+                        self._links.strike(c.peer_id, f"its outer gradient of round {record.round}: {error}")
 
             async with trio.open_nursery() as nursery:
                 for c in record.contributors:

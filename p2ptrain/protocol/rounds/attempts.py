@@ -27,7 +27,6 @@ from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
-from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -323,7 +322,7 @@ class Attempts:
     ) -> None:
         match message:
             case m.Withdraw(reason=reason):
-                leader.note_gone(sender, shown(reason, m.MAX_REASON))
+                leader.note_gone(sender, reason)
             case m.Refuse():
                 leader.note_gone(sender, "it follows another leader", SILENT_LEADER_S)
             case _:

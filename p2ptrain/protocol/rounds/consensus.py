@@ -35,7 +35,6 @@ from p2ptrain.protocol.rounds import events as ev
 from p2ptrain.protocol.rounds.quorum import is_quorum, unfinished
 from p2ptrain.protocol.rounds.round_state import MAX_COUNTERS_AHEAD, MAX_UNHELD, Acceptor, Member, Proposer, State
 from p2ptrain.protocol.wire import messages as m
-from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
 Result = tuple[State, tuple[ev.Effect, ...]]
@@ -122,7 +121,7 @@ def _on_message(state: State, sender: PeerId, message: m.Message, now: float) ->
             reason = f"{sender} has promised attempt {message.promised.counter} to another leader"
             return _without(replace(state, highest=highest), proposer, sender, reason, now)
         case m.Withdraw():
-            return _without(state, proposer, sender, f"{sender}: {shown(message.reason, m.MAX_REASON)}", now)
+            return _without(state, proposer, sender, f"{sender}: {message.reason}", now)
     return state, ()
 
 
@@ -173,7 +172,7 @@ def _on_order(state: State, message: m.Roster | m.Abort, now: float) -> Result:
     if member is None:
         return state, ()
     if isinstance(message, m.Abort):
-        return _end_member(state, member, shown(message.reason, m.MAX_REASON))
+        return _end_member(state, member, message.reason)
     if not member.planned:
         member = replace(member, planned=True, deadline_s=now + state.limits.attempt_s)
     return replace(state, member=member), ()
@@ -227,7 +226,7 @@ def _withdraw(state: State, member: Member, reason: str) -> Result:
     if member.proposal is not None and state.acceptor.attempt != attempt:
         state = _note_unheld(state, attempt, member.proposal.sha256)
     state, effects = _end_member(state, member, reason)
-    withdraw = m.Withdraw(state.head.lineage, state.round, attempt, reason[: m.MAX_REASON])
+    withdraw = m.Withdraw(state.head.lineage, state.round, attempt, reason)
     return state, (ev.Send(attempt.leader, withdraw), *effects)
 
 
@@ -322,7 +321,7 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready
 
 
 def _abort(state: State, proposer: Proposer, reason: str, *, timed_out: bool = False) -> Result:
-    abort = m.Abort(state.head.lineage, state.round, proposer.attempt, reason[: m.MAX_REASON])
+    abort = m.Abort(state.head.lineage, state.round, proposer.attempt, reason)
     tell = tuple(ev.Send(peer, abort) for peer in proposer.called)
     return replace(state, proposer=None), (*tell, ev.LeaderEnded(proposer.attempt, reason, timed_out))
 

@@ -110,7 +110,7 @@ class Joining:
             engine.found_lineage(restored.head, restored.history)
             await self._arrivals.land("keep", "restored from a checkpoint", restored.run_step)
             return
-        if self._pins.anchor or self._pins.founder not in ("", context.peer_id):
+        if self._pins.anchor or not self._pins.allows_founder(context.peer_id):
             raise TransientError(
                 f"run {context.run.run_id!r}: no peer of it answers, and founder or anchor forbid to start another; "
                 "check the initial peers"

@@ -56,6 +56,10 @@ class Pins:
     anchor: str = ""
     founder: PeerId = ""
 
+    def allows_founder(self, founder: PeerId) -> bool:
+        """Whether the user wants a run with this founder."""
+        return self.founder in ("", founder)
+
 
 NO_PINS = Pins()
 
@@ -125,7 +129,7 @@ def check_pins(pins: Pins, signed: SignedHead, entries: Sequence[Entry]) -> None
 
 def check_founder(pins: Pins, founder: PeerId) -> None:
     """Raises RunMismatchError unless the user wants a run with this founder."""
-    if pins.founder not in ("", founder):
+    if not pins.allows_founder(founder):
         raise RunMismatchError(
             f"founder = {pins.founder}: the run that was found was founded by {shown(founder)}; check the id, or "
             "that these are peers of your run"

@@ -178,7 +178,7 @@ class StateSync:
         if not self._prefers(donor, head, entries):
             self._download = None
             return False
-        if self._pins.founder not in ("", signed.genesis.founder):
+        if not self._pins.allows_founder(signed.genesis.founder):
             return False
         logger.info("replacing our state: %s", reason)
         # A new lineage may begin with the state that we have; otherwise download.

@@ -23,7 +23,7 @@ from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
-from p2ptrain.network.identity import PUBLIC_EXPONENT, Identity, peer_id_of
+from p2ptrain.network.identity import MIN_KEY_BITS, PUBLIC_EXPONENT, Identity, peer_id_of
 from p2ptrain.network.record_storage import bound_storage
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 # A member's addresses and state take a few hundred bytes.
 MAX_VALUE_BYTES = 4 * 1024
-# Identities have 2048 bits, libp2p's own least. Smaller keys are made a hundred times faster: a flood would be cheap.
-MIN_KEY_BITS = 2048
 # The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys, up to 5900 bits here, take longer to check.
 MAX_SUBKEY_BYTES = 1024
 # Members announce themselves every 10 s for 30 s, and nobody else announces anything. Four times that leaves room for

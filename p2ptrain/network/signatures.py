@@ -12,10 +12,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from p2ptrain.network.identity import PUBLIC_EXPONENT, Identity, peer_id_of_der
+from p2ptrain.network.identity import MIN_KEY_BITS, PUBLIC_EXPONENT, Identity, peer_id_of_der
 
 # Keys of 2048 bits sign in 0.6 ms; hivemind makes no others.
-MIN_KEY_BITS, MAX_KEY_BITS = 2048, 4096
+MAX_KEY_BITS = 4096
 MAX_KEY_BYTES = 1024
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
 # Public keys remembered; parsing one takes as long as checking a signature.

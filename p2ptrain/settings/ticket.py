@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RUN_ID
+from p2ptrain.settings.peer_id import from_base58, to_base58
 from p2ptrain.settings.run_key import CHECKSUM_BYTES, SECRET_BYTES, RunKey, base32, checksum, from_base32
 
 PREFIX = "p2pt1"
@@ -25,7 +26,6 @@ MAX_ADDRESS_BYTES = 1024
 # With the longest run id, and all ids.
 MAX_CHARS = 4400
 _HAS_KEY, _HAS_FOUNDER = 1, 2
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 # Base32 has neither 0, 1, 8 nor 9; the digits 2 to 7 after the version cannot be told from it, so it has one digit.
 _VERSION = re.compile(r"p2pt(\d)", re.IGNORECASE)
 # The parts of an address, by their numbers in a ticket; never renumber. With an IP address, a port, a name, a peer id,
@@ -214,25 +214,3 @@ def _sized(data: bytes) -> bytes:
     if len(data) > 255:
         raise ValueError("too long for a ticket")
     return bytes([len(data)]) + data
-
-
-def from_base58(text: str) -> bytes:
-    """Bytes of a base58 text (Bitcoin's alphabet), as peer ids are written. Raises ValueError."""
-    number = 0
-    for letter in text:
-        number = number * 58 + _BASE58.index(letter)
-    data = number.to_bytes((number.bit_length() + 7) // 8, "big")
-    data = bytes(len(text) - len(text.lstrip("1"))) + data
-    if not 0 < len(data) <= 64:
-        raise ValueError("not a peer id")
-    return data
-
-
-def to_base58(data: bytes) -> str:
-    if not 0 < len(data) <= 64:
-        raise ValueError("not a peer id")
-    number, text = int.from_bytes(data, "big"), ""
-    while number:
-        number, digit = divmod(number, 58)
-        text = _BASE58[digit] + text
-    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text

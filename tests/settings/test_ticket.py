@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.initial_peers import ticket_line
+from p2ptrain.settings.peer_id import to_base58
 from p2ptrain.settings.run_key import RunKey, base32, checksum, from_base32, key_text, make_key_file, without_secrets
 from p2ptrain.settings.table import Settings, merge
-from p2ptrain.settings.ticket import MAX_ADDRESSES, MAX_CHARS, PREFIX, Ticket, parse_ticket, ticket_text, to_base58
+from p2ptrain.settings.ticket import MAX_ADDRESSES, MAX_CHARS, PREFIX, Ticket, parse_ticket, ticket_text
 
 A = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 B = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"

@@ -31,7 +31,7 @@ HEAD = Head("0-g", "0-x", 5, "state", "anchor", VOTERS, 5, 5, Commit(RECORD, Att
 
 
 def check(commit: Commit) -> None:
-    prover_of("x", DIGEST).check_commit(commit, VOTERS)
+    prover_of("x", DIGEST).verify_commit(commit, VOTERS)
 
 
 @pytest.mark.parametrize("names", ["ab", "bc", "ca", "abc"])
@@ -84,14 +84,14 @@ def test_votes_of_another_run_are_refused() -> None:
 def test_ready_is_signed_by_its_sender() -> None:
     prover, attempt = prover_of("a", DIGEST), Attempt(1, "b", "b.1")
     ready = prover.signed_ready(Ready("0-x", 5, attempt, "a.1", RECORD.sha256, b""))
-    prover_of("b", DIGEST).check_ready("a", ready)
+    prover_of("b", DIGEST).verify_ready("a", ready)
     for sender, wrong in (
         ("c", ready), ("a", msgspec.structs.replace(ready, record_sha256="0")),
         ("a", msgspec.structs.replace(ready, attempt=Attempt(2, "b", "b.1"))),
         ("a", msgspec.structs.replace(ready, signature=b"")),
     ):  # fmt: skip
         with pytest.raises(WireError, match="has not signed"):
-            prover_of("b", DIGEST).check_ready(sender, wrong)
+            prover_of("b", DIGEST).verify_ready(sender, wrong)
 
 
 def test_a_signature_under_one_kind_of_statement_is_none_under_another() -> None:
@@ -113,15 +113,15 @@ def test_a_signature_under_one_kind_of_statement_is_none_under_another() -> None
 def test_a_head_is_signed_with_all_that_a_joiner_takes_over(change: dict[str, Any]) -> None:
     prover = prover_of("x", DIGEST)
     signed = signed_head(HEAD, genesis_of("a", DIGEST), DIGEST, "ab")
-    prover.check_head(signed)
+    prover.verify_head(signed)
     with pytest.raises(WireError):
-        prover.check_head(msgspec.structs.replace(signed, head=msgspec.structs.replace(HEAD, **change)))
+        prover.verify_head(msgspec.structs.replace(signed, head=msgspec.structs.replace(HEAD, **change)))
 
 
 def test_a_head_of_other_voters_than_its_record_says_is_refused_though_they_signed_it() -> None:
     head = msgspec.structs.replace(HEAD, voters=(("x", "x.1"),))
     with pytest.raises(WireError, match="does not lead to"):
-        prover_of("x", DIGEST).check_head(signed_head(head, genesis_of("x", DIGEST), DIGEST, "x"))
+        prover_of("x", DIGEST).verify_head(signed_head(head, genesis_of("x", DIGEST), DIGEST, "x"))
 
 
 def test_a_head_is_passed_on_once_a_quorum_has_landed() -> None:
@@ -140,7 +140,7 @@ def test_a_head_is_passed_on_once_a_quorum_has_landed() -> None:
         assert votes.quorum is None
     votes.note("a", prover_of("a", DIGEST).landed(HEAD))
     assert votes.quorum is not None
-    prover_of("x", DIGEST).check_head(SignedHead(HEAD, votes.quorum, genesis_of("a", DIGEST)))
+    prover_of("x", DIGEST).verify_head(SignedHead(HEAD, votes.quorum, genesis_of("a", DIGEST)))
 
 
 def test_what_lands_early_takes_a_bounded_room() -> None:

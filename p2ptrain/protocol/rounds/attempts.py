@@ -286,9 +286,9 @@ class Attempts:
         head, prover, here = self.state.head, self._context.prover, (self.state.head.lineage, self.state.round)
         match message:
             case m.Ready() if self.state.proposer and message.attempt == self.state.proposer.attempt:
-                prover.check_ready(sender, message)
+                prover.verify_ready(sender, message)
             case m.Commit(record) if (record.lineage, record.round) == here and self.state.learned is None:
-                prover.check_commit(message, head.voters)
+                prover.verify_commit(message, head.voters)
 
     def _on_call(self, sender: PeerId, call: m.Call) -> None:
         schedule, liveness, member = self._schedule, self._context.liveness, self.state.member

@@ -65,7 +65,7 @@ def name_of(entry: Entry) -> str:
 
 def check_genesis(genesis: Founding, head: Head, prover: Prover, digest: str) -> None:
     """Raises WireError unless this founding began the run of a head, with these settings."""
-    prover.check_founding(genesis)
+    prover.verify_founding(genesis)
     if (genesis.parent, genesis.round) != (digest, -1) or lineage_of(genesis) != head.genesis:
         raise WireError("the genesis of another run")
 
@@ -76,7 +76,7 @@ def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
     before: Entry | None = None
     for entry in entries:
         if entry.founding is not None:
-            prover.check_founding(entry.founding)
+            prover.verify_founding(entry.founding)
             if place and (entry.founding.parent, entry.founding.round) != (place.lineage, place.round):
                 raise WireError("a lineage that does not begin where the history stood")
         record = entry.commit.record if entry.commit is not None else None
@@ -87,7 +87,7 @@ def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
                 raise WireError(f"round {record.round} of a history after round {place.round}")
             if before is not None and before.founding and before.founding.state_sha256 != record.parent_sha256:
                 raise WireError("a lineage whose first round starts from another state than it was founded with")
-            prover.check_commit(entry.commit, place.voters)
+            prover.verify_commit(entry.commit, place.voters)
         place, before = place_of(entry), entry
 
 

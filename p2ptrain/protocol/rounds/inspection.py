@@ -22,7 +22,7 @@ CHUNKS_MEASURED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class ReceivedChunk:
     """A chunk of a member that was not measured yet."""
 
     sender: PeerId
@@ -58,37 +58,37 @@ class Inspection:
         self._most_square = most_square(part.stop - part.start)
         self._first = part.start // CHUNK_BLOCKS
         self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
-        self._arrivals: list[Arrival] = []
+        self._unmeasured: list[ReceivedChunk] = []
         self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
         self._measured: dict[PeerId, dict[int, Measured]] = {}
 
     def add(self, sender: PeerId, start: int, data: bytes, root: bytes, proof: tuple[bytes, ...]) -> None:
         """Note a chunk that was checked, each once."""
-        self._arrivals.append(Arrival(sender, start, data))
+        self._unmeasured.append(ReceivedChunk(sender, start, data))
         if root:
             self._seals[sender] = root, proof
 
-    def take(self, complete: set[PeerId]) -> list[Arrival]:
+    def take(self, complete: set[PeerId]) -> list[ReceivedChunk]:
         """Chunks to measure in one visit of the worker thread; empty while it is better to wait for more."""
-        if len(self._arrivals) < CHUNKS_MEASURED and complete <= self.norms.keys():
+        if len(self._unmeasured) < CHUNKS_MEASURED and complete <= self.norms.keys():
             return []
-        taken, self._arrivals = self._arrivals[:CHUNKS_MEASURED], self._arrivals[CHUNKS_MEASURED:]
+        taken, self._unmeasured = self._unmeasured[:CHUNKS_MEASURED], self._unmeasured[CHUNKS_MEASURED:]
         return taken
 
-    def measure(self, arrivals: Sequence[Arrival]) -> list[Measured]:
+    def measure(self, chunks: Sequence[ReceivedChunk]) -> list[Measured]:
         """Measure these chunks. Only blocks that are outer gradients count. For the worker thread."""
         return [
             Measured(
-                arrival.sender,
-                arrival.start,
+                chunk.sender,
+                chunk.start,
                 self._codec.squared_norm(
-                    arrival.data,
-                    self._bounds[arrival.start] - arrival.start,
-                    max(0, self._compared - arrival.start),
+                    chunk.data,
+                    self._bounds[chunk.start] - chunk.start,
+                    max(0, self._compared - chunk.start),
                 ),
-                leaf_hash(arrival.data) if self._sealed else b"",
+                leaf_hash(chunk.data) if self._sealed else b"",
             )
-            for arrival in arrivals
+            for chunk in chunks
         ]
 
     def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:

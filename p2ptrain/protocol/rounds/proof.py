@@ -60,12 +60,12 @@ class Prover:
         """Our READY with our signature."""
         return msgspec.structs.replace(ready, signature=self._signer.sign(ready_statement(self._digest, ready)))
 
-    def check_ready(self, sender: str, ready: Ready) -> None:
+    def verify_ready(self, sender: str, ready: Ready) -> None:
         """Raises WireError unless its sender signed it."""
         if not self._signer.verify(sender, ready_statement(self._digest, ready), ready.signature):
             raise WireError("a READY that its sender has not signed")
 
-    def check_commit(self, commit: Commit, voters: Sequence[Voter]) -> None:
+    def verify_commit(self, commit: Commit, voters: Sequence[Voter]) -> None:
         """Raises WireError unless a quorum of these voters signed READY for the record, in one attempt."""
         record, sha256 = commit.record, commit.record.sha256
 
@@ -73,7 +73,7 @@ class Prover:
             ready = Ready(record.lineage, record.round, commit.attempt, incarnation, sha256, b"")
             return ready_statement(self._digest, ready)
 
-        self._check_quorum(commit.votes, voters, statement, f"a Commit of round {record.round}")
+        self._verify_quorum(commit.votes, voters, statement, f"a Commit of round {record.round}")
 
     def landed(self, head: Head) -> Landed:
         """Our signature under our head, for the others."""
@@ -92,10 +92,10 @@ class Prover:
             return None
         return Vote(sender, landed.incarnation, landed.signature)
 
-    def check_head(self, signed: SignedHead) -> None:
+    def verify_head(self, signed: SignedHead) -> None:
         """Raises WireError unless a quorum of its voters has signed the head, and its last record made it."""
         head = signed.head
-        self._check_quorum(
+        self._verify_quorum(
             signed.votes, head.voters, lambda incarnation: head_statement(self._digest, head, incarnation), "a head"
         )
         record = head.record
@@ -112,13 +112,13 @@ class Prover:
             unsigned, signature=self._signer.sign(founding_statement(self._digest, unsigned))
         )
 
-    def check_founding(self, founding: Founding) -> None:
+    def verify_founding(self, founding: Founding) -> None:
         """Raises WireError unless its founder signed it."""
         statement = founding_statement(self._digest, founding)
         if not self._signer.verify(founding.founder, statement, founding.signature):
             raise WireError("the founding of a lineage that its founder has not signed")
 
-    def _check_quorum(
+    def _verify_quorum(
         self, votes: Iterable[Vote], voters: Sequence[Voter], statement: Callable[[str], bytes], what: str
     ) -> None:
         named = {(vote.peer_id, vote.incarnation): vote for vote in votes}

@@ -113,9 +113,9 @@ class Transfer:
         while True:
             await self._chunk_arrived.wait()
             self._chunk_arrived = trio.Event()
-            while arrivals := inspection.take(collection.complete):
+            while chunks := inspection.take(collection.complete):
                 known = len(inspection.norms)
-                refused = inspection.note(await self._context.compute(inspection.measure, arrivals))
+                refused = inspection.note(await self._context.compute(inspection.measure, chunks))
                 for sender in refused:
                     collection.reject(sender)
                 if refused or len(inspection.norms) > known:

@@ -73,7 +73,7 @@ async def ask_head(context: RoundContext, link: Link) -> SignedHead:
     check_head(signed.head)
 
     def check() -> None:
-        context.prover.check_head(signed)
+        context.prover.verify_head(signed)
         check_genesis(signed.genesis, signed.head, context.prover, context.run.digest)
 
     await context.compute(check)

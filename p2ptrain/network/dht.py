@@ -33,8 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_VALUE_BYTES = 4 * 1024
 # The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys, up to 5900 bits here, take longer to check.
 MAX_SUBKEY_BYTES = 1024
-# Members announce themselves every 10 s for 30 s, and nobody else announces anything. Four times that leaves room for
-# later versions.
+# Members' records last 30 s, and there are no others. Four times that leaves room for later versions.
 MAX_EXPIRES_IN_S = 120.0
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0

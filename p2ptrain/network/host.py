@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # Delay before each restart. Few, because repeated failures usually have a lasting cause.
 RESTART_AFTER_S = (0.0, 1.0, 2.0, 4.0, 8.0)
-# How often the files of refused peers are read: a ban should work at once, for a person.
+# How often the lists of allowed and refused peers are read: a ban should work within seconds.
 READ_ACCESS_EVERY_S = 2.0
 # After a daemon that ran this long, restarts are counted from zero again (guess).
 STABLE_S = 60.0

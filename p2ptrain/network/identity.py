@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Of RSA keys; libp2p has the same limit. Smaller ones are made a hundred times faster, so a flood would be cheap.
 MIN_KEY_BITS = 2048
-# Of RSA keys. With another one a signature may take a hundred times as long to check.
+# Of RSA keys. With a larger one, checking a signature may take a hundred times as long.
 PUBLIC_EXPONENT = 65537
 # Multihash prefix of a SHA-256 digest: code and length.
 _SHA256_MULTIHASH = b"\x12\x20"

@@ -73,7 +73,7 @@ class LibP2P:
             is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
             relay_mbit: rate of all their traffic.
-            refusal: why we do not relay for a peer, and take no place at it, or None.
+            refusal: why a peer is refused: we do not relay for it, nor through it.
         """
         self.peer_id = identity.peer_id
         self.maddrs: list[str] = []

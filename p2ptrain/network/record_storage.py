@@ -1,10 +1,11 @@
 """Storage of a DHT node's records with limits: what strangers store cannot push out members' records.
 
-hivemind's storage keeps any number of keys, and of records under each. With a limit, somebody must go. The record that
-expires first would be an honest one, as those live for 30 s and others up to two minutes; so would a random one, sooner
-or later, as a stranger can store faster than members renew. So the first ones stay: new owners are refused while a key
-is full, and new keys while there are too many. A member renews its record before it expires, and keeps its place. A new
-member that is refused still joins: it dials those announced, and their heartbeats name it to others.
+hivemind's storage keeps any number of keys, and of records under each. With a limit, a full storage must drop a record
+or refuse one. Dropping the record that expires first would drop a member's: those live for 30 s, a stranger's for up to
+two minutes. Dropping a random one would do so sooner or later, as a stranger can store faster than members renew. So
+stored records stay: new owners are refused while a key is full, and new keys while there are too many. A member renews
+its record before it expires, and keeps its place. A new member that is refused still joins: it dials the announced
+members, and their heartbeats name it to others.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ STOP = "/libp2p/circuit/relay/0.2.0/stop"
 # Peers renew their reservation three times a minute; that of a peer that vanished expires after this.
 RESERVATION_S = 120.0
 REQUEST_TIMEOUT_S = 10.0
-# How often a circuit asks whether its ends are still welcome; their list is read as often.
+# How often a circuit checks whether its ends are refused by now; the lists are read as often.
 ASK_REFUSAL_EVERY_S = 2.0
 # Requests and circuits at once; more are refused.
 MAX_STREAMS = 512
@@ -49,8 +49,8 @@ class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
 
     No peer has more circuits than that. All circuits together carry at most `rate_mbit`, each of them a quarter of it,
-    both directions counted; what comes faster waits at its sender. A peer for which `refusal` has a reason gets none,
-    and its circuits end.
+    both directions counted; faster senders wait. A refused peer gets neither a reservation nor a circuit, and its
+    circuits end.
     """
 
     def __init__(self, control_path: str, max_reservations: int, rate_mbit: float, refusal: Refusal) -> None:
@@ -179,7 +179,7 @@ class Relay:
             async def forward(source: Stream, target: Stream) -> None:
                 with contextlib.suppress(PeerLostError):
                     while data := await source.receive_some():
-                        # Not read further meanwhile, so that the sender waits too.
+                        # Nothing is read meanwhile, so that the sender waits too.
                         for bucket in buckets:
                             await trio.sleep(bucket.take(len(data), trio.current_time()))
                         await target.send_all(data)

@@ -37,7 +37,7 @@ MIN_CIRCUIT_BYTES, MIN_CIRCUIT_S = 2**30, 600
 
 
 class Reservations:
-    """This peer's reservations, at relays for which `refusal` has no reason.
+    """This peer's reservations, at relays that the user does not refuse.
 
     `maddrs`: our addresses through them, without our peer id.
     """

@@ -22,7 +22,7 @@ EXAMPLE = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
 def is_settled(content: bytes, last: bytes) -> bool:
-    """Whether a file's content may be used: the read before found the same.
+    """Whether a file's content may be used: the previous read found the same.
 
     Many editors empty a file and then write it. A read in between finds nothing, or the first half: an empty allow
     list would close every link.
@@ -72,14 +72,14 @@ class PeerIdFile:
         except ConfigError as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                logger.warning("%s; the list of before stays in use", error)
+                logger.warning("%s; the previous list stays in use", error)
             return
         self._used, self._complaint = self._last, ""
         added, removed = len(self.ids - before), len(before - self.ids)
         logger.info("%s %s: read again, %d added, %d removed", self._flag, self._name, added, removed)
 
     def _read(self) -> bytes:
-        """The content. It is compared in full with that of before: times of files are coarse."""
+        """The content. All of it is compared with the previous content, as files' times are coarse."""
         try:
             with Path(self._name).open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
@@ -139,7 +139,7 @@ class Access:
         return bool(self._files)
 
     def refusal(self, peer_id: str) -> str | None:
-        """Why this machine has nothing to do with a peer; None if it is welcome. The peer may be told."""
+        """Why this machine refuses a peer, in words for that peer; None if it does not."""
         if self._deny is not None and peer_id in self._deny.ids:
             return "this peer is on its deny list"
         if self._allow is not None and peer_id not in self._allow.ids:

@@ -187,7 +187,7 @@ class RunConfig:
         rule = f"exclude or off with round_mean = {self.round_mean!r}: only the weighted mean can clip"
         check(plain, "round_guard", self.round_guard, rule)
         dense = self.round_mean != "trimmed" or codec != "topk"
-        rule = "another mean with round_codec = 'topk': at most positions few members send a value, and all are trimmed"
+        rule = "another mean with round_codec = 'topk': few members send a value at one position, and all are trimmed"
         check(dense, "round_mean", self.round_mean, rule)
         # A second moment that a codec rounds to zero makes Adam divide by nearly nothing.
         exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")

@@ -102,7 +102,7 @@ class NetworkConfig:
 
     @property
     def key_file(self) -> str | None:
-        """The name of the run key's file for a command; some name if the key came with a ticket."""
+        """The run key's file, for printed commands; a placeholder if the key came with a ticket."""
         return self.run_key or ("FILE" if self.key is not None else None)
 
 

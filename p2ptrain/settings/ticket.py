@@ -28,8 +28,8 @@ MAX_CHARS = 4400
 _HAS_KEY, _HAS_FOUNDER = 1, 2
 # Base32 has neither 0, 1, 8 nor 9; the digits 2 to 7 after the version cannot be told from it, so it has one digit.
 _VERSION = re.compile(r"p2pt(\d)", re.IGNORECASE)
-# The parts of an address, by their numbers in a ticket; never renumber. With an IP address, a port, a name, a peer id,
-# or with nothing.
+# The parts of an address, by their numbers in a ticket; never renumber. A part is followed by an IP address, a port, a
+# name, a peer id, or nothing.
 _IPS = {1: ("ip4", 4), 2: ("ip6", 16)}
 _PORTS = {3: "tcp", 4: "udp"}
 _NAMES = {5: "dns", 6: "dns4", 7: "dns6", 8: "dnsaddr"}

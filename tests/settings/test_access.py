@@ -122,7 +122,7 @@ def test_a_file_that_breaks_keeps_the_list_of_before_and_is_reported_once(
         assert access.refusal(B) is None
         (record,) = caplog.records
         assert record.levelname == "WARNING"
-        assert record.getMessage().endswith("; the list of before stays in use")
+        assert record.getMessage().endswith("; the previous list stays in use")
     deny_file(path, f"{B}\n")
     refresh(access)
     assert access.refusal(A) is None

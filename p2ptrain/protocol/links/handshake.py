@@ -2,7 +2,7 @@
 
 In an open run the dialler sends Hello, and the acceptor answers with its own. In a closed run three frames come first:
 Challenge (the dialler's nonce), Challenge (the acceptor's nonce and proof), Proof (the dialler's). Neither side sends
-its Hello before it has checked the other's proof, so strangers learn nothing but that the run is closed.
+its Hello before it has checked the other's proof, so strangers learn only that the run is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HELLO_BYTES = 16 * 1024
 
 
 class Handshake:
-    """Greets other peers for one peer.
+    """Exchanges the first frames of one peer's streams.
 
     Args:
         me: our peer id.
@@ -87,7 +87,7 @@ class Handshake:
         if not isinstance(theirs, Challenge):
             raise self._other_key(stream.remote, theirs)
         nonces, ids = (nonce, theirs.nonce), (self._me, stream.remote)
-        # Also if the other proof is wrong, so that the other side can tell its user.
+        # Sent even if the other proof is wrong, so that the other side can tell its user.
         await stream.send_all(encode_frame(Proof(closed.proof(DIALLER, nonces, ids))))
         if not closed.is_proof(theirs.proof, ACCEPTOR, nonces, ids):
             raise self._other_key(stream.remote, theirs)

@@ -1,9 +1,9 @@
-"""How many messages a peer may send; a flood costs it the link. Pure: `now` is in seconds on any clock.
+"""Limits the messages that a peer may send; a flood costs it the link. Pure: `now` is in seconds on any clock.
 
-They are counted per identity, over all its links: a peer that links anew goes on where it was.
+Messages are counted per identity, over all its links: a new link does not reset the count.
 
-Limits are far above what an honest peer sends, and each leaves room for a burst: what gathers while this process, or
-the sender, is held up arrives at once. That is at most what comes in the time after which one side gives up.
+Limits are far above what an honest peer sends. Each allows a burst, because messages that gather while this process or
+the sender is held up arrive at once: at most those of the time after which one side gives up.
 
 What an honest peer sends at most:
 
@@ -28,11 +28,11 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 BEATS_PER_S = 5.0
 FRAGMENTS_PER_S = 25.0
-# All others, in units: 1, and 1 more per 4 KiB of the frame. Handling one takes some 50 µs (guess), so that a sender
-# just below the limit takes 1 % of a core.
+# All other messages, in units: one, and one more per 4 KiB of the frame. Handling one takes some 50 µs (guess), so
+# that a sender just below the limit takes 1 % of a core.
 UNITS_PER_S = 200.0
 UNIT_BYTES = 4096
-# A request that is answered with so much costs nothing: the bytes of the answer bound it.
+# A request with an answer of at least this size is not counted: the bytes of the answer limit the rate.
 ANSWER_BYTES = 16 * 1024
 # Peers without a link whose limits are remembered, of about 1 KiB each; the one gone first is forgotten (guess).
 MAX_GONE = 4096
@@ -68,9 +68,9 @@ class MessageRates:
             raise WireError(f"more than {bucket.rate_s:.0f} {kind} a second")
 
     def check_unasked(self, size_bytes: int, now: float) -> None:
-        """Count an Answer that nobody waits for; a few come too late. Raises WireError if there are too many."""
+        """Count an Answer that no request waits for; a few come too late. Raises WireError if there are too many."""
         if not self._others.spend(_units(size_bytes), now):
-            raise WireError("too many answers that nobody asked for")
+            raise WireError("too many answers that were not requested")
 
     def note_answered(self, size_bytes: int) -> None:
         """A request of the peer is answered with so many bytes."""

@@ -63,7 +63,7 @@ UNREACHABLE = "cannot be reached from here"
 ASK_KEY_S = 2.5
 # Initial peers asked whether they have our run key, if no member is found.
 MAX_ASKED_KEY = 8
-# A joiner gives up after this long if announced peers are left that it could not ask: made-up ones, by the thousand.
+# A joiner gives up after this long if it could not ask all announced peers: there may be thousands of made-up ones.
 MAX_LOOK_S = 120.0
 
 # Addresses and role of announced members.
@@ -74,7 +74,7 @@ Members = dict[PeerId, tuple[tuple[str, ...], str]]
 class MemberInfo:
     """A member's status, as it reports it, safe to print. `speed` is in inner steps per second.
 
-    `strikes`: whom it has struck, the newest first; also empty if it does not tell.
+    `strikes`: whom it has struck, the newest first; also empty if it did not answer.
     """
 
     peer_id: PeerId
@@ -110,7 +110,7 @@ async def ask_settings(
         rng: draws the order.
         chosen: ids of the initial peers that the user gave. Their answers take precedence.
         closed: the run and its key; None if the user gave no key.
-        refusal: whom the user refuses: those are not asked.
+        refusal: why the user refuses a peer; such peers are not asked.
         ours: known settings of this run; only a chosen member may change them.
         fits: whether settings agree with those that the user gave. Others are used only if no member has fitting ones.
 
@@ -224,7 +224,7 @@ async def ask_settings(
 async def check_key(
     transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
 ) -> None:
-    """Raise RunKeyError if a chosen peer has another run key than we do. Others, and silent ones, are passed over."""
+    """Raise RunKeyError if a chosen peer has another run key than we do. Silent peers are skipped."""
     async with observer_links(transport, run_id, closed) as links:
         refused = await _other_key(links, chosen)
     if refused is not None:
@@ -232,7 +232,7 @@ async def check_key(
 
 
 async def _other_key(links: Links, chosen: Collection[PeerId]) -> RunKeyError | None:
-    """Dial chosen peers that the directory does not name: of a run with another key it names nobody."""
+    """Dial chosen peers without a record: those of a run with another key have no record that we can find."""
     refused: list[RunKeyError] = []
 
     async def ask(peer_id: PeerId) -> None:

@@ -56,9 +56,9 @@ class Member:
     """A known peer.
 
     Attributes:
-        seen_s: time of the last news about it, from anybody.
+        seen_s: time of the last news about it, from any peer.
         teller: the peer that named it in a heartbeat; empty if it was linked, looked up or is an initial peer.
-        found_s: when that was last so.
+        found_s: when it was last linked, looked up or given by the user.
         retry_s: grows with every failed dial.
         dials: dials that ended.
         cut_short: whether the first dial ended early, as too many peers waited for theirs.
@@ -83,10 +83,10 @@ class Member:
 
 
 def forget_order(idle: Mapping[PeerId, Member]) -> list[PeerId]:
-    """Peers in the order in which they are forgotten for want of room.
+    """The order in which peers are forgotten when there are too many.
 
-    First those that others named, as anybody may make up names: always one of the teller with the most of them, its
-    oldest. Then those found by ourselves, the longest ago first.
+    Peers that others named come first, as names can be made up: always the oldest one of the teller with the most of
+    them. Then come those that we found ourselves, the longest ago first.
     """
     newest_first = sorted((p for p in idle if idle[p].teller), key=lambda p: -idle[p].seen_s)
     told: Counter[PeerId] = Counter()
@@ -152,7 +152,7 @@ class Membership:
         self._joining = True
         # Whether there were more peers than can be remembered.
         self._overrun = False
-        # Of their own, so that each of them is logged once for one bug of the directory.
+        # Two, so that one bug of the directory is logged once for each.
         self._announcing, self._looking_up = ErrorLog(logger), ErrorLog(logger)
 
     async def run_forever(self) -> None:
@@ -177,11 +177,12 @@ class Membership:
     def hint(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str = TRAINER, *, teller: PeerId = "") -> None:
         """Remember a peer, to dial it later. With too many, the first of `forget_order` is forgotten.
 
-        A joiner tries all that it finds: it forgets only what others named, for a record that it looked up.
+        A joiner dials all peers that it finds. It forgets only peers that others named, to make room for one that it
+        looked up.
 
         Args:
-            teller: the peer that named this one in a heartbeat. What it says displaces no peer that we have found
-                ourselves, nor the addresses of one.
+            teller: the peer that named this one in a heartbeat. Such a name does not displace a peer that we found
+                ourselves, or its addresses.
         """
         if peer_id == self._me or not peer_id or len(peer_id) > MAX_PEER_ID:
             return
@@ -309,7 +310,7 @@ class Membership:
     def _dial(self, nursery: trio.Nursery) -> None:
         """Start dials: the initial peers' first, then those of peers dialled least often, in random order.
 
-        With the order of ids, or of news, made-up records could come before all others.
+        In the order of ids, or of their arrival, made-up records could come before all others.
         """
         now = trio.current_time()
         due: list[PeerId] = []

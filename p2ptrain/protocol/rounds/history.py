@@ -1,11 +1,11 @@
 """The history of a run: its committed rounds and the foundings of its lineages, as one peer knows them. Pure.
 
-Each entry proves itself by the voters of the one before, so two peers whose histories share an entry can tell, without
+Each entry is proved by the voters of the one before, so two peers whose histories share an entry can tell, without
 trusting each other, whose lineage goes on:
 
 - A lineage that goes on from the last shared entry with a committed round has the signatures of a quorum of its voters.
   No other lineage can have them too, unless voters sign twice.
-- If neither does, voters were lost and lineages were founded: the one that more of the voters are in goes on.
+- If neither does, voters were lost and lineages were founded: the one with more of the voters goes on.
 - Without a shared entry nothing is proved: see `state_sync.provenance.is_preferred`.
 """
 
@@ -144,7 +144,7 @@ def _signers(entries: Iterable[Entry]) -> set[PeerId]:
 
 
 def is_continued(entries: Sequence[Entry], name: str) -> bool:
-    """Whether a history has the record of this name, and goes on from it by those who may.
+    """Whether a history has the record of this name, and only voters added to it since.
 
     That is, by quorums of voters, or by a lineage that one of the voters founded.
     """
@@ -177,7 +177,7 @@ class History:
         self.entries = list(entries[-MAX_ENTRIES:])
 
     def add(self, entry: Entry) -> None:
-        """Our head follows from this entry now."""
+        """Add the entry that our head follows from now."""
         self.entries.append(entry)
         del self.entries[:-MAX_ENTRIES]
 

@@ -112,8 +112,8 @@ class Joining:
             return
         if self._pins.anchor or not self._pins.allows_founder(context.peer_id):
             raise TransientError(
-                f"run {context.run.run_id!r}: no peer of it answers, and founder or anchor forbid to start another; "
-                "check the initial peers"
+                f"run {context.run.run_id!r}: no peer of it answers, and with founder or anchor it is not started "
+                "here; check the initial peers"
             )
         context.exchange.averaged.read(state.anchor_tensor())
         await context.compute(check_founding, state.anchor, space)
@@ -172,7 +172,7 @@ class Joining:
         return "unknown"
 
     def _donors(self) -> list[Link]:
-        """Live peers with the state of the best initial peer, else of the lineage with most; without skipped ones."""
+        """Live peers with the state of the best initial peer, else of the lineage with most; none of them skipped."""
         stateful = [
             (link, link.beat)
             for link in self._context.links.live.values()
@@ -181,7 +181,7 @@ class Joining:
         if not stateful:
             return []
         chosen = [pair for pair in stateful if pair[0].peer_id in self._context.links.chosen]
-        # Tokens are a claim, and links are not.
+        # Tokens are only claimed; links are counted by ourselves.
         linked = Counter(beat.lineage for _, beat in stateful)
         _, best = max(chosen or stateful, key=lambda pair: (linked[pair[1].lineage], rank_of(pair[1])))
         return [link for link, beat in stateful if (beat.lineage, beat.round) == (best.lineage, best.round)]
@@ -201,13 +201,13 @@ class Joining:
         while adopted is None:
             try:
                 self._rng.shuffle(donors)
-                # What the first says is believed; of the others only bytes that hash to it are taken.
+                # The first donor's head is adopted; the others only give bytes that match its hashes.
                 donors.sort(key=lambda donor: donor.peer_id not in context.links.chosen)
                 signed, entries = await self._fetch(download, donors)
                 self._load_buffers(await ask_buffers(context.links, donors[0]))
                 adopted = signed
             except RunMismatchError:
-                # Not the run that the user wants. Other peers may be of it.
+                # Not the run that the user wants. Other peers may belong to it.
                 self._skipped.add(donors[0].peer_id)
                 donors = self._donors()
                 if not donors:

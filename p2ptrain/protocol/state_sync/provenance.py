@@ -1,6 +1,6 @@
 """Asks another peer for its head and its history, and decides whether to go on from there.
 
-Nothing that one peer says decides: a head carries the signatures of its voters, and a history those of each round's.
+No peer is believed alone: a head carries the signatures of its voters, and a history those of each round's voters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from p2ptrain.protocol.wire.transport import PeerId
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
 # Entries in an answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
 PAGE_ENTRIES = 64
-# Of a history that is compared with ours; with 31 voters, of the last 500 rounds.
+# Limit of a history that is compared with ours; with 31 voters it has the last 500 rounds.
 MAX_HISTORY_BYTES = 8 * 1024 * 1024
 
 # Named, so that errors tell what was bad.
@@ -46,7 +46,7 @@ HistoryPage = NewType("HistoryPage", Annotated[tuple[Entry, ...], Meta(max_lengt
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user knows of the run, and a joining peer holds every head against.
+    """What the user knows of the run. A joining peer checks every head against it.
 
     Attributes:
         anchor: the hash of a record that must be in the run's history, as 64 hex digits; "" for any.
@@ -81,10 +81,10 @@ async def ask_head(context: RoundContext, link: Link) -> SignedHead:
 
 
 async def ask_history(context: RoundContext, link: Link, head: Head, ours: Sequence[Entry]) -> list[Entry]:
-    """A partner's history up to a head of it, from an entry that we have too if there is one; each entry is proven.
+    """A partner's history up to its head, from an entry that we have too if there is one. Each entry is verified.
 
-    Without entries of ours, the recent ones. Takes a request for every 64 entries, and at most half a minute. Raises
-    PeerLostError, WireError.
+    Without entries of ours, only the recent ones are asked for. Takes a request for every 64 entries, and at most half
+    a minute. Raises PeerLostError, WireError.
     """
     with trio.move_on_after(HISTORY_TIMEOUT_S):
         entries = await _ask_pages(context, link, {name_of(entry) for entry in ours})
@@ -154,13 +154,13 @@ def is_preferred(
         if founding is not None and founding.state_sha256 != head.state_sha256:
             return False
         return is_better(ours, theirs, present)
-    # Nothing is proved between the two, so only a peer that the user trusts is followed.
+    # Neither history proves anything about the other, so only a peer that the user trusts is followed.
     if not is_initial:
         return False
     if head.genesis == other.genesis:
-        # Out of touch for longer than histories are kept, and behind the peers that we joined through.
+        # We were away for longer than histories are kept, and are behind the peers that we joined through.
         return other.round > head.round
-    # Two starts of one run: a peer that never had company joins those that have, or another such peer.
+    # Two starts of one run: a peer that committed all rounds alone joins those that did not, or another such peer.
     return was_alone(ours) and (not was_alone(theirs) or rank_of(other) > rank_of(head))
 
 

@@ -71,7 +71,7 @@ class StateSync:
         self._may_found = may_found
         self._compared_s: dict[PeerId, float] = {}
         self._download: Download | None = None
-        # For each partner, or "" for any: the link, why, and our head when the wish arose.
+        # For each partner, or "" for any: the link, why, and our head at that time.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
 
@@ -89,7 +89,7 @@ class StateSync:
             _, (link, reason, stuck_at) = self._jobs.popitem(last=False)
             head = self._engine.head
             if link is None and head is not stuck_at:
-                continue  # Another job has led us past the rounds that we lacked.
+                continue  # Another job has brought the rounds that we lacked.
             with self._context.errors.containing("catching up"):
                 try:
                     if link is None or not await self._follow_record(link):
@@ -116,7 +116,7 @@ class StateSync:
         self._begin(None, reason)
 
     def _begin(self, link: Link | None, reason: str) -> None:
-        # One of each peer waits, so that no other peer can keep its turn.
+        # At most one job of each peer waits, so that none can take the turns of the others.
         self._jobs.setdefault(link.peer_id if link is not None else "", (link, reason, self._engine.head))
         self._wanted.set()
 
@@ -208,7 +208,7 @@ class StateSync:
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:
         """Whether to go on from a partner's head, or (None) from one that our user gave."""
         engine = self._engine
-        # At a place where we may have voted: no honest donor reports that.
+        # We may have voted at this place; no honest donor reports it.
         if not engine.past_heads.may_adopt(head):
             return False
         present = self._context.liveness.present()
@@ -219,7 +219,7 @@ class StateSync:
         )  # fmt: skip
 
     def _is_trusted(self, donor: Link) -> bool:
-        """Whether the user named this peer, or named none and started no run: then any peer of the run will do."""
+        """Whether the user named this peer. A joining user that named none trusts any peer of the run."""
         chosen = self._context.links.chosen
         return donor.peer_id in chosen or not (chosen or self._may_found)
 

@@ -83,7 +83,7 @@ def decode_prefix(data: bytes) -> Prefix:
         raise WireError(f"payload of {max(payload_bytes, raw_bytes)} bytes, at most {MAX_PAYLOAD_BYTES}")
     compressed = bool(flags & _COMPRESSED)
     if compressed and KINDS[kind] not in (Answer, Contribution):
-        raise WireError(f"compressed {KINDS[kind].__name__}")  # nobody sends it, and a small one could be large
+        raise WireError(f"compressed {KINDS[kind].__name__}")  # no peer sends it, and it could expand to megabytes
     if not compressed and payload_bytes != raw_bytes:
         raise WireError("an uncompressed payload declares two sizes")
     return Prefix(kind, compressed, bool(flags & _BULK), header_bytes, payload_bytes, raw_bytes, acked)

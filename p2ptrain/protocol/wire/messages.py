@@ -40,7 +40,7 @@ MAX_PEER_ID = 128
 MAX_REACH = 64
 # No peer makes a step in less than a microsecond.
 MAX_SPEED = 1e6
-# No round and no run is longer: as for records.
+# More than any run reaches; records have the same limit.
 MAX_COUNT = 2**62
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -1,4 +1,4 @@
-"""Texts of other peers reach logs, terminals and pages: what could forge a line or turn one around is escaped.
+"""Other peers' texts reach logs, terminals and pages. Characters that could forge or reverse a line are escaped.
 
 Identifiers and addresses never have such characters, so a message with one in them is refused. Reasons and other free
 texts may hold the text of any exception, so they are escaped, when they are made and again when they arrive.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# C0 and C1 controls with DEL, line separators, what is invisible or changes the direction of writing, and surrogates,
-# which JSON may hold and no terminal can be sent.
+# C0 and C1 controls, DEL, line separators, characters that are invisible or change the direction of writing, and
+# surrogates, which JSON may hold and which cannot be printed.
 UNSAFE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff\U000e0000-\U000e007f"
 # For msgspec's checks of strings.
 SAFE_PATTERN = rf"\A[^{UNSAFE}]*\Z"
@@ -29,7 +29,7 @@ def shown(text: str, most: int = 60) -> str:
 
 
 def escaped_all(value: Any) -> Any:
-    """A value as JSON has them, with all of its texts escaped."""
+    """A JSON value with all of its texts escaped."""
     match value:
         case str():
             return escaped(value)

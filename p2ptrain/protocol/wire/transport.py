@@ -15,16 +15,16 @@ PeerId = str
 """A peer's network identity (libp2p: base58 of the hash of its public key)."""
 
 Refusal = Callable[[PeerId], str | None]
-"""Why the user of this machine refuses a peer, in words that the peer may be told; None if it is welcome."""
+"""Returns why the user of this machine refuses a peer, in words for that peer; None if the peer is allowed."""
 
 
 def no_refusal(peer_id: PeerId) -> str | None:
-    """The `Refusal` of users that name nobody."""
+    """The `Refusal` that allows every peer."""
     return None
 
 
 def said_here(refusal: str) -> str:
-    """The words of a `Refusal` for the user of this machine."""
+    """What a `Refusal` returned, in words for the user of this machine."""
     return refusal.replace("this peer is", "it is").replace(" its ", " your ")
 
 

@@ -66,7 +66,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 # Empty: none yet.
 Lineage = Annotated[str, Meta(pattern=r"\A([0-9]{1,9}-[0-9A-Za-z]{1,64})?\Z")]
-Member = tuple[Annotated[str, Meta(max_length=MAX_PEER_ID, pattern=SAFE_PATTERN)], Maddrs]
+Member = tuple[Name, Maddrs]
 
 
 class _Struct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -211,7 +211,7 @@ def join(
                 peer_timeout_s=peer_timeout_s, allow=None if allow is None else str(allow),
                 deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
             )  # fmt: skip
-            Access(network).check_initial_peers(network.initial_peers)
+            Access(network).check_allowed(network.initial_peers)
             session = failing.enter_context(NetworkSession(network))
             found = session.find_run(run_id, explicit=explicit) if initial_peers else None
             if initial_peers and found is None and resume is None:

@@ -120,7 +120,7 @@ class Access:
         self._allow = None if config.allow is None else PeerIdFile(config.allow, "--allow")
         self._files = [file for file in (self._deny, self._allow) if file is not None]
 
-    def check_initial_peers(self, addresses: Iterable[str]) -> None:
+    def check_allowed(self, addresses: Iterable[str]) -> None:
         """Raises ConfigError if an initial peer is refused: without it this machine would start a run of its own.
 
         Args:

@@ -76,7 +76,7 @@ def join_run(
     run_id = str(settings.values["run_id"])
     if share_key and config.network.key is None:
         raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
-    Access(config.network).check_initial_peers(config.network.initial_peers)
+    Access(config.network).check_allowed(config.network.initial_peers)
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)

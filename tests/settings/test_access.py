@@ -133,13 +133,13 @@ def test_initial_peers_that_the_lists_refuse_are_an_error(tmp_path: Path) -> Non
     allow, deny = deny_file(tmp_path / "allow", f"{A}\n"), deny_file(tmp_path / "deny", f"{A}\n")
     at = {peer_id: f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id}" for peer_id in (A, B)}
     listed, denied = Access(NetworkConfig(allow=str(allow))), Access(NetworkConfig(deny=str(deny)))
-    listed.check_initial_peers([at[A]])
-    denied.check_initial_peers([at[B]])
-    Access(NetworkConfig()).check_initial_peers(at.values())
+    listed.check_allowed([at[A]])
+    denied.check_allowed([at[B]])
+    Access(NetworkConfig()).check_allowed(at.values())
     with pytest.raises(ConfigError, match=f"--allow {allow} does not hold your initial peer {B}; add it"):
-        listed.check_initial_peers(at.values())
+        listed.check_allowed(at.values())
     with pytest.raises(ConfigError, match=f"--deny {deny} holds your initial peer {A}; remove it"):
-        denied.check_initial_peers(at.values())
+        denied.check_allowed(at.values())
 
 
 def test_without_a_file_everybody_is_welcome() -> None:

@@ -8,8 +8,8 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol.links import links, receive_budget, strikes
-from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES
+from p2ptrain.protocol.links import links, places, receive_budget, strikes
+from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES, OBSERVER
 from p2ptrain.protocol.links.link import (
     MAX_BULK_QUEUE_BYTES,
     MAX_CONTROL_QUEUE_BYTES,
@@ -18,7 +18,7 @@ from p2ptrain.protocol.links.link import (
     Link,
     Traffic,
 )
-from p2ptrain.protocol.links.links import MAX_GREETING, MAX_GREETING_OF_ONE
+from p2ptrain.protocol.links.places import MAX_GREETING, MAX_GREETING_OF_ONE
 from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES, encode_frame
@@ -76,18 +76,21 @@ def test_a_link_has_two_streams_and_no_more() -> None:
     run_virtual(main)
 
 
-def test_streams_that_say_no_hello_are_few_of_one_peer_and_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_say_no_hello_are_few_of_one_peer_and_of_all() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with endpoints(network, "a", "c") as (a, c):
+            streams = network.transports["a"].streams
             for number in range(2 * MAX_GREETING):
                 mute = network.transport(f"mute {number}")
                 for _ in range(2 * MAX_GREETING_OF_ONE if number == 0 else 1):
                     await mute.open_stream("a", [])
+                if number == 0:
+                    await trio.sleep(0.1)
+                    assert len(streams) == MAX_GREETING_OF_ONE
             await trio.sleep(1)
-            streams = network.transports["a"].streams
             assert len(streams) == MAX_GREETING
-            assert sum(stream.remote == "mute 0" for stream in streams) == MAX_GREETING_OF_ONE
+            assert "mute 0" not in {stream.remote for stream in streams}  # the oldest have made room
             await trio.sleep(links.HELLO_TIMEOUT_S)
             assert not streams
             assert not a.links._greeting
@@ -99,7 +102,7 @@ def test_streams_that_say_no_hello_are_few_of_one_peer_and_of_all(monkeypatch: p
 def test_links_are_bounded_and_the_refused_side_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(links, "MAX_LINKS", 2)
+    monkeypatch.setattr(places, "MAX_LINKS", 2)
 
     async def main() -> None:
         network = MemoryNetwork()
@@ -117,6 +120,28 @@ def test_links_are_bounded_and_the_refused_side_says_why(
             b.links.close_all("enough")
             await until(lambda: "b" in a.lost)
             await d.links.connect("a", [])
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_a_member_takes_the_place_of_the_oldest_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "MAX_LINKS", 3)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with endpoints(network, "a", "b", "c", "d") as (a, b, c, d), trio.open_nursery() as nursery:
+            for name in ("o1", "o2"):
+                observer = await start_endpoint(network, nursery, hello_of(name, digest="", role=OBSERVER))
+                await observer.links.connect("a", [])
+            left: list[list[str]] = []
+            for member in (b, c, d):
+                await member.links.connect("a", [])
+                await until(lambda name=member.peer_id: name in a.links.live)  # type: ignore[misc]
+                left.append(sorted(a.links.live))
+            assert left == [["b", "o1", "o2"], ["b", "c", "o2"], ["b", "c", "d"]]
+            assert a.lost == ["o1", "o2"]
+            assert not a.links.strikes
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

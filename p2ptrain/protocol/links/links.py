@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
@@ -20,8 +19,9 @@ import trio
 
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
-from p2ptrain.protocol.links.handshake import TRAINER, Handshake
+from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Handshake
 from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
+from p2ptrain.protocol.links.places import excess_observers, greeting_to_end
 from p2ptrain.protocol.links.rates import PeerRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
@@ -37,12 +37,6 @@ HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
-# Streams before their Hello, in all and of one peer; more are refused. A hundred peers may start at once.
-MAX_GREETING = 128
-MAX_GREETING_OF_ONE = 2
-# Links, after which no other peer's stream is accepted. Our own side dials at most 128 peers, as do joining peers; the
-# rest is for those and for observers. The small frames of all links take 32 MiB at most.
-MAX_LINKS = 256
 # Answers received and not yet taken; beyond it the link is closed.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 # A request waits at most so many times its time-out, however many other answers come before its own (guess).
@@ -94,7 +88,7 @@ class Links:
         self._events = events
         self._errors = errors or ErrorLog(logger)
         self._setup = LinkSetup(self._on_message, self.counters, self.budget, peer_timeout_s)
-        self._greeting: Counter[PeerId] = Counter()
+        self._greeting: dict[trio.CancelScope, PeerId] = {}  # oldest first
         self._answer_bytes = 0
         self._requests: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
         self._request_ids = itertools.count(1)
@@ -250,12 +244,23 @@ class Links:
         assert self._nursery is not None
         while True:
             stream = await self._transport.accept()
-            if self._greeting.total() >= MAX_GREETING or self._greeting[stream.remote] >= MAX_GREETING_OF_ONE:
-                logger.debug("refused a stream of %s: too many without a Hello", stream.remote)
+            ended = greeting_to_end(list(self._greeting.values()), stream.remote)
+            if ended is not None:
+                scope = list(self._greeting)[ended]
+                logger.debug("%s said no Hello; its stream ends for %s", self._greeting.pop(scope), stream.remote)
+                scope.cancel()
+            scope = trio.CancelScope()
+            self._greeting[scope] = stream.remote
+            self._nursery.start_soon(self._greet, stream, scope)
+
+    async def _greet(self, stream: Stream, scope: trio.CancelScope) -> None:
+        try:
+            with scope:
+                await self._welcome(stream)
+            if scope.cancelled_caught:
                 await stream.aclose()
-                continue
-            self._greeting[stream.remote] += 1
-            self._nursery.start_soon(self._welcome, stream)
+        finally:
+            self._greeting.pop(scope, None)
 
     async def _welcome(self, stream: Stream) -> None:
         try:
@@ -266,10 +271,13 @@ class Links:
                     await stream.send_all(encode_frame(Leave(refusal)))
                     raise PeerLostError(refusal)
                 hello, reader = await self._handshake.receive(stream)
-                if len(self.live) >= MAX_LINKS and stream.remote not in self.live:
-                    await stream.send_all(encode_frame(Leave(f"it has {MAX_LINKS} links, and accepts no more")))
+                if self._in_the_way_of(stream.remote, hello.role) is None:
+                    await stream.send_all(encode_frame(Leave(f"it has {len(self.live)} links, and accepts no more")))
                     raise PeerLostError("too many links")
                 await self._handshake.answer(stream)
+            for link in self._in_the_way_of(stream.remote, hello.role) or ():
+                link.close("its place was needed")
+                self._remove(link)
             await self._register(stream.remote, hello, stream, reader.read_ahead)
         except (PeerLostError, WireError, RunMismatchError, trio.TooSlowError) as error:
             logger.debug("stream from %s refused: %s", stream.remote, error)
@@ -285,10 +293,13 @@ class Links:
         except BaseException:
             await stream.aclose()
             raise
-        finally:
-            self._greeting[stream.remote] -= 1
-            if not self._greeting[stream.remote]:
-                del self._greeting[stream.remote]
+
+    def _in_the_way_of(self, newcomer: PeerId, role: str) -> list[Link] | None:
+        """The links of observers that end for this peer's; None if it is refused."""
+        others = [link for link in self.live.values() if link.peer_id != newcomer]  # oldest first
+        observers = [link for link in others if link.hello.role == OBSERVER]
+        excess = excess_observers(role, len(others) - len(observers), len(observers))
+        return None if excess is None else observers[:excess]
 
     async def _register(self, peer_id: PeerId, hello: Hello, stream: Stream, read_ahead: bytes) -> Link:
         """Add a stream to its peer's link, made if needed. Raises PeerLostError if that has two streams already."""

@@ -14,6 +14,10 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import Settings
 
 WIDTH_OF_FILES = 160
+SPLIT = (
+    "{} lineages: the swarm is split. Peers of one lineage commit rounds with each other only. They become one lineage "
+    "when they reach each other; if the split stays for minutes, they cannot: run p2ptrain doctor on both sides."
+)
 
 
 @settings_command("run_id", "initial_peers", "run_key", "identity", "host_maddrs", "startup_timeout_s")
@@ -21,7 +25,8 @@ WIDTH_OF_FILES = 160
 def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run, with status, speed and addresses.
 
-    Below the table: whom each of them has struck in the last ten minutes, for broken rules or false work.
+    Below the table: whether the swarm is split into several lineages; and whom each peer has struck in the last ten
+    minutes, for broken rules or false work.
 
     \b
     As a table, and as JSON for scripts:
@@ -41,11 +46,14 @@ def peers(settings: Settings, as_json: bool) -> None:
     elif not members:
         click.echo(f"no peers found for run {run_id!r}")
     else:
-        _print_table(run_id, members)
+        lineages = {member["lineage"] for member in members} - {""}  # empty: not in the run yet, or not reached
+        _print_table(run_id, members, is_split=len(lineages) > 1)
+        if len(lineages) > 1:
+            click.echo(SPLIT.format(len(lineages)))
         _print_strikes(members)
 
 
-def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
+def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -53,15 +61,19 @@ def _print_table(run_id: str, members: list[dict[str, Any]]) -> None:
     from p2ptrain.monitor.formatting import count
 
     table = Table(title=Text(f"run {run_id}: {count(len(members), 'peer')}", "table.title"), title_justify="left")
-    for title in ("peer", "role", "status", "step", "round", "steps/s", "addresses"):
+    titles = ("peer", "role", "status", *(["lineage"] if is_split else []), "step", "round", "steps/s", "addresses")
+    for title in titles:
         table.add_column(title, overflow="fold", justify="right" if title in ("step", "round", "steps/s") else "left")
     for member in members:
         addresses = [maddr.rpartition("/p2p/")[0] for maddr in member["maddrs"]]
-        cells = (
-            member["peer_id"], member["role"], member["status"], str(member["step"]), str(member["round"]),
-            f"{member['speed']:.1f}", "\n".join(addresses),
-        )  # fmt: skip
-        table.add_row(*map(Text, cells))  # as text: of a str, rich reads what other peers wrote as markup
+        cells = {
+            "peer": member["peer_id"], "role": member["role"], "status": member["status"],
+            "lineage": member["lineage"], "step": str(member["step"]), "round": str(member["round"]),
+            "steps/s": f"{member['speed']:.1f}", "addresses": "\n".join(addresses),
+        }  # fmt: skip
+        table.add_row(
+            *(Text(cells[title]) for title in titles)
+        )  # as text: of a str, rich reads what other peers wrote as markup
     # A file or a pipe has no width: use enough for one line per peer.
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 

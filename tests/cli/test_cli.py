@@ -218,6 +218,19 @@ def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
 
 
+def test_peers_shows_a_split_swarm(session: type[FakeNetworkSession]) -> None:
+    joining = FakeMember(peer_id="QmThird", lineage="")
+    session.present = (FakeMember(), FakeMember(peer_id="QmSame"), joining)
+    arguments = ("peers", "--initial-peers", MADDR)
+    assert "lineage" not in _output(*arguments)
+    session.present = (FakeMember(), FakeMember(peer_id="QmSecond", lineage="1-[b]beef"), joining)
+    _, _, titles, _, *rows, _, said = _output(*arguments).splitlines()
+    column = [cell.strip() for cell in titles.strip("┃").split("┃")].index("lineage")
+    lineages = [row.strip("│").split("│")[column].strip() for row in rows]
+    assert lineages == ["0-00", "1-[b]beef", ""]
+    assert said.startswith("2 lineages: the swarm is split. Peers of one lineage commit rounds with each other only.")
+
+
 def test_peers_prints_who_struck_whom(session: type[FakeNetworkSession]) -> None:
     given = (Struck("QmEvil", 3, "broke the protocol: [bold]bad[/bold] Beat", 250.0), Struck("QmA", 1, "lied", 1.0))
     session.present = (FakeMember(), FakeMember(peer_id="QmThird", strikes=given))

@@ -277,7 +277,7 @@ async def list_members(
             while link.beat is None and not link.lost.is_set():
                 await trio.sleep(0.02)
             if (beat := link.beat) is not None:
-                state = shown(beat.status), beat.step, beat.round, beat.lineage, beat.speed
+                state = shown(beat.status), beat.step, beat.round, shown(beat.lineage), beat.speed
                 infos.append(MemberInfo(peer_id, maddrs, role, *state, await _ask_strikes(links, link)))
 
     async with observer_links(transport, run_id, closed) as links:

@@ -92,6 +92,7 @@ def join_run(
             prometheus = stack.enter_context(closing(PrometheusSink(config.prometheus)))
             watching.append(prometheus)
             say(f"Prometheus metrics at {prometheus.url}")
+        show = None if config.dashboard is None else _page_server(config.dashboard, settings, stack)
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = _saved(out)
@@ -152,8 +153,8 @@ def join_run(
         if shards is not None:
             peer.shard_tokens = shards.sizes[shard]
             peer.record("shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest)
-        if config.dashboard is not None:
-            _show(stack, peer, config.dashboard, settings, say)
+        if show is not None:
+            say(f"the run is shown at {show(peer)}")
         stop = stack.enter_context(stop_on_signals())
         verb = "continuing" if saved else "started" if peer.founded else "joined"
         length = f"{run.total_steps or 'endless'} steps"
@@ -193,18 +194,26 @@ def _say_ticket(
         say(line)
 
 
-def _show(stack: ExitStack, peer: Peer, endpoint: str, settings: Settings, say: Callable[[str], None]) -> None:
-    """Serve this peer's dashboard until `stack` is closed."""
-    from p2ptrain.monitor.dashboard.page_state import PageState
-    from p2ptrain.monitor.dashboard.server import showing
+def _page_server(endpoint: str, settings: Settings, stack: ExitStack) -> Callable[[Peer], str]:
+    """Take the port of the dashboard, so that one in use is found before the run is joined.
 
-    watch = peer.watch()
-    stack.callback(watch.stop)
+    Returns what serves a peer's dashboard there, until `stack` is closed, and gives its address.
+    """
+    from p2ptrain.monitor.dashboard.page_state import PageState
+    from p2ptrain.monitor.dashboard.server import listen, showing
+
     page, parsed = settings.page_config(), parse_endpoint(endpoint)
     assert parsed is not None
     host, port = parsed
     page = dataclasses.replace(page, host=host if ":" in endpoint else page.host, port=port)
-    say(f"the run is shown at {stack.enter_context(showing(PageState(peer.run.run_id, watch), page))}")
+    listener = stack.enter_context(listen(page))
+
+    def show(peer: Peer) -> str:
+        watch = peer.watch()
+        stack.callback(watch.stop)
+        return stack.enter_context(showing(PageState(peer.run.run_id, watch), page, listener))
+
+    return show
 
 
 def _saved(out: Path) -> checkpoint.Checkpoint | None:

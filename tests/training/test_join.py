@@ -80,11 +80,20 @@ def test_figures_for_prometheus_are_served_while_it_trains_and_not_after(session
         urlopen(url, timeout=10)
 
 
-def test_a_port_in_use_is_said_before_the_network_is_touched(session: type[FakeNetworkSession]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("prometheus", "--prometheus {}: another program uses that port"),
+        ("dashboard", "cannot serve the page on 127.0.0.1, port {}: .*in use; choose another port"),
+    ],
+)
+def test_a_port_in_use_is_said_before_the_network_is_touched(
+    session: type[FakeNetworkSession], flag: str, message: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--prometheus {port}: another program uses that port"):
-            _join(steps="1", prometheus=str(port))
+        with pytest.raises(ConfigError, match=message.format(port)):
+            _join(steps="1", **{flag: str(port)})
     assert session.opened is None
 
 

@@ -61,14 +61,17 @@ HEADERS = {
 
 
 @contextmanager
-def showing(state: PageState, page: PageConfig) -> Iterator[str]:
+def showing(state: PageState, page: PageConfig, listener: socket.socket | None = None) -> Iterator[str]:
     """Serve the page until the block ends. Yields its address, with a token if other machines can reach it.
 
+    Args:
+        listener: the socket of `listen(page)`, if that was called before; closed at the end.
+
     Raises:
-        ConfigError: the port is in use, or the address does not belong to this machine.
+        ConfigError: as `listen`.
     """
     state.refresh()
-    with _listen(page) as listener:
+    with listener or listen(page) as listener:
         address, port = listener.getsockname()[:2]
         token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(TOKEN_BYTES)
         key = None if token is None else _Key(token, f"p2ptrain_{port}")
@@ -93,7 +96,8 @@ def showing(state: PageState, page: PageConfig) -> Iterator[str]:
                 thread.join(STOP_S)
 
 
-def _listen(page: PageConfig) -> socket.socket:
+def listen(page: PageConfig) -> socket.socket:
+    """Take the port of a page. Raises ConfigError if it is in use, or the address does not belong to this machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)

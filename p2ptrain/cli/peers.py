@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -36,11 +37,15 @@ def peers(settings: Settings, as_json: bool) -> None:
     network = settings.network_config()
     if not network.initial_peers:
         raise ConfigError("--initial-peers is required; give the address of a peer of the run, or a ticket")
-    from p2ptrain.peer.session import NetworkSession
+    from p2ptrain.monitor.waiting import saying_what_for
+    from p2ptrain.peer.session import MEMBERS_TIMEOUT_S, OPEN_TIMEOUT_S, NetworkSession
 
     run_id = str(settings.values["run_id"])
-    with NetworkSession(network) as session:
-        members = [dataclasses.asdict(member) for member in session.members(run_id)]
+    with ExitStack() as stack:
+        with saying_what_for("connecting to the initial peers", OPEN_TIMEOUT_S):
+            session = stack.enter_context(NetworkSession(network))
+        with saying_what_for(f"asking the peers of run {run_id!r}", MEMBERS_TIMEOUT_S):
+            members = [dataclasses.asdict(member) for member in session.members(run_id)]
     if as_json:
         click.echo(json.dumps(members, indent=2))
     elif not members:

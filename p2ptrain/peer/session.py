@@ -37,6 +37,8 @@ OPEN_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 # Guess: a lookup normally takes well below a second, a slow DHT takes longer, and a person is waiting.
 FIND_RUN_S = 5.0
+# Listing the members takes two lookups and a heartbeat of each; this is only a safeguard.
+MEMBERS_TIMEOUT_S = 30.0
 
 
 class NetworkSession:
@@ -103,7 +105,7 @@ class NetworkSession:
         return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
-        """List the members of a run. Blocks for up to 30 s. Raises RunKeyError as `find_run` does."""
+        """List the members of a run. Blocks for up to MEMBERS_TIMEOUT_S. Raises RunKeyError as `find_run` does."""
 
         async def look() -> list[MemberInfo]:
             return await list_members(
@@ -111,7 +113,7 @@ class NetworkSession:
                 closed=self._closed_run(run_id),
             )  # fmt: skip
 
-        return self._thread.run(look, timeout_s=30)
+        return self._thread.run(look, timeout_s=MEMBERS_TIMEOUT_S)
 
     def check_key(self, run_id: str) -> None:
         """Raise RunKeyError if an initial peer has another run key than we do. Blocks for a few seconds at most."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -31,7 +32,8 @@ COMMANDS = (["join"], ["bootstrap"], ["peers"], ["dashboard"], ["doctor"], ["gen
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> type[FakeNetworkSession]:
     fake = type("NetworkSession", (FakeNetworkSession,), {})
-    monkeypatch.setitem(sys.modules, "p2ptrain.peer.session", types.SimpleNamespace(NetworkSession=fake))
+    module = types.SimpleNamespace(NetworkSession=fake, OPEN_TIMEOUT_S=60.0, MEMBERS_TIMEOUT_S=30.0)
+    monkeypatch.setitem(sys.modules, "p2ptrain.peer.session", module)
     return fake
 
 
@@ -216,6 +218,21 @@ def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     assert cells == ["QmThird", "trainer", "training", "41", "2", "12.3", MADDR.rpartition("/p2p/")[0]]
     session.present = (FakeMember(),)
     assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
+
+
+def test_peers_says_what_it_waits_for(session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: queue.Queue[str] = queue.Queue()
+    logger = types.SimpleNamespace(info=lambda text, *values: lines.put(text % values))
+    monkeypatch.setattr("p2ptrain.monitor.waiting.logger", logger)
+    monkeypatch.setattr("p2ptrain.monitor.waiting.SAY_AFTER_S", 0.0)
+
+    def members(self: FakeNetworkSession, run_id: str) -> list[FakeMember]:
+        while not lines.get(timeout=30).startswith("asking the peers of run 'p2ptrain'"):
+            pass
+        return []
+
+    monkeypatch.setattr(session, "members", members)
+    assert _output("peers", "--initial-peers", MADDR) == "no peers found for run 'p2ptrain'\n"
 
 
 def test_peers_shows_a_split_swarm(session: type[FakeNetworkSession]) -> None:

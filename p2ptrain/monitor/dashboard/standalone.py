@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.dashboard.page_state import PageState
 from p2ptrain.monitor.dashboard.server import showing
+from p2ptrain.monitor.waiting import saying_what_for
 from p2ptrain.settings.table import Settings
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ def serve_dashboard(settings: Settings, *, say: Callable[[str], None]) -> None:
         while True:
             began_s = time.monotonic()
             try:
-                _observe(settings, state)
+                _observe(settings, state, is_first=not logged)
             except ConfigError as error:
                 state.trouble = f"{error}; trying again"
                 if logged != state.trouble:
@@ -43,12 +45,17 @@ def serve_dashboard(settings: Settings, *, say: Callable[[str], None]) -> None:
             wait_s = min(2 * wait_s, longest_s) if time.monotonic() - began_s < longest_s else AGAIN_S[0]
 
 
-def _observe(settings: Settings, state: PageState) -> None:
-    """Observe the run until the network fails. Raises ConfigError then, or if the run cannot be reached."""
-    from p2ptrain.peer.session import NetworkSession  # imports hivemind, which takes a second
+def _observe(settings: Settings, state: PageState, *, is_first: bool) -> None:
+    """Observe the run until the network fails. Raises ConfigError then, or if the run cannot be reached.
 
-    # Read the settings each time: an address file may have changed.
-    with NetworkSession(settings.network_config()) as session:
+    `is_first`: no attempt has failed yet, so the user is told what this one waits for.
+    """
+    from p2ptrain.peer.session import OPEN_TIMEOUT_S, NetworkSession  # imports hivemind, which takes a second
+
+    with ExitStack() as stack:
+        with saying_what_for("connecting to the initial peers", OPEN_TIMEOUT_S) if is_first else nullcontext():
+            # Read the settings each time: an address file may have changed.
+            session = stack.enter_context(NetworkSession(settings.network_config()))
         session.check_key(state.run_id)
         watch = session.watch(state.run_id)
         state.watch, state.trouble = watch, ""

@@ -105,6 +105,10 @@ def join_run(
         if is_pinned and not session.knows_others and not saved:
             flag = "--anchor" if network.anchor else "--founder"
             raise ConfigError(f"{flag}: no peer of that run is known; add --initial-peers or a ticket")
+        if network.founder not in ("", session.network.peer_id):
+            by_ticket = settings.ticket is not None and settings.ticket.founder == network.founder
+            origin = "the ticket" if by_ticket else "--founder"
+            say(f"pinned by {origin} to the run that {network.founder} founded: no other run is joined or started")
         found = None
         if session.knows_others:
             # Early, so that it can be copied for an owner who has to allow it.

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import merge
+from p2ptrain.settings.ticket import Ticket, ticket_text
 from p2ptrain.training import checkpoint, join
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.join import join_run
@@ -125,6 +126,16 @@ def test_a_pinned_run_is_not_started_here(session: type[FakeNetworkSession]) -> 
         with pytest.raises(ConfigError, match=r"no peer of that run is known; add --initial-peers or a ticket"):
             _join(steps="1", **given)
         assert session.peer is None
+
+
+@pytest.mark.parametrize("by", ["the ticket", "--founder"])
+def test_who_joins_a_pinned_run_is_told_so(session: type[FakeNetworkSession], by: str) -> None:
+    session.live, founder = LIVE, "Qm" + "a" * 44
+    ticket = ticket_text(Ticket("r", (f"/ip4/10.0.0.1/tcp/4001/p2p/{founder}",), founder))
+    assert ticket is not None
+    lines = _join(initial_peers=ticket) if by == "the ticket" else _join(initial_peers=MADDR, founder=founder)
+    assert lines[0] == f"pinned by {by} to the run that {founder} founded: no other run is joined or started"
+    assert not any(line.startswith("pinned") for line in _join(initial_peers=MADDR, out="other"))
 
 
 def test_a_joiner_may_not_contradict_the_run(session: type[FakeNetworkSession]) -> None:

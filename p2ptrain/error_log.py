@@ -36,16 +36,17 @@ class ErrorLog:
         self._logger.error("%s: %r; please report this", where, error, exc_info=error)
 
     @contextmanager
-    def containing(self, what: str) -> Iterator[None]:
-        """A block of work that is repeated anyway: logs and suppresses any `Exception`.
+    def containing(self, what: str, then: str = "it is tried again") -> Iterator[None]:
+        """A block of work whose failure costs little: logs and suppresses any `Exception`.
 
         Args:
             what: the action in the block: "announcing this peer".
+            then: the consequence if it fails.
         """
         try:
             yield
         except Exception as error:
-            self.note(f"{what} failed; it is tried again", error)
+            self.note(f"{what} failed; {then}", error)
 
 
 def innermost(error: BaseException) -> BaseException:

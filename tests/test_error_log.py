@@ -45,14 +45,17 @@ def test_the_innermost_of_nested_groups() -> None:
 
 def test_a_block_that_fails_is_noted_and_left(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "p2ptrain.test")
-    errors = ErrorLog(logging.getLogger("p2ptrain.test"))
+    log = ErrorLog(logging.getLogger("p2ptrain.test"))
     for error in (ValueError("one"), ValueError("two"), KeyError("three")):
-        with errors.containing("counting"):
+        with log.containing("counting"):
             raise error
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == caplog.text.count("Traceback") == 2
     assert all(record.getMessage().startswith("counting failed; it is tried again: ") for record in errors)
     assert "ValueError('two')" in caplog.text
+    with log.containing("guessing", "it is skipped"):
+        raise ValueError
+    assert "guessing failed; it is skipped: ValueError()" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])

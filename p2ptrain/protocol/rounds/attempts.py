@@ -362,8 +362,6 @@ class Attempts:
     def _on_snapshot(self, snapshot: Snapshot) -> None:
         # One that was requested before the head changed belongs to no round any more.
         if snapshot.epoch == Epoch(self.state.head.lineage, self.state.head.round):
-            try:
+            what = f"taking the snapshot of round {self.state.round}"
+            with self._context.errors.containing(what, "this peer joins without one"):
                 self._taker.arrive(snapshot)
-            except Exception as error:
-                # Our bug. We join without one.
-                self._context.errors.note(f"the snapshot of round {self.state.round} is lost", error)

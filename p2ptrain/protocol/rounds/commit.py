@@ -249,10 +249,8 @@ class Committer:
         self._landed.set()
 
     async def _audit(self, record: Record) -> None:
-        try:
+        with self._context.errors.containing(f"auditing round {record.round}", "it is not audited"):
             await self._context.audits.audit()
-        except Exception as error:
-            self._context.errors.note(f"the audit of round {record.round}", error)
 
     async def _trim_later(self, record: Record) -> None:
         await trio.sleep(KEEP_ALL_S)

@@ -241,10 +241,8 @@ class RoundDriver:
                 self._attempts.receive(sender, message, payload)
 
     async def _check_accusation(self, sender: PeerId, audited: Audited) -> None:
-        try:
+        with self.context.errors.containing("checking an accusation", "it is ignored"):
             await self.context.audits.check(sender, audited)
-        except Exception as error:
-            self.context.errors.note("checking an accusation", error)
 
     def _is_one_ahead(self, message: m.Call | m.Commit) -> bool:
         of = message if isinstance(message, m.Call) else message.record

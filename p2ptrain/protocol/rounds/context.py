@@ -14,7 +14,7 @@ from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.audit import Audits
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, is_audited
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
@@ -88,7 +88,7 @@ class RoundContext:
         self.averaging = averaging_of(run)
         self.mean_guard = MeanGuard()
         self.codec = gradient_codec(run)
-        self.audited = run.audit_rate > 0 and self.averaging.auditable
+        self.audited = is_audited(run, self.averaging)
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
         self.parts = PartStore(links, self.compute, self.averaging, spare_bytes=SPARE_MODELS * model_bytes)

@@ -57,6 +57,11 @@ def most_square(num_blocks: int) -> float:
     return MAX_MEAN**2 * BLOCK * num_blocks
 
 
+def root_bytes(*, sealed: bool) -> int:
+    """The size of each member's Merkle root: members give one exactly if they commit to their chunks."""
+    return HASH_BYTES if sealed else 0
+
+
 def check_arrived(arrived: Arrived, *, sealed: bool, num_blocks: int) -> None:
     """Raises WireError unless each complete member has a possible norm, and a Merkle root exactly if `sealed`.
 
@@ -64,7 +69,7 @@ def check_arrived(arrived: Arrived, *, sealed: bool, num_blocks: int) -> None:
         sealed: whether members of this run commit to their chunks.
         num_blocks: of the whole model.
     """
-    size, counts = HASH_BYTES if sealed else 0, {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
+    size, counts = root_bytes(sealed=sealed), {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
     if len(counts) > 1 or any(len(root) != size for root in arrived.roots):
         raise WireError("an Arrived whose members have not one norm and one root each")
     most = most_square(num_blocks)

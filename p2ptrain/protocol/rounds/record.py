@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion
-from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, is_audited
+from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT, root_bytes
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
@@ -103,7 +102,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
         raise WireError(f"a record with a weight above {MOST_WEIGHT:.0f} times the median")
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
         raise WireError("a record with weights that are not between 0 and 2^53, or all zero")
-    size = HASH_BYTES if run.audit_rate > 0 and averaging.auditable else 0
+    size = root_bytes(sealed=is_audited(run, averaging))
     if any(len(c.root) != size for c in record.contributors):
         raise WireError(f"a record whose contributors have not Merkle roots of {size} bytes")
     averaging.check_record(record, num_blocks)

@@ -130,6 +130,11 @@ MERGES: dict[str, Merge] = {
 }
 
 
+def is_audited(run: RunConfig, averaging: Averaging) -> bool:
+    """Whether members commit to their chunks by a Merkle root, so that reducers can be audited."""
+    return run.audit_rate > 0 and averaging.auditable
+
+
 def merge_of(run: RunConfig) -> Merge:
     """The mean in a run's settings, of one chunk of the grid at a time."""
     return MERGES[run.round_mean]

@@ -26,6 +26,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds import collection
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
+from p2ptrain.protocol.rounds.timeouts import REPORT_S
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
@@ -482,6 +483,37 @@ def test_a_reducer_that_makes_attempts_fail_is_avoided_in_the_next(says: str) ->
         assert 1 <= asked <= 3  # once for each leader
 
     three_and_x(test)
+
+
+def test_a_reducer_that_never_averages_and_reports_on_costs_each_leader_an_attempt() -> None:
+    async def test(s: Swarm, x: Member) -> None:
+        asked: list[str] = []
+
+        def answer(message: Message) -> Message | None:
+            match message:
+                case Call():
+                    return x.join(message)
+                case Roster(lineage, round_, attempt, members, parts):
+                    part = next((i for i, part in enumerate(parts) if part.reducer == "x"), -1)
+                    if part >= 0:
+                        asked.append(attempt.leader)
+                        arrived = arrived_of(attempt, part, members, root=b"")
+                        report = msgspec.structs.replace(arrived, lineage=lineage, round=round_)
+                        s._nursery.start_soon(report_forever, attempt.leader, report)
+            return None
+
+        async def report_forever(leader: str, report: Message) -> None:
+            while link := x.links.live.get(leader):
+                link.send(report)
+                await trio.sleep(REPORT_S)
+
+        x.answer = answer
+        began = trio.current_time()
+        await s.until(lambda: landed(s, began, 5), within_s=200)
+        assert 1 <= len(asked) == len(set(asked)) <= 3
+
+    # Without audits, so that x needs no roots of the others.
+    three_and_x(test, run=dataclasses.replace(PLAIN, audit_rate=0.0, round_timeout_s=30.0))
 
 
 @pytest.mark.parametrize("sha256s", [(), ("0" * 64, "1" * 64)])

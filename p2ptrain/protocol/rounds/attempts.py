@@ -183,6 +183,8 @@ class Attempts:
             case ev.LeaderEnded():
                 logger.info("round %d, attempt %d: %s", self.state.round, effect.attempt.counter, effect.reason)
                 self._schedule.note_led(trio.current_time(), timed_out=effect.timed_out)
+                if self._leader is not None and effect.timed_out:
+                    self._leader.note_timed_out()
                 self._end_leader()
                 self._changed()
             case ev.Learned(commit):

@@ -53,6 +53,7 @@ class AveragingLeader:
         self._roots: dict[int, dict[PeerId, bytes]] = defaultdict(dict)
         self._gone: dict[PeerId, str] = {}
         self._heard_s: dict[PeerId, float] = {}
+        self._averaging: set[PeerId] = set()
         self._inbox: deque[tuple[PeerId, m.Message]] = deque()
         self._changed = trio.Event()
 
@@ -78,6 +79,12 @@ class AveragingLeader:
             self._backoff.note(peer_id, trio.current_time(), avoided_s)
         self._gone.setdefault(peer_id, reason)
         self._changed.set()
+
+    def note_timed_out(self) -> None:
+        """The attempt timed out: avoid the reducers that have not reported their part."""
+        for peer_id in self._averaging:
+            logger.warning("round %d: reducer %s did not average its part in time", self._head.round + 1, peer_id)
+            self._backoff.note(peer_id, trio.current_time(), SILENT_REDUCER_S)
 
     async def run(self, joins: dict[PeerId, m.Join]) -> m.Record:
         """Lead the averaging, and return the record to propose. Raises RoundFailedError.
@@ -108,8 +115,10 @@ class AveragingLeader:
         contributors = self._contributors = self._guarded(joins, included)
         for part in self._parts_left(included):
             order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
+            self._averaging.add(self._plan[part].reducer)
             self._tell(self._plan[part].reducer, order)
         conclusion = await self._await_reports(contributors)
+        self._averaging.clear()
         return record_of(self._context.run, head, joins, contributors, conclusion)
 
     async def _await_contributions(self) -> list[PeerId]:
@@ -197,6 +206,7 @@ class AveragingLeader:
             for sender, message in await self._news(trio.current_time() + self._silent_s):
                 if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
                     reports[message.part] = message
+                    self._averaging.discard(sender)
 
     def _is_of_its_part(self, sender: PeerId, part: int) -> bool:
         return 0 <= part < len(self._plan) and self._plan[part].reducer == sender

@@ -32,7 +32,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range, num_chunks
 from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -123,7 +123,7 @@ class Audits:
         self._parts = parts
         self._averaging = averaging
         self._codec = codec
-        self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
+        self._num_chunks = num_chunks(num_blocks)
         self._last: Record | None = None
         self._audited: Audited | None = None
         self._checking = trio.Lock()
@@ -139,9 +139,8 @@ class Audits:
         from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
-            first, end = part.start // CHUNK_BLOCKS, -(-part.stop // CHUNK_BLOCKS)
             chunks = [own.chunks[start] for start, _ in chunk_bounds(part.start, part.stop)]
-            chunks.append(b"".join(own.tree.proof(first, end)))
+            chunks.append(b"".join(own.tree.proof(*chunk_range(part.start, part.stop))))
         self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
 
     async def audit(self) -> None:
@@ -263,7 +262,7 @@ class Audits:
         def root() -> bytes:
             hashes = [proof[i : i + HASH_BYTES] for i in range(0, len(proof), HASH_BYTES)]
             leaves = [leaf_hash(got[i]) for i in range(len(bounds))]
-            return root_of(leaves, part.start // CHUNK_BLOCKS, self._num_chunks, hashes)
+            return root_of(leaves, chunk_range(part.start, part.stop)[0], self._num_chunks, hashes)
 
         if await self._compute(root) != c.root:
             raise WireError("its chunks are not those that it committed to")

@@ -12,6 +12,16 @@ from p2ptrain.algorithms.codec import CHUNK_BLOCKS
 from p2ptrain.errors import WireError
 
 
+def num_chunks(num_blocks: int) -> int:
+    """How many chunks the first `num_blocks` blocks have, the last of them perhaps shorter."""
+    return -(-num_blocks // CHUNK_BLOCKS)
+
+
+def chunk_range(start: int, stop: int) -> tuple[int, int]:
+    """The chunks of blocks [start, stop), by number: from the first to before the second."""
+    return start // CHUNK_BLOCKS, num_chunks(stop)
+
+
 def chunk_bounds(start: int, stop: int) -> list[tuple[int, int]]:
     """The chunks of blocks [start, stop); start lies on the grid."""
     assert start % CHUNK_BLOCKS == 0
@@ -20,7 +30,7 @@ def chunk_bounds(start: int, stop: int) -> list[tuple[int, int]]:
 
 def split_parts(num_blocks: int, reducers: int) -> list[tuple[int, int]]:
     """At most `reducers` runs of whole chunks, as equal as can be, that cover all blocks in order."""
-    chunks = -(-num_blocks // CHUNK_BLOCKS)
+    chunks = num_chunks(num_blocks)
     count = min(chunks, reducers)
     edges = [i * chunks // count * CHUNK_BLOCKS for i in range(count)] + [num_blocks]
     return [(edges[i], edges[i + 1]) for i in range(count)]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.codec import Codec
 from p2ptrain.algorithms.merkle import leaf_hash, root_of
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range, num_chunks
 from p2ptrain.protocol.rounds.policy import most_square
 from p2ptrain.protocol.wire.messages import RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
@@ -56,8 +56,8 @@ class Inspection:
         self._sealed = sealed
         self._bounds = dict(chunk_bounds(part.start, part.stop))
         self._most_square = most_square(part.stop - part.start)
-        self._first = part.start // CHUNK_BLOCKS
-        self._num_chunks = -(-num_blocks // CHUNK_BLOCKS)
+        self._first, _ = chunk_range(part.start, part.stop)
+        self._num_chunks = num_chunks(num_blocks)
         self._unmeasured: list[ReceivedChunk] = []
         self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
         self._measured: dict[PeerId, dict[int, Measured]] = {}

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import trio
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS
 from p2ptrain.errors import PeerLostError, RoundFailedError
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.part_store import blob_sha256
 from p2ptrain.protocol.rounds.policy import parts_of
@@ -163,7 +162,6 @@ class Transfer:
     async def _send_part(self, number: int, own: OwnContribution) -> None:
         context, reducer, encoded = self._context, self._roster.parts[number].reducer, own.chunks
         part = self._roster.parts[number]
-        first, end = part.start // CHUNK_BLOCKS, -(-part.stop // CHUNK_BLOCKS)
         link = context.links.get(reducer)
         try:
             if link is None and reducer != context.peer_id:
@@ -175,7 +173,8 @@ class Transfer:
                 if stop == part.stop:
                     await self._sealed.wait()
                     if own.tree is not None:
-                        message = Contribution(*self._attempt, start, stop, own.tree.root, own.tree.proof(first, end))
+                        proof = own.tree.proof(*chunk_range(part.start, part.stop))
+                        message = Contribution(*self._attempt, start, stop, own.tree.root, proof)
                 if link is None:
                     self.collect(context.peer_id, message, encoded[start], checked=True)
                 else:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import trio
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
-from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash, root_of
+from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
@@ -32,7 +32,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range, num_chunks
+from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds, chunk_range
 from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -123,7 +123,7 @@ class Audits:
         self._parts = parts
         self._averaging = averaging
         self._codec = codec
-        self._num_chunks = num_chunks(num_blocks)
+        self._num_blocks = num_blocks
         self._last: Record | None = None
         self._audited: Audited | None = None
         self._checking = trio.Lock()
@@ -259,13 +259,12 @@ class Audits:
         if [len(got[i]) for i in range(len(bounds))] != sizes or len(proof) % HASH_BYTES:
             raise WireError("chunks of another size")
 
-        def root() -> bytes:
+        def check() -> None:
             hashes = [proof[i : i + HASH_BYTES] for i in range(0, len(proof), HASH_BYTES)]
             leaves = [leaf_hash(got[i]) for i in range(len(bounds))]
-            return root_of(leaves, chunk_range(part.start, part.stop)[0], self._num_chunks, hashes)
+            check_leaves(leaves, part.start, self._num_blocks, hashes, c.root)
 
-        if await self._compute(root) != c.root:
-            raise WireError("its chunks are not those that it committed to")
+        await self._compute(check)
         return {start: got[i] for i, (start, _) in enumerate(bounds)}
 
     async def _fetch(self, c: Contributor, subject: str, count: int) -> dict[int, bytes]:

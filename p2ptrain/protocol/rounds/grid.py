@@ -6,9 +6,10 @@ bytes. A chunk has 66 KiB as int8, 256 KiB as fp32: control frames never wait lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS
+from p2ptrain.algorithms.merkle import root_of
 from p2ptrain.errors import WireError
 
 
@@ -51,3 +52,13 @@ def check_chunk(start: int, stop: int, num_blocks: int) -> None:
     """Raises WireError unless [start, stop) is one chunk of the grid."""
     if start % CHUNK_BLOCKS or not 0 <= start < num_blocks or stop != min(start + CHUNK_BLOCKS, num_blocks):
         raise WireError(f"[{start}, {stop}) is no chunk of a vector of {num_blocks} blocks")
+
+
+def check_leaves(leaves: Sequence[bytes], start: int, num_blocks: int, proof: Sequence[bytes], root: bytes) -> None:
+    """Raises WireError unless the chunks from block `start` on have these leaf hashes, by the root that commits to all.
+
+    Args:
+        num_blocks: of the whole vector.
+    """
+    if root_of(leaves, start // CHUNK_BLOCKS, num_chunks(num_blocks), proof) != root:
+        raise WireError("its chunks are not those that it committed to")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.merkle import leaf_hash, root_of
+from p2ptrain.algorithms.merkle import leaf_hash
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range, num_chunks
+from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds
 from p2ptrain.protocol.rounds.policy import most_square
 from p2ptrain.protocol.wire.messages import RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
@@ -56,8 +56,8 @@ class Inspection:
         self._sealed = sealed
         self._bounds = dict(chunk_bounds(part.start, part.stop))
         self._most_square = most_square(part.stop - part.start)
-        self._first, _ = chunk_range(part.start, part.stop)
-        self._num_chunks = num_chunks(num_blocks)
+        self._start = part.start
+        self._num_blocks = num_blocks
         self._unmeasured: list[ReceivedChunk] = []
         self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
         self._measured: dict[PeerId, dict[int, Measured]] = {}
@@ -119,6 +119,5 @@ class Inspection:
             return b""
         root, proof = self._seals.get(sender, (b"", ()))
         leaves = [self._measured[sender][start].leaf for start in self._bounds]
-        if root_of(leaves, self._first, self._num_chunks, proof) != root:
-            raise WireError("its chunks are not those that it committed to")
+        check_leaves(leaves, self._start, self._num_blocks, proof, root)
         return root

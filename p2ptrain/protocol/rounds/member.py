@@ -161,10 +161,10 @@ class Participation:
 
     def _check_commitments(self, record: Record) -> None:
         """Raises RoundFailedError if the record names another contribution than we or those that we checked gave."""
-        own, context = self._taker.own, self._context
+        tree = self._taker.own.tree if self._taker.own is not None else None
         for c in record.contributors:
-            ours = (c.peer_id, c.incarnation) == context.liveness.own and own is not None and own.tree is not None
-            if ours and own is not None and own.tree is not None and c.root != own.tree.root:
+            ours = (c.peer_id, c.incarnation) == self._context.liveness.own
+            if ours and tree is not None and c.root != tree.root:
                 raise RoundFailedError("the record names another outer gradient of ours than we sent")
         if self._transfer is not None:
             self._transfer.check_record(record)

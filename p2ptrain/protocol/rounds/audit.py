@@ -25,7 +25,6 @@ import trio
 
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
-from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
@@ -33,7 +32,7 @@ from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds, chunk_range
-from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
+from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 from p2ptrain.settings.config import RunConfig
@@ -44,8 +43,8 @@ logger = logging.getLogger(__name__)
 KEEP_S = 300.0
 # A chunk that does not come in this time does not come (as a piece of a part).
 CHUNK_TIMEOUT_S = 20.0
-# Chunks requested at once from one contributor, and contributors asked at once (guess).
-PIPELINE, ASKED_AT_ONCE = 4, 4
+# Contributors asked at once (guess).
+ASKED_AT_ONCE = 4
 # A contributor may land later than the auditor: it is asked again after these waits.
 WAITS_S = (0.25, 1.0, 2.0, 4.0, 8.0)
 
@@ -271,20 +270,13 @@ class Audits:
         """All chunks and the proof of one contributor, by index. Raises PeerLostError if it does not give them."""
         most_bytes = max(self._codec.size_bytes(CHUNK_BLOCKS), MAX_PROOF * HASH_BYTES)
         got: dict[int, bytes] = {}
-        indices = iter(range(count))
 
-        async def fetch_some() -> None:
-            for index in indices:
-                got[index] = await self._request(c, subject, index)
-                if len(got[index]) > most_bytes:
-                    raise WireError("a chunk that is too large")
+        async def fetch_chunk(index: int) -> None:
+            got[index] = await self._request(c, subject, index)
+            if len(got[index]) > most_bytes:
+                raise WireError("a chunk that is too large")
 
-        try:
-            async with trio.open_nursery() as nursery:
-                for _ in range(PIPELINE):
-                    nursery.start_soon(fetch_some)
-        except* (PeerLostError, WireError) as errors:
-            raise innermost(errors) from None
+        await fetch_pipelined(count, fetch_chunk)
         return got
 
     async def _request(self, c: Contributor, subject: str, index: int) -> bytes:

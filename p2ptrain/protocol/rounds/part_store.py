@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import trio
 
@@ -17,7 +17,7 @@ from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 # One piece of a part on the wire: small, so that control frames can pass in between.
 PIECE_BYTES = 128 * 1024
-# Pieces of one part requested at once, to hide the round trip.
+# Pieces requested at once from one peer, to hide the round trip (guess).
 PIPELINE = 4
 # After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
 PIECE_TIMEOUT_S = 20.0
@@ -43,6 +43,22 @@ def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor], bo
             hashed.update(pack(contributor))
     hashed.update(blob)
     return hashed.hexdigest()
+
+
+async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -> None:
+    """Fetch the pieces of one peer, from index 0, `PIPELINE` at once. Raises the first PeerLostError or WireError."""
+    indices = iter(range(count))
+
+    async def fetch_some() -> None:
+        for index in indices:
+            await fetch(index)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for _ in range(PIPELINE):
+                nursery.start_soon(fetch_some)
+    except* (PeerLostError, WireError) as errors:
+        raise innermost(errors) from None
 
 
 class PartStore:
@@ -160,24 +176,17 @@ class PartStore:
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
         data = bytearray()
-        indices = iter(range(-(-size // PIECE_BYTES)))
 
-        async def fetch_pieces() -> None:
-            for index in indices:
-                answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
-                start = index * PIECE_BYTES
-                if not answer.found:
-                    raise PeerLostError(f"{link.peer_id} does not have the part")
-                if len(piece) != min(PIECE_BYTES, size - start):
-                    raise WireError(f"piece {index} has {len(piece)} bytes")
-                if not data:
-                    data.extend(bytes(size))  # only now: who has none of it costs no memory
-                data[start : start + len(piece)] = piece
+        async def fetch_piece(index: int) -> None:
+            answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
+            start = index * PIECE_BYTES
+            if not answer.found:
+                raise PeerLostError(f"{link.peer_id} does not have the part")
+            if len(piece) != min(PIECE_BYTES, size - start):
+                raise WireError(f"piece {index} has {len(piece)} bytes")
+            if not data:
+                data.extend(bytes(size))  # only now: who has none of it costs no memory
+            data[start : start + len(piece)] = piece
 
-        try:
-            async with trio.open_nursery() as nursery:
-                for _ in range(PIPELINE):
-                    nursery.start_soon(fetch_pieces)
-        except* (PeerLostError, WireError) as errors:
-            raise innermost(errors) from None
+        await fetch_pipelined(-(-size // PIECE_BYTES), fetch_piece)
         return data

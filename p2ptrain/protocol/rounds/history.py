@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.lineage import new_lineage
-from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.policy import check_size
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.quorum import Voter, voters_of
 from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head
@@ -79,10 +79,10 @@ def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
             prover.verify_founding(entry.founding)
             if place and (entry.founding.parent, entry.founding.round) != (place.lineage, place.round):
                 raise WireError("a lineage that does not begin where the history stood")
-        record = entry.commit.record if entry.commit is not None else None
-        if record and max(map(len, (record.contributors, record.parts, record.intervals))) > MAX_CONTRIBUTORS:
-            raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
-        if entry.commit is not None and record is not None and place is not None:
+        if entry.commit is not None:
+            check_size(entry.commit.record)
+        if entry.commit is not None and place is not None:
+            record = entry.commit.record
             if (record.lineage, record.round) != (place.lineage, place.round + 1):
                 raise WireError(f"round {record.round} of a history after round {place.round}")
             if before is not None and before.founding and before.founding.state_sha256 != record.parent_sha256:

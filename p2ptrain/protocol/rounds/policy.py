@@ -15,7 +15,7 @@ from p2ptrain.algorithms.averaging import MAX_MEAN, token_weights
 from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.wire.messages import Arrived, Join, Roster, RosterPart
+from p2ptrain.protocol.wire.messages import Arrived, Join, Record, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -76,6 +76,12 @@ def check_arrived(arrived: Arrived, *, sealed: bool, num_blocks: int) -> None:
     for norm in arrived.norms:
         if not 0 <= norm <= most:
             raise WireError(f"an Arrived with squared norm {norm:.3g}: must be between 0 and {most:.3g}")
+
+
+def check_size(record: Record) -> None:
+    """Raises WireError if a record has more contributors, members or parts than a round can have."""
+    if max(map(len, (record.contributors, record.intervals, record.parts))) > MAX_CONTRIBUTORS:
+        raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
 
 
 def check_roster(roster: Roster, own: PeerId) -> None:

@@ -12,7 +12,7 @@ from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, is_audited
-from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT, root_bytes
+from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT, check_size, root_bytes
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
@@ -94,8 +94,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
     weights, intervals = {c.peer_id: c.weight for c in record.contributors}, dict(record.intervals)
     if len(weights) < len(record.contributors) or len(intervals) < len(record.intervals):
         raise WireError("a record whose contributors, or peers with an interval, are not distinct")
-    if max(len(weights), len(intervals), len(record.parts)) > MAX_CONTRIBUTORS:
-        raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
+    check_size(record)
     positive = [weight for weight in weights.values() if weight > 0]
     # As `policy.weights_of` makes them; the guard may scale the others down.
     if positive and run.round_guard != "clip" and max(positive) > MOST_WEIGHT * statistics.median(positive):

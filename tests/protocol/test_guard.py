@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
+from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Arrived, Head, Message, RosterPart
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -61,14 +63,52 @@ def test_a_contribution_of_scale_a_million_is_left_out_and_training_goes_on(
             start_all(s, names)
             await s.until(lambda: common(s, 1, len(names)))
             taken, began, honest = scale_contributions(s.peers["x"], 1e6), trio.current_time(), names[:-1]
-            await s.until(lambda: all(len(rounds) >= 4 for rounds in rounds_since(s, began, honest)), within_s=60)
+            await s.until(lambda: all(len(rounds) >= 4 for rounds in rounds_since(s, began, names)), within_s=60)
             assert taken
             for rounds in rounds_since(s, began + 0.5, honest):
                 assert all(r["contributors"] == list(honest) for r in rounds[1:]), rounds
+                assert not any(r["reason"] for r in rounds)
             assert spoil(s, names) < 5
+            # Leader and member compute the same norm.
+            said = re.findall(r"round (\d+): x is left out: the norm of its outer gradient, (\S+), is", caplog.text)
+            norms = dict(said)
+            assert norms
+            for r in rounds_since(s, began + 0.5, "x")[0]:
+                why = f"its norm, {norms[str(r['round'])]}, is above the limit, or it came too late"
+                assert r["reason"] == f"its outer gradient was left out: {why}"
+                assert f"our outer gradient was left out of round {r['round']}: {why}" in caplog.text
 
     run_virtual(main)
-    assert "x is left out: the norm of its outer gradient, " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"), [("send", ""), ("collect", "its outer gradient was left out: it came too late")]
+)
+def test_a_member_says_that_it_was_left_out_if_it_has_sent_everything(
+    method: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x sends nothing, or the reducers drop what it sends."""
+
+    async def send(self: Transfer) -> None:
+        if self._context.peer_id != "x":
+            await honest(self)
+
+    def collect(self: Transfer, sender: str, *args: Any, **options: Any) -> None:
+        if sender != "x":
+            honest(self, sender, *args, **options)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, round_guard="off")) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 1, 3))
+            began = trio.current_time()
+            monkeypatch.setattr(Transfer, method, {"send": send, "collect": collect}[method])
+            await s.until(lambda: len(rounds_since(s, began + 0.5, "x")[0]) >= 2, within_s=60)
+            for missed in rounds_since(s, began + 0.5, "x")[0]:
+                assert (missed["late"], missed["reason"]) == (True, reason)
+
+    honest: Any = getattr(Transfer, method)
+    run_virtual(main)
 
 
 def test_clip_keeps_such_a_member_with_the_weight_that_its_norm_allows() -> None:

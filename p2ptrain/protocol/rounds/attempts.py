@@ -189,6 +189,7 @@ class Attempts:
                 self._changed()
             case ev.Learned(commit):
                 if self._member is not None:
+                    self._taker.sent = self._member.attempt == commit.attempt and self._member.has_sent
                     # Only the leader of the attempt that was decided gets another chance.
                     leader = self._member.attempt.leader
                     self._schedule.leaders.forget(leader)

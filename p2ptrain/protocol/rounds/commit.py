@@ -6,6 +6,8 @@ What fails is tried again until it works, or until the whole state comes from a 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -15,10 +17,13 @@ from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundReport
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
+from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
+
+logger = logging.getLogger(__name__)
 
 # Seconds before the first retry of a round that could not be applied, doubled for each further one, and their limit
 # (guesses). Retried without end: a memory shortage may end at any time.
@@ -180,7 +185,8 @@ class Committer:
             if included:
                 self._taker.note_included()
             missed_rounds = 0 if included else self._missed_rounds + 1
-            landing = self._landing_of(record, included, missed_rounds)
+            reason = "" if included else await self._why_left_out(record)
+            landing = self._landing_of(record, included, missed_rounds, reason)
             # Training continues while the hashes are computed.
             self._hand_over(landing)
             self._missed_rounds, progress.landing = missed_rounds, landing
@@ -188,7 +194,20 @@ class Committer:
         context.parts.keep(record)
         return progress.landing
 
-    def _landing_of(self, record: Record, included: bool, missed_rounds: int) -> Landing:
+    async def _why_left_out(self, record: Record) -> str:
+        """Why we are not a contributor, as far as we know. The user is told if all of our outer gradient was sent."""
+        context, own = self._context, self._taker.own
+        if own is None or not self._taker.sent:
+            return self._taker.sits_out
+        why = "it came too late"
+        if context.run.round_guard == "exclude":
+            bounds = chunk_bounds(0, context.state.num_blocks)
+            square = await context.compute(own.squared_norm, context.codec, bounds, context.state.num_stepped)
+            why = f"its norm, {math.sqrt(square):.3g}, is above the limit, or {why}"
+        logger.warning("our outer gradient was left out of round %d: %s", record.round, why)
+        return f"its outer gradient was left out: {why}"
+
+    def _landing_of(self, record: Record, included: bool, missed_rounds: int, reason: str) -> Landing:
         """The landing of a round in this peer's weights.
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
@@ -221,7 +240,7 @@ class Committer:
             tokens_discarded=context.exchange.tokens if overwrite else 0,
             cosine=record.cosine,
             mean_norm=record.mean_norm,
-            reason="" if included else taker.sits_out,
+            reason=reason,
         )
         return Landing(
             kind=kind,

@@ -60,6 +60,18 @@ class OwnContribution:
                 self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
             self.chunks[start] = encoded
 
+    def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], compared: int) -> float:
+        """The squared norm of these chunks, of those that are encoded. Call it in a worker thread.
+
+        Args:
+            compared: the number of the vector's blocks, from the first, that are outer gradients.
+        """
+        return sum(
+            codec.squared_norm(self.chunks[start], stop - start, max(0, compared - start))
+            for start, stop in bounds
+            if start in self.chunks
+        )
+
     def seal(self, bounds: list[tuple[int, int]]) -> None:
         """Commit to all chunks, which are encoded, with a Merkle tree. Call it in a worker thread."""
         if self.tree is None:

@@ -75,6 +75,11 @@ class Participation:
             return "averaging"
         return f"sending {self._transfer.num_sent}/{self._transfer.num_chunks}"
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether we have sent our whole outer gradient."""
+        return self._transfer is not None and self._transfer.num_sent == self._transfer.num_chunks
+
     def deliver(self, order: Order) -> None:
         """Queue an order of the leader or of the consensus."""
         try:
@@ -187,15 +192,8 @@ class Participation:
         """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""
         codec, compared, holders = self._context.codec, self._context.state.num_stepped, record.parts
 
-        def own_norm(span: tuple[int, int]) -> float:
-            return sum(
-                codec.squared_norm(own.chunks[start], stop - start, max(0, compared - start))
-                for start, stop in chunk_bounds(*span)
-                if start in own.chunks
-            )
-
         def excess() -> list[float]:
-            return [norm / max(own_norm(span), 1e-30) for span, norm in norms]
+            return [norm / max(own.squared_norm(codec, chunk_bounds(*span), compared), 1e-30) for span, norm in norms]
 
         excesses = await self._context.compute(excess)
         holder = holders[excesses.index(max(excesses))].holder

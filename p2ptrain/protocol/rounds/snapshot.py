@@ -33,11 +33,13 @@ class SnapshotTaker:
     Attributes:
         own: the contribution to the current round; None until the snapshot is taken.
         sits_out: why we do not contribute to this round; empty if we do.
+        sent: whether we sent all of it in the attempt that was decided.
     """
 
     def __init__(self, context: RoundContext) -> None:
         self.own: OwnContribution | None = None
         self.sits_out = ""
+        self.sent = False
         self._context = context
         # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
         self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
@@ -98,7 +100,7 @@ class SnapshotTaker:
 
     def forget(self) -> None:
         """The round is resolved or skipped: drop its snapshot."""
-        self.own, self.sits_out, self._began_s = None, "", None
+        self.own, self.sits_out, self.sent, self._began_s = None, "", False, None
         self._arrived = trio.Event()
         self._asked_loss = False
         self._context.exchange.want_snapshot(None)

@@ -5,12 +5,12 @@ all peers know, and nobody knows before the record is made. Contributors keep th
 record has the Merkle roots of all contributions, and the part's hash covers contributors and weights; so whoever has
 the chunks can tell whether the part is their mean. Every strategy reduces the same bytes to the same bits.
 
-An auditor that finds another mean accuses. Everybody else checks in the same way, and believes nothing: a reducer that
-lied is struck by all that got the false part from it, and so is an auditor that accused falsely. Only the round's
-auditor can accuse, once, so a false accusation costs one more transfer of that part.
+An auditor that finds another mean accuses. Every other peer then averages the part again itself. If the reducer
+lied, the peers that got the false part from it strike it. If the accusation is false, all of them strike the auditor.
+Only the round's auditor can accuse, once, so a false accusation costs one more transfer of that part.
 
-What this does not find: members whose bytes are not to be had (no verdict; a reducer that withholds its own is
-avoided), and a leader that tries records until the hash draws an accomplice of the reducer as the auditor.
+Audits have two gaps. Without the bytes of all contributors there is no verdict; a reducer that withholds its own is
+avoided. And a leader can try records until the hash draws an accomplice of the reducer as the auditor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Chunks are kept until the next round has landed, and no longer than this (guess).
 KEEP_S = 300.0
-# A chunk that does not come in this time does not come (as a piece of a part).
+# Timeout of a request for one chunk, the same as for a piece of a part.
 CHUNK_TIMEOUT_S = 20.0
 # Contributors asked at once (guess).
 ASKED_AT_ONCE = 4
@@ -60,7 +60,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The part that is audited, by its number in the record, and by whom."""
+    """The audited part, by its number in the record, and its auditor."""
 
     part: int
     auditor: PeerId
@@ -107,7 +107,7 @@ class Audits:
     """The audit of the last round: keeps and serves our chunks of its part, audits, and checks accusations.
 
     Attributes:
-        avoid: called with a reducer whose own bytes were not to be had.
+        avoid: called with a reducer that withholds its own bytes.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Audits:
         if draw is None:
             return
         part, chunks = record.parts[draw.part], list[bytes]()
-        # Later its reducer may pass on a part that it did not make, because it is the round's.
+        # After the decision a reducer may also pass on a part that it did not make.
         from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
@@ -163,7 +163,10 @@ class Audits:
             self._audited = None
 
     def accepts(self, sender: PeerId, accusation: Accuse) -> Audited | None:
-        """What to check after an accusation: the first one of this round's auditor, or None. WireError on another's."""
+        """The audit to check after an accusation; None if it is of another round, repeated, or against us.
+
+        Raises WireError if the sender is not the auditor of that part.
+        """
         record, audited = self._last, self._audited
         if record is None or (record.lineage, record.round) != (accusation.lineage, accusation.round):
             return None
@@ -176,7 +179,7 @@ class Audits:
         return audited
 
     async def check(self, sender: PeerId, audited: Audited) -> None:
-        """Check an accusation that was accepted, and strike who lied.
+        """Check an accusation that was accepted, and strike the peer that lied.
 
         Args:
             audited: what `accepts` returned. Another round may have landed since.
@@ -245,7 +248,7 @@ class Audits:
             return verdict
 
     async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, bytes]:
-        """A contributor's chunks of the part, by first block, checked against its root. PeerLostError, WireError."""
+        """A contributor's chunks of the part by first block, checked by its root. Raises PeerLostError, WireError."""
         part, bounds = audited.part, audited.bounds
         if c.peer_id != self._peer_id:
             got = await self._fetch(c, audited.subject, len(bounds) + 1)

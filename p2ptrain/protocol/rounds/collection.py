@@ -87,7 +87,7 @@ class Collection:
         return True
 
     def reject(self, sender: PeerId) -> None:
-        """Exclude a sender whose chunks are all here, and are not what it said."""
+        """Exclude a sender whose chunks are complete, but were refused."""
         self.complete.discard(sender)
         self.failed.add(sender)
         self.chunks[sender] = {}

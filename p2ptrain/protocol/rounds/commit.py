@@ -195,7 +195,7 @@ class Committer:
         return progress.landing
 
     async def _why_left_out(self, record: Record) -> str:
-        """Why we are not a contributor, as far as we know. The user is told if all of our outer gradient was sent."""
+        """Why we are not a contributor, as far as we know. Warns if we sent all of our outer gradient."""
         context, own = self._context, self._taker.own
         if own is None or not self._taker.sent:
             return self._taker.sits_out

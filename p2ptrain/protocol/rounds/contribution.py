@@ -61,7 +61,7 @@ class OwnContribution:
             self.chunks[start] = encoded
 
     def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], compared: int) -> float:
-        """The squared norm of these chunks, of those that are encoded. Call it in a worker thread.
+        """The squared norm of the chunks among these that are encoded. Call it in a worker thread.
 
         Args:
             compared: the number of the vector's blocks, from the first, that are outer gradients.

@@ -52,7 +52,7 @@ class RoundDriver:
 
     Attributes:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
-        history: the run's, as far as we know it; it stands at our head.
+        history: the run's history up to our head, as far as we know it.
         committer: applies decided rounds.
         recent: whose fragments are merged.
     """
@@ -132,7 +132,7 @@ class RoundDriver:
     # The head.
 
     def _set_head(self, head: m.Head, votes: Sequence[m.Vote] = ()) -> None:
-        """Go on from this head. Forgets votes and plans of before. Only if `past_heads.may_adopt` allows it."""
+        """Go on from this head, which `past_heads.may_adopt` must allow. Forgets votes and plans."""
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
         self.recent = self.recent.after(head)
@@ -167,7 +167,7 @@ class RoundDriver:
         self._set_head(m.Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
 
     def found_lineage(self, head: m.Head, history: History) -> None:
-        """Go on alone from this head, at which a history stands, under a new lineage; others adopt it."""
+        """Go on alone from this head, where `history` ends, under a new lineage that others may adopt."""
         founding = self.context.prover.founding(head.lineage, head.round, head.state_sha256)
         lineage = lineage_of(founding)
         logger.info("the voters of lineage %s are gone: beginning lineage %s", head.lineage, lineage)
@@ -210,7 +210,7 @@ class RoundDriver:
     async def adopt_commit(self, sender: PeerId, commit: m.Commit) -> None:
         """Apply a round that we missed, which another peer gave us. Returns once it has landed, or failed.
 
-        At once if it is not the next. Raises WireError if it is not proven.
+        Returns at once if it is not the next round. Raises WireError if it is not proven.
         """
         head = self.head
         self.deliver(sender, commit)

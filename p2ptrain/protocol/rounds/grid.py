@@ -19,7 +19,7 @@ def num_chunks(num_blocks: int) -> int:
 
 
 def chunk_range(start: int, stop: int) -> tuple[int, int]:
-    """The chunks of blocks [start, stop), by number: from the first to before the second."""
+    """The numbers [first, end) of the chunks of blocks [start, stop)."""
     return start // CHUNK_BLOCKS, num_chunks(stop)
 
 
@@ -55,7 +55,7 @@ def check_chunk(start: int, stop: int, num_blocks: int) -> None:
 
 
 def check_leaves(leaves: Sequence[bytes], start: int, num_blocks: int, proof: Sequence[bytes], root: bytes) -> None:
-    """Raises WireError unless the chunks from block `start` on have these leaf hashes, by the root that commits to all.
+    """Raises WireError unless the proof leads from these leaf hashes, of the chunks from block `start` on, to the root.
 
     Args:
         num_blocks: of the whole vector.

@@ -1,7 +1,7 @@
 """The signatures under one peer's head, which it passes on to those who adopt its state.
 
 Each voter signs the head that it has when a round has landed, and sends that to all (Landed). So a joiner need not
-believe its donor: a quorum of the voters says that they have this state.
+trust its donor: a quorum of the voters has signed this state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from p2ptrain.protocol.rounds.quorum import Voter, is_quorum
 from p2ptrain.protocol.wire.messages import Head, Landed, Vote
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Peers whose Landed for another head than ours is kept, until we have theirs: all that can be linked.
+# Peers whose Landed for another head is kept until we have that head: as many as can be linked.
 MAX_EARLY = 256
 
 
@@ -27,7 +27,7 @@ class HeadVotes:
         self._early: dict[PeerId, Landed] = {}
 
     def begin(self, head: Head, votes: Sequence[Vote]) -> Landed:
-        """Collect for this head from now on, beginning with those that came with it. Returns our own, to be sent."""
+        """Collect votes for this head, beginning with those that came with it. Returns our own, to be sent."""
         self._head = head
         self._votes = {(vote.peer_id, vote.incarnation): vote for vote in votes}
         early, self._early = self._early, {}
@@ -36,7 +36,7 @@ class HeadVotes:
         return self._prover.landed(head)
 
     def note(self, sender: PeerId, landed: Landed) -> None:
-        """Take a Landed; what is not for our head, or not signed by a voter of it, counts as nothing."""
+        """Count a Landed that one of our head's voters signed for it. One for another head is kept for later."""
         head = self._head
         if head is None or (landed.lineage, landed.round) != (head.lineage, head.round):
             if sender in self._early or len(self._early) < MAX_EARLY:

@@ -63,7 +63,7 @@ class Inspection:
         self._measured: dict[PeerId, dict[int, Measured]] = {}
 
     def add(self, sender: PeerId, start: int, data: bytes, root: bytes, proof: tuple[bytes, ...]) -> None:
-        """Note a chunk that was checked, each once."""
+        """Note a chunk that was checked. Call it once for each chunk."""
         self._unmeasured.append(ReceivedChunk(sender, start, data))
         if root:
             self._seals[sender] = root, proof
@@ -92,7 +92,7 @@ class Inspection:
         ]
 
     def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:
-        """Take the results of `measure`. Returns the members whose chunks are too large, or not under their roots."""
+        """Take the results of `measure`. Returns the members whose chunks are too large or not under their root."""
         refused: dict[PeerId, WireError] = {}
         for chunk in chunks:
             of_sender = self._measured.setdefault(chunk.sender, {})

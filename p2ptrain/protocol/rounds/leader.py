@@ -157,9 +157,9 @@ class AveragingLeader:
         return policy.included(sends, complete, left, excluded)
 
     def _conflicts(self) -> dict[int, set[PeerId]]:
-        """By part, the members that committed to other chunks there, as its reducer says.
+        """By part, the members whose Merkle root, as its reducer reports it, differs from the agreed one.
 
-        Other than our own part says or, if we reduce none, than most parts say.
+        The agreed root is that of our own part or, if we reduce none, of most parts.
         """
         given: dict[PeerId, dict[int, bytes]] = defaultdict(dict)
         for part, roots in self._roots.items():

@@ -14,9 +14,10 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # A lineage ends after no quorum of its voters was reachable for this long, or for three intervals.
 QUORUM_LOST_S = 60.0
-# Changes of the head remembered, but to the next round. A run has a few; with more, only a restart helps.
+# Changes of the head that are remembered, other than to the next round. A run has a few. With more, only a restart
+# helps.
 MAX_JUMPS = 1000
-# Only for the digits in a lineage's id: no run has so many lineages.
+# Bounds the digits in a lineage's id. No run has so many lineages.
 MAX_GENERATION = 999_999_999
 
 

@@ -1,7 +1,7 @@
 """The last check before READY: a mean far larger than those of the rounds before is refused. Pure, but for its history.
 
-It needs no claim of anybody: the norm is that of the decoded mean. It catches what the guard of outer gradients cannot
-see: reducers that lie, and leaders that leave the guard out.
+It relies on no claim: each peer computes the norm of the decoded mean. It catches what the guard of outer gradients
+cannot see: reducers that lie, and leaders that skip that guard.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOST_DOUBLINGS = 6
 class MeanGuard:
     """This peer's own history of means. It outlives attempts and heads.
 
-    A swarm whose means really have grown must go on. So a refusal doubles the limit until the next round has landed:
-    only if a voter leads, once for each voter, round and snapshot, and `MOST_DOUBLINGS` times in all. A liar cannot
-    raise it by other identities, and by calling again only once an interval: a new snapshot is taken after the round
-    was skipped.
+    If the means of a swarm really have grown, rounds must go on. So a refusal doubles the limit until the next round
+    lands. That counts only if a voter leads, once for each voter, round and snapshot, and `MOST_DOUBLINGS` times in
+    all. A liar cannot raise the limit under other identities. By calling again it can do so once an interval, because
+    a new snapshot is taken only after the round was skipped.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class MeanGuard:
         """The largest norm that is not refused."""
         if len(self._norms) < LEAST_ROUNDS:
             return math.inf
-        # After rounds without any change, nothing can be said.
+        # After rounds without any change there is no limit.
         return MOST_MEANS * statistics.median(self._norms) * 2.0 ** len(self._refused) or math.inf
 
     def note(self, norms: SpanNorms) -> None:

@@ -165,7 +165,7 @@ class Participation:
         self._apply(Held(self.attempt, record.sha256))
 
     def _check_commitments(self, record: Record) -> None:
-        """Raises RoundFailedError if the record names another contribution than we or those that we checked gave."""
+        """Raises RoundFailedError if the record names other contributions than we sent or averaged."""
         tree = self._taker.own.tree if self._taker.own is not None else None
         for c in record.contributors:
             ours = (c.peer_id, c.incarnation) == self._context.liveness.own

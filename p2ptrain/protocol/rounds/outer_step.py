@@ -20,7 +20,7 @@ from p2ptrain.protocol.wire.messages import Commit, Head, Record
 def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int], compared: int) -> float:
     """Raises WireError unless every chunk of a span decodes to values that leave anchor and moments finite.
 
-    Returns the squared norm of the mean outer gradient in this span: of the vector's first `compared` blocks.
+    Returns the squared norm of the mean outer gradient in this span, of the vector's first `compared` blocks only.
 
     Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same.
     """

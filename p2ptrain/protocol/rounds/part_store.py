@@ -33,7 +33,7 @@ def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor], bo
     """The hash that names a part in a record.
 
     Where contributors commit to their chunks it covers them, their weights and the part's blocks too, so that a leader
-    cannot put the mean of other contributors, with other weights or of another part into a reducer's name.
+    cannot pass off the mean of other contributors, with other weights or of another part, as that of a reducer.
     """
     hashed = hashlib.sha256()
     if any(contributor.root for contributor in contributors):
@@ -46,7 +46,7 @@ def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor], bo
 
 
 async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -> None:
-    """Fetch the pieces of one peer, from index 0, `PIPELINE` at once. Raises the first PeerLostError or WireError."""
+    """Fetch pieces 0 to `count` - 1 from one peer, `PIPELINE` at once. Raises the first PeerLostError or WireError."""
     indices = iter(range(count))
 
     async def fetch_some() -> None:
@@ -95,7 +95,7 @@ class PartStore:
         return self._parts[sha256]
 
     def giver(self, sha256: str) -> PeerId | None:
-        """Who gave us a part; None if we made it, or do not have it."""
+        """The peer that gave us a part; None if we made it or do not have it."""
         return self._givers.get(sha256)
 
     def keep(self, record: Record) -> None:

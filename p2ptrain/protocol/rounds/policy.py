@@ -26,8 +26,8 @@ MOST_RATES = 4.0
 # A contributor's norm is limited to this many times the median. With 4, a member whose own norm is 0.8 of the median
 # got -5 times its outer gradient into 2 of 12 rounds, which cost 0.10 nats (benchmarks/harm.py); see also `guarded`.
 MOST_NORMS = 3.0
-# Tokens raise that limit with their square root, up to those of two intervals: after a missed round a member has that
-# many. In proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
+# Tokens raise that limit by their square root, up to the tokens of two intervals: after a missed round a member has
+# that many. If they raised it in proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
 MOST_TOKENS_ALLOWED = 2.0
 # The largest integer that floats represent exactly.
 MOST_COUNT = 2**53
@@ -179,9 +179,9 @@ def guarded(
     is cold, and its first gradients are up to two or three times as large. Codecs change a norm by little, and pruning
     and top-k, which remove values, only make it smaller. Where moments are averaged too, they do not count.
 
-    With at most half of the members lying, the rest stays: the median is within the norms of honest ones, or above them
-    if exactly half lie. A reducer that reports false norms can have members left out that it names, fewer than half of
-    them, and let pass what it names too low in its own part.
+    If at most half of the members lie, the others stay: the median is within the norms of honest ones, or above them if
+    exactly half lie. A reducer that reports false norms can have fewer than half of the members left out, and can hide
+    a large norm in its own part.
 
     Args:
         joins: those of all members.
@@ -218,7 +218,7 @@ def norms_of(
 ) -> dict[PeerId, float]:  # fmt: skip
     """The norm of each contributor, from the squared norms that the reducers of these parts report.
 
-    Parts of the same blocks were reported by several reducers: the median of these counts.
+    Where several reducers report the same blocks, the median of their reports counts.
     """
     ranges = sorted({(plan[part].start, plan[part].stop) for part in parts})
     of_range = {bounds: [part for part in parts if (plan[part].start, plan[part].stop) == bounds] for bounds in ranges}

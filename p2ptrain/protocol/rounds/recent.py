@@ -31,7 +31,7 @@ class RecentContributors:
     rounds: tuple[tuple[int, frozenset[PeerId]], ...] = ()
 
     def after(self, head: Head) -> RecentContributors:
-        """With a new head: after a round, or after this peer took another state."""
+        """The contributors after a new head, which follows from a round or from an adopted state."""
         record = head.record
         if record is None:
             return RecentContributors(head.lineage)
@@ -42,5 +42,5 @@ class RecentContributors:
         return RecentContributors(head.lineage, (*kept, (record.round, newest)))
 
     def admits(self, peer_id: PeerId) -> bool:
-        """Whether fragments of this peer are merged, and whether it is worth its bytes to push them."""
+        """Whether fragments of this peer are merged; if not, it need not push any."""
         return not self.rounds or any(peer_id in contributors for _, contributors in self.rounds)

@@ -22,9 +22,10 @@ from p2ptrain.settings.config import RunConfig
 MOST_INTERVAL = 16
 # A committed round advances the run by at most so many times H: without a quorum, peers train on for long (guess).
 MOST_INTERVALS = 1000
-# A member that has trained less is not READY for a record so many times H further. Members are few intervals apart.
+# A member is not READY for a record more than so many times H ahead of its training. Members are few intervals apart.
 MOST_AHEAD = 4
-# A weight relative to the median of those that are not 0, with room for rounding: tokens count at most twice theirs.
+# A weight is at most so many times the median of the positive ones, as tokens count at most twice the median's; with
+# room for rounding.
 MOST_WEIGHT = 2.001
 # Counts have 64 bits on the wire.
 MOST_TOKENS = 2**62
@@ -96,7 +97,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
         raise WireError("a record whose contributors, or peers with an interval, are not distinct")
     check_size(record)
     positive = [weight for weight in weights.values() if weight > 0]
-    # As `policy.weights_of` makes them; the guard may scale the others down.
+    # As `policy.weights_of` limits them. With "clip" the guard may scale the others down.
     if positive and run.round_guard != "clip" and max(positive) > MOST_WEIGHT * statistics.median(positive):
         raise WireError(f"a record with a weight above {MOST_WEIGHT:.0f} times the median")
     if not any(weights.values()) or not all(0 <= weight <= MOST_COUNT for weight in weights.values()):
@@ -142,8 +143,8 @@ def check_proposal(record: Record, run: RunConfig, head: Head, own_step: int) ->
 def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 
-    Its contributors are the voters of the next round: a leader that names few of those present takes the run over.
-    Not for a member that sits the round out: nothing of it was left out.
+    Its contributors are the voters of the next round: a leader that names few of those present could take the run
+    over. Not called for a member that sits the round out, because it expects to be left out.
 
     Args:
         present: ourselves, and the live peers of our lineage.

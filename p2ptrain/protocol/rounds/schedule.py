@@ -123,7 +123,7 @@ class Schedule:
         self._due.setdefault(due.round, set()).add(sender)
         if due.round == head.round + 1:
             self._counters[sender] = due.counter
-            # Two must say so, where there are two: who knows the order of leaders could make itself the next each time.
+            # Two peers must report it, if there are two: one that knows the order of leaders could else lead each time.
             claims = sorted(self._counters.values(), reverse=True)
             heard = claims[min(len(self._context.host.trainers()), 2) - 1 :][:1]
             self.counter = max(self.counter, *(min(claim, self.counter + MAX_DUE_AHEAD) for claim in heard), 0)

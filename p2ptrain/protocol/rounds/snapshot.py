@@ -33,7 +33,7 @@ class SnapshotTaker:
     Attributes:
         own: the contribution to the current round; None until the snapshot is taken.
         sits_out: why we do not contribute to this round; empty if we do.
-        sent: whether we sent all of it in the attempt that was decided.
+        sent: whether we sent all of `own` in the attempt that was decided.
     """
 
     def __init__(self, context: RoundContext) -> None:

@@ -284,12 +284,13 @@ class Swarm:
     def refusal(self, command: str, status: int = 2) -> str:
         """Run a command that must refuse to go on: exit status 2, or `status`, and one line, which is returned.
 
-        A joiner that opened the network has said its id before that.
+        Before that, a joiner may have said its id, and any command what it waits for.
         """
         process = self.start(command)
         process.refused = True
         assert process.wait() == status, self.report()
-        (line,) = (line for line in process.errors.splitlines() if not line.startswith("this peer's id is "))
+        said = ("this peer's id is ", "connecting to the initial peers; ", "asking the peers of run ")
+        (line,) = (line for line in process.errors.splitlines() if not line.startswith(said))
         assert line.startswith("p2ptrain: error: ")
         return line
 

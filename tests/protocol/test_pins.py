@@ -9,12 +9,24 @@ import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import RunMismatchError, TransientError
-from p2ptrain.protocol.rounds.history import name_of
+from p2ptrain.protocol.rounds.history import History, name_of
+from p2ptrain.protocol.state_sync import transfer
+from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+
+
+def checkpoint_of(s: Swarm, name: str) -> Restored:
+    """What a peer would save now."""
+    node, exchange = s.peers[name].node, s.peers[name].exchange
+    state = exchange.new_state()
+    state.copy_from(node.state)
+    return Restored(
+        state, node.engine.head, exchange.run_step, History(node.engine.history.genesis, node.engine.history.entries)
+    )
 
 
 @pytest.mark.parametrize("pin", ["founder", "anchor", "both", "another founder", "another anchor"])
@@ -40,6 +52,26 @@ def test_a_joiner_joins_only_the_run_that_its_user_named(pin: str) -> None:
                 assert not joiner.node.ready.is_set()
             else:
                 await s.until(lambda: common(s, 4, 4))
+
+    run_virtual(main)
+
+
+def test_a_pinned_peer_with_a_checkpoint_joins_its_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' history is read only back to an entry that we know, which is later than the anchor."""
+    monkeypatch.setattr(transfer, "PAGE_ENTRIES", 2)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 6, 3))
+            saved = checkpoint_of(s, "c")
+            record = next(name_of(e) for e in saved.history.entries if e.commit)
+            s.kill("c")
+            await s.until(lambda: len(s.peers["a"].rounds("committed")) >= 9)
+            again = s.start("c", restored=saved)
+            again.node.state_sync.joining._pins = Pins(record, "a")
+            await s.until(again.node.ready.is_set)
+            assert again.node.engine.head.lineage == s.peers["a"].node.engine.head.lineage
 
     run_virtual(main)
 

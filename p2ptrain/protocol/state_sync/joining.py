@@ -241,10 +241,12 @@ class Joining:
         async def fetch_history() -> None:
             ours = self._restored.history.entries if self._restored is not None else ()
             theirs = await ask_history(self._context, donors[0], signed.head, ours)
-            check_pins(self._pins, signed, theirs)
+            # Theirs may begin after the anchor: it ends at an entry of ours.
+            found = merged(ours, theirs)
+            check_pins(self._pins, signed, found)
             if ours and shared(ours, theirs) is None and donors[0].peer_id not in self._context.links.chosen:
                 raise PeerLostError(f"{donors[0].peer_id}: its history is not that of our checkpoint")
-            entries.extend(merged(ours, theirs))
+            entries.extend(found)
 
         check_founder(self._pins, signed.genesis.founder)
         try:

@@ -14,6 +14,7 @@ from torch import nn
 from p2ptrain.errors import ConfigError, UnreachableError
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.links.strikes import Struck
+from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -118,6 +119,7 @@ class FakeNetworkSession:
             raise UnreachableError("no initial peer can be reached")
         type(self).alone = alone
         type(self).opened = config
+        self.pins = Pins(config.anchor.lower(), config.founder)
 
     @property
     def network(self) -> FakeNetworkSession:

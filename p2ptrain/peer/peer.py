@@ -296,7 +296,7 @@ class Peer:
             True if restored, False if the run is further already and it was ignored.
 
         Raises:
-            ConfigError: it is damaged or of another model, or was not restored in time.
+            ConfigError: it is damaged, of another model or of another run than pinned, or was not restored in time.
             TimeoutError: the network side did not answer within 120 s.
         """
         restored = from_dict(state, self._exchange.new_state())

@@ -47,6 +47,7 @@ class NetworkSession:
     Attributes:
         network: the open network.
         knows_others: whether it was joined through other peers.
+        pins: what the user knows of the run.
     """
 
     def __init__(self, config: NetworkConfig, *, alone: bool = False) -> None:
@@ -55,7 +56,7 @@ class NetworkSession:
         Raises ConfigError if the network cannot be opened, or no initial peer answers.
         """
         self._chosen = frozenset(by_peer_id(config.initial_peers))
-        self._pins = Pins(config.anchor.lower(), config.founder)
+        self.pins = Pins(config.anchor.lower(), config.founder)
         self._peer_timeout_s = config.peer_timeout_s
         self._key = config.key
         self.knows_others = bool(ways_in(config)) and not alone
@@ -170,7 +171,7 @@ class NetworkSession:
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
                 peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, closed=self._closed_run(run.run_id),
-                pins=self._pins,
+                pins=self.pins,
                 resume_state=resume_state, on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:

@@ -101,8 +101,8 @@ def join_run(
         session = stack.enter_context(_open_session(named, _remembered(out), saved, say))
         ours = RunConfig.from_stated(saved.info["run"]) if saved else None
         network = config.network
-        is_pinned = bool(network.anchor) or network.founder not in ("", session.network.peer_id)
-        if is_pinned and not session.knows_others and not saved:
+        may_found = session.pins.allows_founding(session.network.peer_id)
+        if not may_found and not session.knows_others and not saved:
             flag = "--anchor" if network.anchor else "--founder"
             raise ConfigError(f"{flag}: no peer of that run is known; add --initial-peers or a ticket")
         if network.founder not in ("", session.network.peer_id):

@@ -24,8 +24,8 @@ from p2ptrain.protocol.rounds.history import (
     shared,
     was_alone,
 )
-from p2ptrain.protocol.state_sync.provenance import Pins, check_pins, is_preferred
-from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head, SignedHead
+from p2ptrain.protocol.state_sync.provenance import Pins, is_preferred
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head
 from tests.protocol.signing import Past, founding_of, genesis_of, prover_of, record_after, signed_by
 
 DIGEST = "d" * 64
@@ -200,14 +200,13 @@ def test_a_genesis_is_of_this_run_and_of_this_head() -> None:
 
 def test_pins_refuse_any_other_run() -> None:
     past = common().commit("abcd")
-    signed = SignedHead(head_at(past), (), past.genesis)
     record = name_of(past.entries[1])
     for pins in (Pins(), Pins(founder="a"), Pins(anchor=record), Pins(record, "a")):
-        check_pins(pins, signed, past.entries)
+        pins.check(past.genesis, past.entries)
     genesis_entry = name_of(past.entries[0])
     for pins in (Pins(founder="b"), Pins(anchor="0" * 64), Pins(anchor=genesis_entry), Pins(record, "b")):
         with pytest.raises(RunMismatchError, match=r"^(founder|anchor) = "):
-            check_pins(pins, signed, past.entries)
+            pins.check(past.genesis, past.entries)
 
 
 def test_an_anchor_holds_only_for_those_who_may_go_on_from_it() -> None:

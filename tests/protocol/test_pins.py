@@ -77,6 +77,67 @@ def test_a_pinned_peer_with_a_checkpoint_joins_its_run_again(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("pins", [Pins(founder="b"), Pins(anchor="0" * 64)])
+def test_a_checkpoint_of_another_run_is_not_gone_on_with(pins: Pins) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "a")
+            await s.until(lambda: bool(s.peers["a"].rounds()))
+            saved = checkpoint_of(s, "a")
+            s.kill("a")
+            again = s.start("a", founder=True, restored=saved)
+            again.node.state_sync.joining._pins = pins
+            while again.error is None:
+                await trio.sleep(0.1)
+            assert isinstance(innermost(again.error), RunMismatchError)
+            again.error = None
+            assert not again.node.ready.is_set()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_member_leaves_its_run_for_no_other(pinned: bool) -> None:
+    """Its initial peer is in another start of the run, which has more members."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            s.network.partition("a", "bc")
+            a = s.start("a", founder=True, chosen="b")
+            start_all(s, "bc")
+            await s.until(lambda: bool(a.rounds()) and len(s.peers["b"].rounds("committed")) >= 2)
+            engine, sync = a.node.engine, a.node.state_sync
+            ours, saved = engine.head.genesis, checkpoint_of(s, "b")
+            if pinned:
+                sync._pins = Pins(anchor=next(name_of(e) for e in engine.history.entries if e.commit))
+            s.network.partition()
+            await s.until(lambda: "b" in a.node.links.live)
+            await trio.sleep(30)
+            assert (engine.head.genesis == ours) == pinned
+            if pinned:
+                with pytest.raises(RunMismatchError):
+                    await sync.can_restore(saved)
+
+    run_virtual(main)
+
+
+def test_an_anchor_that_our_history_no_longer_reaches_is_kept_by_what_goes_on_from_it() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            a = s.start("a", founder=True)
+            await s.until(lambda: len(a.rounds()) >= 5)
+            sync, history = a.node.state_sync, a.node.engine.history
+            assert history.genesis is not None
+            entries = list(history.entries)
+            sync._pins = Pins(anchor=next(name_of(e) for e in entries if e.commit))
+            del history.entries[:-2]
+            sync._check_pins(history.genesis, entries[-1:])
+            with pytest.raises(RunMismatchError):
+                sync._check_pins(history.genesis, entries[-3:-2])
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("pins", [Pins(founder="b"), Pins(anchor="0" * 64)])
 def test_who_names_another_run_starts_none(pins: Pins) -> None:
     async def main() -> None:
         async with swarm(PLAIN) as s:

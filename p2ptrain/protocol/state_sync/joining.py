@@ -23,7 +23,7 @@ from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.history import History, is_better, leads_to, merged, shared
 from p2ptrain.protocol.state_sync.arrival import Arrivals
-from p2ptrain.protocol.state_sync.provenance import Pins, ask_head, ask_history, check_founder, check_pins, rank_of
+from p2ptrain.protocol.state_sync.provenance import Pins, ask_head, ask_history, rank_of
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
 from p2ptrain.protocol.wire.messages import Entry, Head, SignedHead
 from p2ptrain.protocol.wire.transport import PeerId
@@ -105,12 +105,12 @@ class Joining:
         restored = self._restored
         if restored is not None:
             if restored.history.genesis is not None:
-                check_founder(self._pins, restored.history.genesis.founder)
+                self._pins.check(restored.history.genesis, restored.history.entries)
             state.copy_from(restored.state)
             engine.found_lineage(restored.head, restored.history)
             await self._arrivals.land("keep", "restored from a checkpoint", restored.run_step)
             return
-        if self._pins.anchor or not self._pins.allows_founder(context.peer_id):
+        if not self._pins.allows_founding(context.peer_id):
             raise TransientError(
                 f"run {context.run.run_id!r}: no peer of it answers, and with founder or anchor it is not started "
                 "here; check the initial peers"
@@ -243,12 +243,12 @@ class Joining:
             theirs = await ask_history(self._context, donors[0], signed.head, ours)
             # Theirs may begin after the anchor: it ends at an entry of ours.
             found = merged(ours, theirs)
-            check_pins(self._pins, signed, found)
+            self._pins.check(signed.genesis, found)
             if ours and shared(ours, theirs) is None and donors[0].peer_id not in self._context.links.chosen:
                 raise PeerLostError(f"{donors[0].peer_id}: its history is not that of our checkpoint")
             entries.extend(found)
 
-        check_founder(self._pins, signed.genesis.founder)
+        self._pins.check_founder(signed.genesis)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(fetch_history)

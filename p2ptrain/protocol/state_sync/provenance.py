@@ -29,7 +29,7 @@ from p2ptrain.protocol.rounds.history import (
 )
 from p2ptrain.protocol.rounds.lineage import check_head, generation_of
 from p2ptrain.protocol.rounds.proof import Prover
-from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead, unpack
+from p2ptrain.protocol.wire.messages import Beat, Entry, Founding, Head, SignedHead, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -46,7 +46,7 @@ HistoryPage = NewType("HistoryPage", Annotated[tuple[Entry, ...], Meta(max_lengt
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user knows of the run. A joining peer checks every head against it.
+    """What the user knows of the run. Any other run is neither joined, nor gone on with from a checkpoint.
 
     Attributes:
         anchor: the hash of a record that must be in the run's history, as 64 hex digits; "" for any.
@@ -56,9 +56,26 @@ class Pins:
     anchor: str = ""
     founder: PeerId = ""
 
-    def allows_founder(self, founder: PeerId) -> bool:
-        """Whether the user wants a run with this founder."""
-        return self.founder in ("", founder)
+    def allows_founding(self, peer_id: PeerId) -> bool:
+        """Whether a run that this peer founds now can be the one that the user wants."""
+        return not self.anchor and self.founder in ("", peer_id)
+
+    def check_founder(self, genesis: Founding) -> None:
+        """Raises RunMismatchError unless the user wants a run with this founder."""
+        if self.founder not in ("", genesis.founder):
+            raise RunMismatchError(
+                f"founder = {self.founder}: the run that was found was founded by {shown(genesis.founder)}; check the "
+                "id, or that these are peers of your run"
+            )
+
+    def check(self, genesis: Founding, entries: Sequence[Entry]) -> None:
+        """Raises RunMismatchError unless a history that begins with this founding is of the run that the user wants."""
+        self.check_founder(genesis)
+        if self.anchor and not is_continued(entries, self.anchor):
+            raise RunMismatchError(
+                f"anchor = {self.anchor}: the last {RECENT_ENTRIES} rounds of the run do not go on from this record; "
+                "give a newer one, or check that these are peers of your run"
+            )
 
 
 NO_PINS = Pins()
@@ -115,25 +132,6 @@ def _checked(entries: list[Entry], prover: Prover, head: Head, peer_id: PeerId) 
     if not entries:
         raise PeerLostError(f"{peer_id} has no history of its head")
     return entries
-
-
-def check_pins(pins: Pins, signed: SignedHead, entries: Sequence[Entry]) -> None:
-    """Raises RunMismatchError unless this is the run that the user wants."""
-    check_founder(pins, signed.genesis.founder)
-    if pins.anchor and not is_continued(entries, pins.anchor):
-        raise RunMismatchError(
-            f"anchor = {pins.anchor}: the last {RECENT_ENTRIES} rounds of the run do not go on from this record; give "
-            "a newer one, or check that these are peers of your run"
-        )
-
-
-def check_founder(pins: Pins, founder: PeerId) -> None:
-    """Raises RunMismatchError unless the user wants a run with this founder."""
-    if not pins.allows_founder(founder):
-        raise RunMismatchError(
-            f"founder = {pins.founder}: the run that was found was founded by {shown(founder)}; check the id, or "
-            "that these are peers of your run"
-        )
 
 
 def is_preferred(

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.exchange.types import LandingKind
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.history import History, merged
+from p2ptrain.protocol.rounds.history import History, merged, shared
 from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
@@ -30,7 +30,7 @@ from p2ptrain.protocol.state_sync.provenance import (
     rank_of,
 )
 from p2ptrain.protocol.state_sync.transfer import Download
-from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Head, unpack
+from p2ptrain.protocol.wire.messages import Beat, Commit, Entry, Founding, Head, unpack
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -155,7 +155,7 @@ class StateSync:
                 try:
                     if await self._replace_from(donor, reason):
                         return
-                except PeerLostError as error:
+                except (PeerLostError, RunMismatchError) as error:
                     logger.info("catching up with %s failed: %s", donor.peer_id, error)
 
     def _elsewhere(self) -> list[Link]:
@@ -170,7 +170,10 @@ class StateSync:
         return [link for link, _ in beats]
 
     async def _replace_from(self, donor: Link, reason: str) -> bool:
-        """Adopt a partner's state, if its history is preferred to ours. Raises PeerLostError, WireError."""
+        """Adopt a partner's state, if its history is preferred to ours.
+
+        Raises PeerLostError, RunMismatchError, WireError.
+        """
         context, engine = self._context, self._engine
         signed = await ask_head(context, donor)
         head = signed.head
@@ -178,8 +181,7 @@ class StateSync:
         if not self._prefers(donor, head, entries):
             self._download = None
             return False
-        if not self._pins.allows_founder(signed.genesis.founder):
-            return False
+        self._check_pins(signed.genesis, entries)
         logger.info("replacing our state: %s", reason)
         # A new lineage may begin with the state that we have; otherwise download.
         if head.state_sha256 != engine.head.state_sha256:
@@ -218,14 +220,26 @@ class StateSync:
             is_initial=donor is None or self._is_trusted(donor),
         )  # fmt: skip
 
+    def _check_pins(self, genesis: Founding, entries: Sequence[Entry]) -> None:
+        """Raises RunMismatchError unless a history is of the run that the user wants."""
+        if shared(self._engine.history.entries, entries) is None:
+            self._pins.check(genesis, entries)
+        else:  # It goes on from ours, which may no longer reach back to the anchor.
+            self._pins.check_founder(genesis)
+
     def _is_trusted(self, donor: Link) -> bool:
         """Whether the user named this peer. A joining user that named none trusts any peer of the run."""
         chosen = self._context.links.chosen
         return donor.peer_id in chosen or not (chosen or self._may_found)
 
     async def can_restore(self, restored: Restored) -> bool:
-        """Whether a checkpoint's state is ahead of ours."""
-        return self._prefers(None, restored.head, restored.history.entries)
+        """Whether a checkpoint's state is ahead of ours. Raises RunMismatchError if it is of an unwanted run."""
+        history = restored.history
+        if not self._prefers(None, restored.head, history.entries):
+            return False
+        if history.genesis is not None:
+            self._check_pins(history.genesis, history.entries)
+        return True
 
     async def restore(self, restored: Restored) -> None:
         """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,8 +19,9 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
+from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.transfer import Transfer
-from p2ptrain.protocol.wire.messages import Arrived, Head, Message, RosterPart
+from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -187,6 +189,27 @@ def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_
             assert lies
             for rounds in rounds_since(s, began, "abc"):
                 assert all(len(r["contributors"]) >= 2 for r in rounds)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("largest", "holder"), [(0, "y"), (1, "y"), (2, "x")])
+def test_the_reducer_of_the_largest_span_is_avoided_however_many_spans_a_part_has(largest: int, holder: str) -> None:
+    record = Record(
+        "0-g", "0-g", 8, "s", (), (Part(0, 2048, "", "y"), Part(2048, 3072, "", "x")), "nesterov", 0.7, 0.9, 20, 100,
+        (), 0.0, 0.0,
+    )  # fmt: skip
+    norms = [((start, start + 1024), 100.0 if i == largest else 1.0) for i, start in enumerate((0, 1024, 2048))]
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            context, avoided = s.start("a").node.engine.context, list[str]()
+            member = Participation(
+                context, Attempt(0, "y", "y.1"), HEAD, Any, fetch=Any, tell=Any, apply=Any, avoid=avoided.append
+            )  # type: ignore[arg-type]
+            own = SimpleNamespace(squared_norm=lambda *_: 1.0)
+            await member._avoid_largest(record, norms, own)  # type: ignore[arg-type]
+            assert avoided == [holder]
 
     run_virtual(main)
 

@@ -190,13 +190,14 @@ class Participation:
 
     async def _avoid_largest(self, record: Record, norms: SpanNorms, own: OwnContribution) -> None:
         """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""
-        codec, compared, holders = self._context.codec, self._context.state.num_stepped, record.parts
+        codec, compared = self._context.codec, self._context.state.num_stepped
 
         def excess() -> list[float]:
             return [norm / max(own.squared_norm(codec, chunk_bounds(*span), compared), 1e-30) for span, norm in norms]
 
         excesses = await self._context.compute(excess)
-        holder = holders[excesses.index(max(excesses))].holder
+        (start, _), _ = norms[excesses.index(max(excesses))]
+        holder = next(part.holder for part in record.parts if part.start <= start < part.stop)
         if holder != self._context.peer_id:
             self._avoid(holder)
 

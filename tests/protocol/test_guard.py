@@ -176,19 +176,30 @@ def lie_as_reducer(peer: TestPeer, lie: Callable[[Arrived], dict[str, Any]]) -> 
     return lies
 
 
-def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_the_log() -> None:
+def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+
     async def main() -> None:
         async with swarm(PLAIN) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 1, 4))
             lies = lie_as_reducer(
-                s.peers["x"], lambda m: {"norms": tuple(0.0 if member == "x" else 1e20 for member in m.complete)}
+                s.peers["x"], lambda m: {"norms": tuple(1e20 if member == "a" else 0.0 for member in m.complete)}
             )
             began = trio.current_time()
-            await s.until(lambda: all(len(rounds) >= 3 for rounds in rounds_since(s, began, "abc")), within_s=90)
+            await s.until(lambda: all(len(rounds) >= 4 for rounds in rounds_since(s, began, "bc")), within_s=90)
             assert lies
-            for rounds in rounds_since(s, began, "abc"):
-                assert all(len(r["contributors"]) >= 2 for r in rounds)
+            for rounds in rounds_since(s, began, "bc"):
+                without = [r for r in rounds if len(r["contributors"]) < 4]
+                assert without
+                assert all(r["contributors"] == ["b", "c", "x"] for r in without)
+                for r in without:
+                    line = (
+                        f"round {r['round']}: a is left out: the norm of its outer gradient, 1e+10, is above the limit"
+                    )
+                    assert caplog.text.count(line) == 1
 
     run_virtual(main)
 

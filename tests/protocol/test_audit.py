@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.rounds.audit import Audited, Audits, Draw, Verdict, draw_of
+from p2ptrain.protocol.rounds.audit import KEEP_S, Audited, Audits, Draw, Verdict, draw_of
 from p2ptrain.protocol.wire.messages import Accuse, Contribution, Contributor, Part, Record, Request
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -183,6 +183,26 @@ def test_the_accused_round_is_checked_though_another_one_lands_meanwhile() -> No
             audits.keep(msgspec.structs.replace(record, round=record.round + 1), None)
             await trio.sleep(0.1)
             assert checked == [record.round]
+
+    run_virtual(main)
+
+
+def test_chunks_are_dropped_in_time_though_their_audit_fails() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start(s)
+
+            async def verify(audited: Audited) -> Verdict:
+                raise RuntimeError("a bug of ours")
+
+            for peer in s.peers.values():
+                audits_of(peer)._verify = verify  # type: ignore[method-assign]
+            await s.until(lambda: common(s, 1, 4))
+            for peer in s.peers.values():
+                peer.paused = True
+            await s.until(lambda: all(audits_of(peer)._audited for peer in s.peers.values()))
+            await trio.sleep(KEEP_S + 1)
+            assert not any(audits_of(peer)._audited for peer in s.peers.values())
 
     run_virtual(main)
 

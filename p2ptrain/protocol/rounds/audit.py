@@ -143,7 +143,7 @@ class Audits:
         self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
 
     async def audit(self) -> None:
-        """Audit the last round if it is ours to audit, and drop the chunks after a while."""
+        """Audit the last round if it is ours to audit."""
         audited = self._audited
         if audited is None:
             return
@@ -158,6 +158,12 @@ class Audits:
                     holder = audited.part.holder
                     logger.warning("round %d: reducer %s withholds its audit data", record.round, holder)
                     self.avoid(holder)
+
+    async def expire(self) -> None:
+        """Drop our chunks of the last round after a while."""
+        audited = self._audited
+        if audited is None:
+            return
         await trio.sleep(KEEP_S)
         if self._audited is audited:
             self._audited = None

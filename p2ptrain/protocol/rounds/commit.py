@@ -154,6 +154,7 @@ class Committer:
                 self._set_head(head)
                 self._head_set = True
                 self._start_soon(self._audit, record)
+                self._start_soon(context.audits.expire)
             self.stepping = False
         if not self._landed.is_set():
             await self._landed.wait()

@@ -5,7 +5,8 @@ bits do not depend on the plan of an attempt, on who reduces, or on the past, an
 A bound that holds for every chunk holds for the whole vector: the squares of its chunks' distances add up.
 
 All three need a majority: with k contributors they say nothing once half of them lie together, and a peer that joins
-under several identities counts several times. None of them notices values that honest training could have sent.
+under several identities counts several times. Of two contributors none can be told from a liar: all three are then the
+weighted mean. None of them notices values that honest training could have sent.
 Without any attacker they cost a little loss, as an honest peer that differs from the others counts less than it should.
 
 Memory: the decoded chunk of every contributor and its ranks, k · 384 KiB, whatever the size of the model. Time with 8
@@ -53,6 +54,8 @@ def clipped_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_block
     Arguments, result and errors are those of `weighted_mean`; one chunk at most.
     """
     values, shares = _decoded(encoded, codec, num_blocks)
+    if len(values) < 3:
+        return finite(_trimmed(values, shares, 0))
     with np.errstate(over="ignore", invalid="ignore"):
         mean = _median(values)
         for _ in range(_ITERATIONS):
@@ -74,8 +77,8 @@ def trimmed_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_block
     order, and with their weights in the mean of the rest.
 
     Guarantee: with at most b liars, every value of the mean lies between two honest values. It ends at b + 1, where the
-    liars choose one of the values that count. With one or two contributors it is the weighted mean. Without liars it
-    discards half of the values, so the mean has more noise; a value that only few contributors have is lost.
+    liars choose one of the values that count. Without liars it discards half of the values, so the
+    mean has more noise; a value that only few contributors have is lost.
 
     Arguments, result and errors are those of `weighted_mean`; one chunk at most.
     """
@@ -96,6 +99,8 @@ def geometric_median(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_b
     Arguments, result and errors are those of `weighted_mean`; one chunk at most.
     """
     values, shares = _decoded(encoded, codec, num_blocks)
+    if len(values) < 3:
+        return finite(_trimmed(values, shares, 0))
     with np.errstate(over="ignore", invalid="ignore"):
         mean = _median(values)
         for _ in range(_ITERATIONS):

@@ -44,7 +44,7 @@ def plain(mean_of, values: Sequence[np.ndarray], weights: Sequence[float]) -> np
     x = np.stack([one.reshape(-1) for one in values]).astype(np.float64)
     w = np.array(weights[: len(x)]) / sum(weights[: len(x)])
     x, w = x[w > 0], w[w > 0]
-    if mean_of is trimmed_mean:
+    if mean_of is trimmed_mean or len(x) < 3:
         return plain_trimmed(x, w, num_trimmed(len(x)))
     v = np.median(x, axis=0)
     for _ in range(3):
@@ -67,6 +67,12 @@ def test_it_agrees_with_the_reference_in_double_precision(mean_of, count: int) -
     assert mean.dtype == np.float32
     assert mean.shape == (5, 64)
     np.testing.assert_allclose(mean.reshape(-1), plain(mean_of, values, WEIGHTS), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("mean_of", MEANS)
+def test_of_two_contributors_it_is_the_weighted_mean(mean_of) -> None:
+    sent = encoded([*gradients(2), np.full((5, 64), 1e6, np.float32)], [2.0, 1.0, 0.0])
+    np.testing.assert_allclose(mean_of(sent, PLAIN, 5), weighted_mean(sent, PLAIN, 5), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("mean_of", MEANS)

@@ -13,11 +13,13 @@ from p2ptrain.cli.options import settings_command
 from p2ptrain.settings.table import NETWORK_SETTINGS, Settings
 
 DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
+# Settings of a peer that joins a run; this node joins none.
+OF_A_RUN = ("run_key", "founder", "anchor")
 # How often to check for Ctrl-C, in seconds.
 POLL_S = 0.2
 
 
-@settings_command(*[setting.name for setting in NETWORK_SETTINGS if setting.name != "run_key"], "run_id")
+@settings_command(*[setting.name for setting in NETWORK_SETTINGS if setting.name not in OF_A_RUN], "run_id")
 def bootstrap(settings: Settings) -> None:
     """Run a node that connects peers, but does not train.
 

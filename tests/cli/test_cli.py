@@ -198,6 +198,12 @@ def test_bootstrap_prints_and_writes_its_addresses(
     assert session.opened.identity == "p2ptrain-bootstrap/identity.key"
 
 
+def test_bootstrap_offers_no_setting_of_a_run_that_is_joined() -> None:
+    text = _output("bootstrap", "--help")
+    assert "--initial-peers" in text
+    assert not [flag for flag in ("--run-key", "--founder", "--anchor") if flag in text]
+
+
 def test_a_bootstrap_node_without_its_daemon_does_not_stay(session: type[FakeNetworkSession]) -> None:
     session.failure = ConfigError("the libp2p daemon (p2pd) died")
     result = CliRunner().invoke(cli, ["bootstrap"])

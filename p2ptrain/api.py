@@ -24,6 +24,7 @@ from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
+from p2ptrain.settings.setting import shortened
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -179,7 +180,7 @@ def join(
     if process_group is not None and not isinstance(process_group, torch.distributed.ProcessGroup):
         raise ConfigError(f"process_group = {process_group!r}: must be a group of torch.distributed")
     if isinstance(initial_peers, str):
-        raise ConfigError(f"initial_peers = {initial_peers!r}: must be a list of addresses; put it in [ ]")
+        raise ConfigError(f"initial_peers = {shortened(initial_peers)}: must be a list of addresses; put it in [ ]")
     if not isinstance(sparta, Sparta | None):
         raise ConfigError(f"sparta = {sparta!r}: must be p2ptrain.Sparta(fragment_fraction=…), or left out")
     if not isinstance(diloco, DiLoCo | None):

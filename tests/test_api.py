@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 import p2ptrain
+from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from tests.fakes import MADDR, FakeNetworkSession
 
@@ -34,6 +35,11 @@ def test_a_run_that_is_not_found_is_started_with_a_warning(
         peer = p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers=initial_peers, resume=resume)
     assert [record.getMessage() for record in caplog.records] == warnings
     assert getattr(peer, "founded", None) == (live is None or live.run_id == "y")
+
+
+def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="initial_peers = 'p2pt1…': must be a list"):
+        p2ptrain.join(nn.Linear(2, 2), initial_peers="p2pt1" + "ab" * 40)
 
 
 def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:

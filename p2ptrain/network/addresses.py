@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.protocol.membership.reachability import is_public
+from p2ptrain.settings.run_key import without_secrets
+from p2ptrain.settings.setting import shortened
 
 # A machine with many interfaces reports about ten; each costs up to a 5 s dial.
 MAX_HINTS = 16
@@ -36,11 +38,13 @@ def check_initial_peers(maddrs: Iterable[str]) -> None:
     """Raises ConfigError unless each is a multiaddr that ends in /p2p/<peer id>."""
     for text in maddrs:
         if not text.isprintable() or " " in text:  # the parser takes "4001\n" for a port
-            raise ConfigError(f"initial peer {text!r} contains blanks or unprintable characters; expected {EXAMPLE}")
+            raise ConfigError(
+                f"initial peer {shortened(text)} contains blanks or unprintable characters; expected {EXAMPLE}"
+            )
         maddr = _parse("initial peer", text, EXAMPLE)
         if maddr.protocols()[-1].name != "p2p" or len(list(maddr.protocols())) < 2:
             raise ConfigError(
-                f"initial peer {text!r} must be an address that ends in /p2p/<peer id>, such as {EXAMPLE}; "
+                f"initial peer {shortened(text)} must be an address that ends in /p2p/<peer id>, such as {EXAMPLE}; "
                 "copy the whole address that the other peer printed"
             )
 
@@ -159,10 +163,10 @@ def _parse(what: str, text: str, example: str) -> Multiaddr:
     try:
         return Multiaddr(text)
     except Exception as error:  # the parser raises many types
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = without_secrets(str(error).partition("\n")[0]) or type(error).__name__
         if "protocol p2p:" in reason:
             reason = "the id after /p2p/ is not complete: copy the whole address"
-        raise ConfigError(f"{what} {text!r} is not a multiaddr ({reason}); expected {example}") from None
+        raise ConfigError(f"{what} {shortened(text)} is not a multiaddr ({reason}); expected {example}") from None
 
 
 def _as_seen_outside(host_maddr: str) -> str:

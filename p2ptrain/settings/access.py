@@ -12,6 +12,7 @@ from pathlib import Path
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.peer_id import is_peer_id
+from p2ptrain.settings.run_key import without_secrets
 from p2ptrain.settings.setting import shortened
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,9 @@ class Access:
         """
         for address in addresses:
             peer_id = address.rpartition("/p2p/")[2]
+            shown = without_secrets(peer_id)
             if self._allow is not None and peer_id not in self._allow.ids:
-                raise ConfigError(f"{self._allow.origin} does not hold your initial peer {peer_id}; add it")
+                raise ConfigError(f"{self._allow.origin} does not hold your initial peer {shown}; add it")
             if self._deny is not None and peer_id in self._deny.ids:
                 raise ConfigError(f"{self._deny.origin} holds your initial peer {peer_id}; remove it")
 

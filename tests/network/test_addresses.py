@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
-from p2ptrain.network.addresses import MAX_HINTS, by_peer_id, dialable, hints, is_initial_peer
+from p2ptrain.network.addresses import MAX_HINTS, by_peer_id, check_initial_peers, dialable, hints, is_initial_peer
 
+TICKET = "p2pt1" + "ab" * 40
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
@@ -52,6 +54,13 @@ def test_hints_of_strangers() -> None:
 )
 def test_what_a_run_can_be_joined_through(text: str, usable: bool) -> None:
     assert is_initial_peer(text) is usable
+
+
+@pytest.mark.parametrize("text", [TICKET, f"{TICKET} ", f"/ip4/{TICKET}/tcp/1", f"/dns4/{TICKET}/tcp/1"])
+def test_a_ticket_in_place_of_an_address_is_not_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^initial peer .*p2pt1…") as caught:
+        check_initial_peers([text])
+    assert "abab" not in str(caught.value)
 
 
 def test_an_address_through_a_relay_has_the_relays_id_as_p2pd_writes_it() -> None:

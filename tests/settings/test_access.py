@@ -142,6 +142,13 @@ def test_initial_peers_that_the_lists_refuse_are_an_error(tmp_path: Path) -> Non
         denied.check_allowed(at.values())
 
 
+def test_a_ticket_among_the_initial_peers_is_not_shown(tmp_path: Path) -> None:
+    """From Python, where initial peers are not checked before."""
+    access = Access(NetworkConfig(allow=str(deny_file(tmp_path / "friends", ""))))
+    with pytest.raises(ConfigError, match="does not hold your initial peer p2pt1…; add it"):
+        access.check_allowed(["p2pt1" + "ab" * 40])
+
+
 def test_without_a_file_everybody_is_welcome() -> None:
     access = Access(NetworkConfig())
     assert not access.has_files

@@ -17,6 +17,7 @@ import trio
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.member import Participation
@@ -111,6 +112,33 @@ def test_a_member_says_that_it_was_left_out_if_it_has_sent_everything(
 
     honest: Any = getattr(Transfer, method)
     run_virtual(main)
+
+
+def test_an_error_in_measuring_what_was_left_out_costs_only_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def squared_norm(*_: object) -> float:
+        measured.append(s.peers["x"].exchange.landing_pending)
+        raise RuntimeError("a bug of ours")
+
+    async def main() -> None:
+        nonlocal s
+        async with swarm(PLAIN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 1, 3))
+            began = trio.current_time()
+            scale_contributions(s.peers["x"], 1e6)
+            monkeypatch.setattr(OwnContribution, "squared_norm", squared_norm)
+            await s.until(lambda: len(rounds_since(s, began + 0.5, "x")[0]) >= 2, within_s=60)
+            assert [r["reason"] for r in rounds_since(s, began + 0.5, "x")[0]] == ["", ""]
+
+    s: Any = None
+    measured: list[bool] = []
+    run_virtual(main)
+    assert measured
+    assert all(measured)  # training has the round already
+    assert "the reason is not known" in caplog.text
+    assert "was interrupted" not in caplog.text
 
 
 def test_clip_keeps_such_a_member_with_the_weight_that_its_norm_allows() -> None:

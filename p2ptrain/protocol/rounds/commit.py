@@ -16,6 +16,7 @@ import trio
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundReport
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
@@ -140,6 +141,9 @@ class Committer:
         record, context, own = commit.record, self._context, self._taker.own
         contributors = ((c.peer_id, c.incarnation) for c in record.contributors)
         included = own is not None and context.liveness.own in contributors
+        # A new head forgets them.
+        left_out = own if self._taker.sent and not included else None
+        reason = "" if included else self._taker.sits_out
         if self._progress is None or self._progress.record != record:
             self._progress = Progress(record)
         async with self.lock:
@@ -156,6 +160,9 @@ class Committer:
                 self._start_soon(self._audit, record)
                 self._start_soon(context.audits.expire)
             self.stepping = False
+        if left_out is not None:
+            with context.errors.containing(f"measuring what round {record.round} left out", "the reason is not known"):
+                reason = await self._why_left_out(record, left_out)
         if not self._landed.is_set():
             await self._landed.wait()
         assert landing.report is not None
@@ -164,6 +171,7 @@ class Committer:
             anchor_sha256=head.anchor_sha256,
             state_sha256=head.state_sha256,
             stall_s=landing.report.stall_s + self._held_s,
+            reason=reason,
         )
 
     async def _step_with_retries(self, progress: Progress, included: bool) -> Landing:
@@ -186,8 +194,7 @@ class Committer:
             if included:
                 self._taker.note_included()
             missed_rounds = 0 if included else self._missed_rounds + 1
-            reason = "" if included else await self._why_left_out(record)
-            landing = self._landing_of(record, included, missed_rounds, reason)
+            landing = self._landing_of(record, included, missed_rounds)
             # Training continues while the hashes are computed.
             self._hand_over(landing)
             self._missed_rounds, progress.landing = missed_rounds, landing
@@ -195,11 +202,9 @@ class Committer:
         context.parts.keep(record)
         return progress.landing
 
-    async def _why_left_out(self, record: Record) -> str:
-        """Why we are not a contributor, as far as we know. Warns if we sent all of our outer gradient."""
-        context, own = self._context, self._taker.own
-        if own is None or not self._taker.sent:
-            return self._taker.sits_out
+    async def _why_left_out(self, record: Record, own: OwnContribution) -> str:
+        """Why our outer gradient, all of which we sent, is not in the mean, as far as we know. Warns of it."""
+        context = self._context
         why = "it came too late"
         if context.run.round_guard == "exclude":
             bounds = chunk_bounds(0, context.state.num_blocks)
@@ -208,7 +213,7 @@ class Committer:
         logger.warning("our outer gradient was left out of round %d: %s", record.round, why)
         return f"its outer gradient was left out: {why}"
 
-    def _landing_of(self, record: Record, included: bool, missed_rounds: int, reason: str) -> Landing:
+    def _landing_of(self, record: Record, included: bool, missed_rounds: int) -> Landing:
         """The landing of a round in this peer's weights.
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
@@ -241,7 +246,6 @@ class Committer:
             tokens_discarded=context.exchange.tokens if overwrite else 0,
             cosine=record.cosine,
             mean_norm=record.mean_norm,
-            reason=reason,
         )
         return Landing(
             kind=kind,

@@ -8,9 +8,9 @@ bytes in `tests/network/test_relays.py`, and what a joiner is told in `tests/pro
 from __future__ import annotations
 
 import pytest
-import torch
 import trio
 
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from tests.hostile.attacks import ATTACKS, Attack, Known, take_over
 from tests.hostile.harness import NAMES, STEP_S, attacked, check_sizes, forgive, undisturbed
 from tests.hostile.liar import Liar
@@ -60,19 +60,22 @@ def test_honest_peers_train_on(attack: Attack, as_member: bool) -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("scale", [1e6, 1e30], ids=str)
-def test_a_contribution_of_another_scale_destroys_nothing(scale: float) -> None:
-    """Well formed: a member whose weights are its own times a number."""
+@pytest.mark.parametrize("weight", [1e5, 0.9 * MAX_GRADIENT], ids=str)
+def test_a_contribution_of_another_scale_destroys_nothing(weight: float) -> None:
+    """Well formed: a member whose weights are all one large number, up to the largest that can be contributed."""
 
     sizes = undisturbed()
 
     async def main() -> None:
         async with attacked(as_member=True) as (s, _, _):
-            until_s = trio.current_time() + ATTACK_S
-            while trio.current_time() < until_s:
-                for tensor in s.peers["x"].tensors:
-                    tensor.copy_(scale * 0.1 * torch.ones_like(tensor))
+            x, began = s.peers["x"], trio.current_time()
+            while trio.current_time() < began + ATTACK_S:
+                for tensor in x.tensors:
+                    tensor.fill_(weight)
                 await trio.sleep(STEP_S)
             check_sizes(s, sizes)
+            reasons = [r["reason"] for r in x.rounds("committed") if r["t"] > began]
+            assert reasons  # x has sent it, and the guard left it out
+            assert all(reason.startswith("its outer gradient was left out: its norm") for reason in reasons)
 
     run_virtual(main)

@@ -95,6 +95,20 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with(pins: Pins) -> None:
     run_virtual(main)
 
 
+def test_a_node_that_is_built_anew_goes_on_with_its_state_also_long_after_its_anchor() -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "a")
+            await s.until(lambda: bool(s.peers["a"].rounds()))
+            saved = dataclasses.replace(checkpoint_of(s, "a"), ours=True)
+            s.kill("a")
+            again = s.start("a", founder=True, restored=saved)
+            again.node.state_sync.joining._pins = Pins(anchor="0" * 64)
+            await s.until(again.node.ready.is_set)
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_member_leaves_its_run_for_no_other(pinned: bool) -> None:
     """Its initial peer is in another start of the run, which has more members."""

@@ -142,4 +142,4 @@ class NodeRunner:
         if node.state.hashes.state != node.engine.head.state_sha256:
             logger.error("the agreed state was left half changed: downloading it from the other peers")
             return None
-        return Restored(node.state, node.engine.head, self._exchange.run_step, node.engine.history)
+        return Restored(node.state, node.engine.head, self._exchange.run_step, node.engine.history, ours=True)

@@ -43,12 +43,18 @@ CHOSEN_FIRST_S = 5.0
 
 @dataclass(frozen=True)
 class Restored:
-    """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's."""
+    """The state from a checkpoint, with the history that leads to it. It may be newer or older than the swarm's.
+
+    Attributes:
+        ours: whether this process had it before its node failed: it is not compared with the pins again, as the anchor
+            may be older than the history.
+    """
 
     state: AnchorState
     head: Head
     run_step: int
     history: History
+    ours: bool = False
 
 
 class Joining:
@@ -104,7 +110,7 @@ class Joining:
             await trio.sleep(0.1)
         restored = self._restored
         if restored is not None:
-            if restored.history.genesis is not None:
+            if restored.history.genesis is not None and not restored.ours:
                 self._pins.check(restored.history.genesis, restored.history.entries)
             state.copy_from(restored.state)
             engine.found_lineage(restored.head, restored.history)

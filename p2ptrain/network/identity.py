@@ -15,15 +15,17 @@ from pathlib import Path
 
 import filelock
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import PeerID, RSAPrivateKey, RSAPublicKey, crypto_pb2
 
 logger = logging.getLogger(__name__)
 
-# Of RSA keys; libp2p has the same limit. Smaller ones are made a hundred times faster, so a flood would be cheap.
-MIN_KEY_BITS = 2048
-# Of RSA keys. With a larger one, checking a signature may take a hundred times as long.
+# Of others' keys. Smaller ones are made a hundred times faster, so a flood would be cheap; libp2p has the same limit.
+# Signatures of larger ones take longer to check.
+MIN_KEY_BITS, MAX_KEY_BITS = 2048, 4096
+# With a larger one, checking a signature may take a hundred times as long.
 PUBLIC_EXPONENT = 65537
 # Multihash prefix of a SHA-256 digest: code and length.
 _SHA256_MULTIHASH = b"\x12\x20"
@@ -58,6 +60,11 @@ def hold_identity(path: str | None, scratch: Path) -> Iterator[Identity]:
         _read(file)  # reject a file that is not a key before a lock file is created beside it
     with _locked(file):
         yield _read(file) if file.exists() else _make(file)
+
+
+def is_allowed(key: rsa.RSAPublicKey) -> bool:
+    """Whether a peer may have this key."""
+    return MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS and key.public_numbers().e == PUBLIC_EXPONENT
 
 
 def peer_id_of(public_key: RSAPublicKey) -> str:

@@ -13,7 +13,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from p2ptrain.network.identity import MIN_KEY_BITS, PUBLIC_EXPONENT, Identity, peer_id_of_der
+from p2ptrain.network.identity import Identity, is_allowed, peer_id_of_der
 
 MAX_KEY_BYTES = 1024
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.DIGEST_LENGTH)
@@ -59,8 +59,6 @@ def _key_of(public: bytes, peer_id: str) -> rsa.RSAPublicKey | None:
         key = serialization.load_der_public_key(public)
     except Exception:  # untrusted bytes; cryptography raises several types
         return None
-    if not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS:
-        return None
-    if key.public_numbers().e != PUBLIC_EXPONENT:
+    if not isinstance(key, rsa.RSAPublicKey) or not is_allowed(key):
         return None
     return key if peer_id_of_der(public) == peer_id else None

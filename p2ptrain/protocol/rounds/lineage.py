@@ -8,8 +8,7 @@ import re
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.quorum import is_quorum
-from p2ptrain.protocol.rounds.record import MOST_TOKENS
-from p2ptrain.protocol.wire.messages import Head
+from p2ptrain.protocol.wire.messages import LINEAGE_PATTERN, MAX_COUNT, Head
 from p2ptrain.protocol.wire.transport import PeerId
 
 # A lineage ends after no quorum of its voters was reachable for this long, or for three intervals.
@@ -75,7 +74,7 @@ class LineageWatch:
 
 def generation_of(lineage: str) -> int:
     """The generation in the id of a lineage; -1 if it is no such id."""
-    match = re.fullmatch(r"([0-9]{1,9})-[0-9A-Za-z]{1,64}", lineage)
+    match = re.fullmatch(LINEAGE_PATTERN, lineage)
     return int(match[1]) if match else -1
 
 
@@ -83,7 +82,7 @@ def check_head(head: Head) -> None:
     """Raises WireError unless a lineage can have this head: its ids and counts."""
     if generation_of(head.genesis) < 0 or generation_of(head.lineage) < 0:
         raise WireError(f"a head of lineage {head.lineage[:40]!r} from genesis {head.genesis[:40]!r}")
-    if not all(0 <= count <= MOST_TOKENS for count in (head.round + 1, head.run_step, head.tokens_total)):
+    if not all(0 <= count <= MAX_COUNT for count in (head.round + 1, head.run_step, head.tokens_total)):
         raise WireError(f"a head at round {head.round}, step {head.run_step} of the run, {head.tokens_total} tokens")
 
 

@@ -14,7 +14,7 @@ from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, is_audited
 from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT, check_size, root_bytes
 from p2ptrain.protocol.rounds.quorum import Voter
-from p2ptrain.protocol.wire.messages import Contributor, Head, Join, Record
+from p2ptrain.protocol.wire.messages import MAX_COUNT, Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -27,8 +27,6 @@ MOST_AHEAD = 4
 # A weight is at most so many times the median of the positive ones, as tokens count at most twice the median's; with
 # room for rounding.
 MOST_WEIGHT = 2.001
-# Counts have 64 bits on the wire.
-MOST_TOKENS = 2**62
 
 
 def record_of(
@@ -65,7 +63,7 @@ def record_of(
         outer_lr=lr,
         outer_momentum=momentum,
         run_step=run_step,
-        tokens_total=min(MOST_TOKENS, head.tokens_total + sum(join.tokens for join in included)),
+        tokens_total=min(MAX_COUNT, head.tokens_total + sum(join.tokens for join in included)),
         intervals=tuple(
             (peer_id, min(MOST_INTERVAL * run.sync_every, scaled_interval(sync_every, join.speed, median_speed)))
             for peer_id, join in members.items()
@@ -122,7 +120,7 @@ def check_record(record: Record, run: RunConfig, averaging: Averaging, num_block
 
 def check_advance(record: Record, run: RunConfig, head: Head) -> None:
     """Raises WireError unless the round after `head` could have brought the run to this record's step and tokens."""
-    most_tokens = min(MOST_TOKENS, head.tokens_total + MOST_COUNT * len(record.contributors))
+    most_tokens = min(MAX_COUNT, head.tokens_total + MOST_COUNT * len(record.contributors))
     if not head.run_step <= record.run_step <= most_run_step(run, head):
         raise WireError(f"a record that leads from step {head.run_step} of the run to {record.run_step}")
     if not head.tokens_total <= record.tokens_total <= most_tokens:

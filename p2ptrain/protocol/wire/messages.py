@@ -36,12 +36,14 @@ MAX_BEAT_MEMBERS = 4
 # The longest status that we make has 60 characters.
 MAX_STATUS = 256
 MAX_PEER_ID = 128
-# Contributors of a round, of which the voters are some.
+# Voters that a heartbeat counts at most; more than `MAX_VOTERS`, so that later versions may have more.
 MAX_REACH = 64
 # No peer makes a step in less than a microsecond.
 MAX_SPEED = 1e6
-# More than any run reaches; records have the same limit.
+# More than any run reaches.
 MAX_COUNT = 2**62
+# The id of a lineage: its generation and a hash.
+LINEAGE_PATTERN = "([0-9]{1,9})-[0-9A-Za-z]{1,64}"
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Float = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -65,7 +67,7 @@ MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 # Empty: none yet.
-Lineage = Annotated[str, Meta(pattern=r"\A([0-9]{1,9}-[0-9A-Za-z]{1,64})?\Z")]
+Lineage = Annotated[str, Meta(pattern=rf"\A({LINEAGE_PATTERN})?\Z")]
 Member = tuple[Name, Maddrs]
 
 

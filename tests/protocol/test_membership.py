@@ -150,6 +150,7 @@ def test_strangers_records_are_right_or_nothing(value: bytes) -> None:
         msgpack.packb(["x", "trainer"]),
         msgpack.packb([["x"], "trainer", 1]),
         msgpack.packb([["x"], "\x1b[2J"]),
+        msgpack.packb([["x"], "r" * 129]),
         msgpack.packb([["x\n"], "trainer"]),
         b"\x92\xdd\xff\xff\xff\xff",
     ],

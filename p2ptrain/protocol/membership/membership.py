@@ -22,7 +22,7 @@ from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
-from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID, Maddrs
+from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID, Maddrs, Name
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
@@ -111,12 +111,12 @@ def encode_record(maddrs: Sequence[str], role: str) -> bytes:
 
 
 def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
-    """Addresses and role of an announced record; None if malformed or not printable."""
+    """Addresses and role of an announced record; None if malformed or not safe to print."""
     try:
-        maddrs, role = msgspec.msgpack.decode(value, type=tuple[Maddrs, str])
+        maddrs, role = msgspec.msgpack.decode(value, type=tuple[Maddrs, Name])
     except ValueError:
         return None
-    return (maddrs, role) if all(map(str.isprintable, (*maddrs, role))) else None
+    return maddrs, role
 
 
 class Membership:

@@ -1,7 +1,7 @@
 """The directory of a closed run: names derived from the run key, and encrypted values.
 
-A stranger, or a node that stores the records, cannot compute the names, so it can neither list the run nor write under
-them. It sees which peers store records under one name, how large the records are, and when.
+A stranger cannot compute the names, so it cannot list the run. A node that stores the records sees the names, which
+peers store records under one name, how large the records are, and when. What others write there is ignored.
 """
 
 from __future__ import annotations

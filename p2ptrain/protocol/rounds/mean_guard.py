@@ -21,7 +21,7 @@ SpanNorms = Sequence[tuple[tuple[int, int], float]]
 MOST_MEANS = 8.0
 # Rounds remembered, and needed before anything is refused (guess).
 ROUNDS, LEAST_ROUNDS = 8, 3
-# Refusals that double the limit: 64 times in all (guess). A mean that grows by more in an interval has diverged.
+# Refusals that double the limit: together they raise it by a factor of 64 at most (guess). A mean that grows by more in an interval has diverged.
 MOST_DOUBLINGS = 6
 
 

@@ -41,7 +41,9 @@ def greeting_to_end(greetings: Sequence[PeerId], newcomer: PeerId) -> int | None
 
 
 def excess_observers(role: str, members: int, observers: int) -> int | None:
-    """How many observers, the oldest ones, lose their link to a newcomer; None: it is refused, all places are members'.
+    """How many observers, the oldest ones, lose their link to a newcomer; None: it is refused.
+
+    It is refused if all places are those of members.
 
     Args:
         role: of the newcomer.

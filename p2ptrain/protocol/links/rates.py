@@ -10,7 +10,7 @@ What an honest peer sends at most:
 - A Beat a second, one more when a link begins and one when it takes over a state.
 - A fragment per push, of which there are at most 20 a second.
 - An Ack for each 24 KiB that it received.
-- A Request for each answer that it waits for, of which twelve may be under way. Their rate is that of the answers.
+- A Request for each answer that it waits for, of which twelve may be under way: about as many as it gets answers.
 - For an attempt at a round, with a record of at most 40 KiB in some of them: as a leader Call, Roster, Reduce, Propose,
   and Commit or Abort; as a member Due, Join or Refuse, Reduced, Ready or Withdraw, and one Arrived for each member (64)
   and every 5 s. So about 80 messages, and two attempts a second are many.

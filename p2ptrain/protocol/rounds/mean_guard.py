@@ -21,7 +21,7 @@ SpanNorms = Sequence[tuple[tuple[int, int], float]]
 MOST_MEANS = 8.0
 # Rounds remembered, and needed before anything is refused (guess).
 ROUNDS, LEAST_ROUNDS = 8, 3
-# Refusals that double the limit: together they raise it by a factor of 64 at most (guess). A mean that grows by more in an interval has diverged.
+# Refusals that double the limit: by 64 at most (guess). A mean that grows by more in an interval has diverged.
 MOST_DOUBLINGS = 6
 
 
@@ -30,8 +30,8 @@ class MeanGuard:
 
     If the means of a swarm really have grown, rounds must go on. So a refusal doubles the limit until the next round
     lands. That counts only if a voter leads, once for each voter, round and snapshot, and `MOST_DOUBLINGS` times in
-    all. A liar cannot raise the limit under other identities. By calling again it can do so once an interval, because
-    a new snapshot is taken only after the round was skipped.
+    all. A liar cannot raise the limit under other identities. It can once an interval, by calling again: a new snapshot
+    is taken only after a round was skipped.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A leader's decisions from the Joins: contributors, weights and reducers. Pure.
+"""A leader's decisions from the members' claims: contributors, weights, reducers, and who is at fault. Pure.
 
 Claims of one peer are limited by those of the others, so that a single wrong number has little effect.
 """
@@ -141,8 +141,8 @@ def is_doubted(
 ) -> bool:
     """Whether a part's reducer is at fault, and not those whom it gives up.
 
-    It is when it gives up at least half of its other senders, who are complete at every other reducer. Where it is the
-    only reducer, it is when it gives up more than half.
+    It is at fault if at least half of its other senders, and at least one, are given up by it alone: they are complete
+    at all other reducers. The only reducer is at fault if it gives up more than half.
 
     Args:
         failed: the members that it gives up.

@@ -23,7 +23,7 @@ from p2ptrain.settings.run_key import RunKey
 
 DIALLER, ACCEPTOR = b"dialler", b"acceptor"
 NONCE_BYTES = 32
-# Nonce and tag that sealing adds to a value.
+# Nonce that sealing puts before a value; the cipher adds a tag behind it.
 SEAL_NONCE_BYTES = 12
 
 

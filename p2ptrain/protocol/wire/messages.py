@@ -29,7 +29,7 @@ MAX_MADDR_LENGTH = 512  # a relayed one with two peer ids has 150 characters
 MAX_REASON = 512
 # The first contributors of a round decide the next: bounds the leader's wait in large swarms (guess).
 MAX_VOTERS = 31
-# A public key and a signature of it; those of an RSA key of 4096 bits have 1,070 bytes.
+# A public key and a signature made with it; with an RSA key of 4096 bits, these have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
 # Of a heartbeat. We name two members; more are accepted, so that later versions may.
 MAX_BEAT_MEMBERS = 4

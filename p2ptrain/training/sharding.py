@@ -77,7 +77,7 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
     with _one_thread() if small else nullcontext():
         model = model.to("cpu" if small else device)
-        train_briefly(model, corpus, run)
+        train_briefly(model, corpus, run, steps=STEPS)
         features = block_features(model, corpus.training, bounds)
     if not np.isfinite(features).all():
         raise ConfigError(f"lr = {run.lr}: the model that clusters the text diverged; start a run with a lower --lr")
@@ -100,7 +100,7 @@ def choose_shard(given: int | None, run: RunConfig, peer_id: str) -> int:
     return given
 
 
-def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: int = STEPS) -> None:
+def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: int) -> None:
     """Train `model` in place, locally, on windows from all of the text, for `steps` of TOKENS_PER_STEP tokens.
 
     `run` gives the learning rate, which decays over `steps`, and the seed. The CPU's global random state is restored.

@@ -79,7 +79,7 @@ def test_a_codec_sends_as_many_bytes_as_it_says(plain: Records, settings: dict[s
 
 def test_what_top_k_does_not_send_is_sent_later() -> None:
     """With the error buffer, rounds that send 2 % still bring peers to one model that learns as well."""
-    settings = {"steps": 120, "sync_every": 10, "outer_optimizer": "sgd", "outer_lr": 1.0}
+    settings = {"steps": 60, "sync_every": 10, "outer_optimizer": "sgd", "outer_lr": 1.0}
     whole, sparse = run(**settings), run(round_codec="topk", round_density=0.02, **settings)
     assert sparse.final_loss < whole.final_loss + 0.35
     # Every round resets the weights to the anchor, so peers stay close although little is sent.
@@ -118,7 +118,7 @@ def test_a_way_to_gossip_keeps_peers_together(apart: Records, settings: dict[str
 
 
 def test_the_full_average_sends_to_everybody() -> None:
-    one, everybody = (run(**FOUR, fragment_fraction=0.02, topology=topology) for topology in ("push", "all"))
+    one, everybody = (run(**FOUR, steps=20, fragment_fraction=0.02, topology=topology) for topology in ("push", "all"))
     sent = [sum(event["sent"] for _, event in records.of("fragments")) for records in (one, everybody)]
     assert 2.5 < sent[1] / sent[0] < 3.5
 
@@ -132,7 +132,7 @@ def test_peers_of_a_run_with_shards_train_on_their_own() -> None:
 
 def test_intervals_grow_or_shrink_over_the_run() -> None:
     def first_interval(schedule: str) -> float:
-        times = [event["t"] for event in run(steps=120, sync_schedule=schedule).rounds]
+        times = [event["t"] for event in run(steps=60, sync_every=10, sync_schedule=schedule).rounds]
         return times[1] - times[0]
 
     assert first_interval("grow") < first_interval("fixed") < first_interval("shrink")
@@ -151,7 +151,7 @@ def test_a_pretrained_start_is_a_better_start() -> None:
 
 def test_who_is_left_out_often_goes_on_from_its_own_weights_if_the_run_says_so() -> None:
     overwritten, kept = (
-        sum(event["tokens_discarded"] for _, event in run(steps=100, drop=0.5, max_missed_rounds=rounds).of("round"))
+        sum(event["tokens_discarded"] for _, event in run(steps=60, drop=0.5, max_missed_rounds=rounds).of("round"))
         for rounds in (0, 1000)
     )
     assert overwritten > kept

@@ -59,7 +59,8 @@ def _shards(run: RunConfig) -> Shards:
 
 
 @pytest.mark.slow
-def test_clusters_are_kinds_of_text() -> None:
+def test_clusters_are_kinds_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "STEPS", 100)
     shards = _shards(RUN)
     assert [len(set(KINDS[shards.shard_of == shard])) for shard in range(3)] == [1, 1, 1]
     kind_of_shard = [KINDS[shards.shard_of == shard][0] for shard in range(3)]

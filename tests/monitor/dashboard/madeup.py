@@ -146,11 +146,11 @@ class MadeUpSwarm:
 def of_a_day(count: int, now_s: float) -> MadeUpSwarm:
     """A swarm of 24 hours with a round per minute.
 
-    Steps take 30 s except in the last ten minutes: event logs merge older steps anyway.
+    Steps take 60 s except in the last ten minutes: event logs merge older steps anyway.
     """
     swarm = MadeUpSwarm()
     swarm.start(*ids(count), at_s=now_s - DAY_S)
-    swarm.live(DAY_S - 600, sync_every=2, step_s=30)
+    swarm.live(DAY_S - 600, sync_every=1, step_s=60)
     swarm.live(600, sync_every=60)
     return swarm
 

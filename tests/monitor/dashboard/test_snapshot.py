@@ -63,7 +63,7 @@ def test_the_data_of_thirty_peers_is_small() -> None:
     """Observed from the first minute on, by a page that stays open."""
     swarm, live = MadeUpSwarm(), LiveSwarm()
     swarm.start(*ids(30), at_s=START_S)
-    for _ in range(16):
+    for _ in range(14):
         swarm.live(150, sync_every=10)
         live.take(swarm.take(), swarm.now_s)
     peer = live.swarm.peers[1]

@@ -16,8 +16,9 @@ import trio
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, RoundReport, Snapshot
-from p2ptrain.protocol.rounds import consensus, policy
+from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds import events as ev
+from p2ptrain.protocol.rounds.checks import check_roster
 from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.leader import AveragingLeader
@@ -316,7 +317,7 @@ class Attempts:
                 member.contribute(sender, message, payload)
         elif sender == member.attempt.leader:
             if isinstance(message, m.Roster):
-                policy.check_roster(message, self._context.peer_id)
+                check_roster(message, self._context.peer_id)
                 self._context.averaging.check_plan(message, self._context.state.num_blocks)
             member.deliver(message)
 

@@ -15,11 +15,11 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.audit import Audits
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, is_audited
+from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.part_store import PartStore
-from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Message

@@ -18,9 +18,9 @@ import trio
 from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import HELD_UP_S
-from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.attempts import Attempts
 from p2ptrain.protocol.rounds.audit import Audited
+from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.events import Tick
@@ -222,7 +222,7 @@ class RoundDriver:
     def deliver(self, sender: PeerId, message: m.Message, payload: bytes = b"") -> None:
         """Take one round message. Raises WireError where it breaks the protocol; stale ones are ignored."""
         if isinstance(message, m.Join):
-            policy.check_join(message)
+            check_join(message)
         match message:
             case m.Landed():
                 self._head_votes.note(sender, message)

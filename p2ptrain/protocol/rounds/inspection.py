@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.algorithms.merkle import leaf_hash
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.checks import most_square
 from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds
-from p2ptrain.protocol.rounds.policy import most_square
 from p2ptrain.protocol.wire.messages import RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 

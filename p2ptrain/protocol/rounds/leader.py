@@ -7,7 +7,7 @@ fails.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import trio
@@ -16,6 +16,7 @@ from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.links.links import HELD_UP_S
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
+from p2ptrain.protocol.rounds.checks import check_arrived
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.record import record_of
 from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, PeerBackoff
@@ -61,7 +62,7 @@ class AveragingLeader:
         """Queue an Arrived or Reduced of this attempt; dropped if the inbox is full. Raises WireError."""
         if isinstance(message, m.Arrived):
             context = self._context
-            policy.check_arrived(message, sealed=context.audited, num_blocks=context.state.num_blocks)
+            check_arrived(message, sealed=context.audited, num_blocks=context.state.num_blocks)
         if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
             senders = self._plan[message.part].senders
             reduced = [c for c in self._contributors if not senders or c.peer_id in senders]
@@ -145,7 +146,7 @@ class AveragingLeader:
                             self._roots[message.part][member] = root
                     given_up = {member for member in message.failed if message.part in sends.get(member, ())}
                     failed_at[message.part] |= given_up - {sender}
-        for part, members in self._conflicts().items():
+        for part, members in policy.conflicts_of(self._roots, self._plan, self._context.peer_id).items():
             failed_at[part] |= members
         for part, at in failed_at.items():
             reducer = self._plan[part].reducer
@@ -155,24 +156,6 @@ class AveragingLeader:
         left = self._parts_left(sends)
         excluded = self._gone.keys() | {member for part in left for member in failed_at[part]}
         return policy.included(sends, complete, left, excluded)
-
-    def _conflicts(self) -> dict[int, set[PeerId]]:
-        """By part, the members whose Merkle root, as its reducer reports it, differs from the agreed one.
-
-        The agreed root is that of our own part or, if we reduce none, of most parts.
-        """
-        given: dict[PeerId, dict[int, bytes]] = defaultdict(dict)
-        for part, roots in self._roots.items():
-            for member, root in roots.items():
-                given[member][part] = root
-        conflicts: dict[int, set[PeerId]] = defaultdict(set)
-        for member, of_member in given.items():
-            own = (root for part, root in of_member.items() if self._plan[part].reducer == self._context.peer_id)
-            agreed = next(own, Counter(of_member.values()).most_common(1)[0][0])
-            for part, root in of_member.items():
-                if root != agreed:
-                    conflicts[part].add(member)
-        return conflicts
 
     def _guarded(self, joins: Mapping[PeerId, m.Join], included: Sequence[PeerId]) -> tuple[m.Contributor, ...]:
         """The contributors with their weights, after the guard by norms."""

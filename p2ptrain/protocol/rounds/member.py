@@ -13,13 +13,13 @@ import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
+from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
-from p2ptrain.protocol.rounds.policy import check_join
 from p2ptrain.protocol.rounds.record import check_company, check_proposal
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer

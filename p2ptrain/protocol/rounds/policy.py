@@ -8,19 +8,17 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from p2ptrain.algorithms.averaging import MAX_MEAN, token_weights
-from p2ptrain.algorithms.indexspace import BLOCK
-from p2ptrain.algorithms.merkle import HASH_BYTES
-from p2ptrain.errors import RoundFailedError, WireError
-from p2ptrain.protocol.wire.messages import Arrived, Join, Record, Roster, RosterPart
+from p2ptrain.algorithms.averaging import token_weights
+from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
+from p2ptrain.protocol.wire.messages import Join, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
-# Contributors per round; further members are left out (guess).
-MAX_CONTRIBUTORS = 64
 # A claimed rate is limited to this many times the median.
 MOST_RATES = 4.0
 # A contributor's norm is limited to this many times the median. With 4, a member whose own norm is 0.8 of the median
@@ -29,8 +27,6 @@ MOST_NORMS = 3.0
 # Tokens raise that limit by their square root, up to the tokens of two intervals: after a missed round a member has
 # that many. If they raised it in proportion, every second gradient of -5 times its size got in (benchmarks/harm.py).
 MOST_TOKENS_ALLOWED = 2.0
-# The largest integer that floats represent exactly.
-MOST_COUNT = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,60 +36,6 @@ class Guarded:
     norm: float
     limit: float
     scale: float
-
-
-def check_join(join: Join) -> None:
-    """Raises WireError on impossible claims."""
-    for name in ("tokens", "shard_tokens", "run_step"):
-        if not 0 <= getattr(join, name) <= MOST_COUNT:
-            raise WireError(f"a Join with {name} = {getattr(join, name)}: must be between 0 and 2^53")
-    for name in ("speed", "rate"):
-        if getattr(join, name) < 0:
-            raise WireError(f"a Join with {name} = {getattr(join, name)}: must be 0 or more")
-
-
-def most_square(num_blocks: int) -> float:
-    """The largest squared norm of so many blocks of an encoded outer gradient."""
-    return MAX_MEAN**2 * BLOCK * num_blocks
-
-
-def root_bytes(*, sealed: bool) -> int:
-    """The size of each member's Merkle root: members give one exactly if they commit to their chunks."""
-    return HASH_BYTES if sealed else 0
-
-
-def check_arrived(arrived: Arrived, *, sealed: bool, num_blocks: int) -> None:
-    """Raises WireError unless each complete member has a possible norm, and a Merkle root exactly if `sealed`.
-
-    Args:
-        sealed: whether members of this run commit to their chunks.
-        num_blocks: of the whole model.
-    """
-    size, counts = root_bytes(sealed=sealed), {len(arrived.complete), len(arrived.norms), len(arrived.roots)}
-    if len(counts) > 1 or any(len(root) != size for root in arrived.roots):
-        raise WireError("an Arrived whose members have not one norm and one root each")
-    most = most_square(num_blocks)
-    for norm in arrived.norms:
-        if not 0 <= norm <= most:
-            raise WireError(f"an Arrived with squared norm {norm:.3g}: must be between 0 and {most:.3g}")
-
-
-def check_size(record: Record) -> None:
-    """Raises WireError if a record has more contributors, members or parts than a round can have."""
-    if max(map(len, (record.contributors, record.intervals, record.parts))) > MAX_CONTRIBUTORS:
-        raise WireError(f"a record of more than {MAX_CONTRIBUTORS} contributors, members or parts")
-
-
-def check_roster(roster: Roster, own: PeerId) -> None:
-    """Raises WireError unless these are possible members, us among them, who reduce at most one part each."""
-    members, reducers = roster.members, [part.reducer for part in roster.parts]
-    if len(members) > MAX_CONTRIBUTORS or list(members) != sorted(set(members)) or own not in members:
-        raise WireError(f"a roster of {len(members)} members: at most {MAX_CONTRIBUTORS}, sorted, distinct, and us")
-    if len(set(reducers)) < len(reducers) or not set(reducers) <= set(members):
-        raise WireError("a roster whose parts are not each for another member")
-    for senders in {part.senders for part in roster.parts}:
-        if list(senders) != sorted(set(senders)) or not set(senders) <= set(members):
-            raise WireError("a roster part whose senders are not distinct members, sorted")
 
 
 def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
@@ -237,3 +179,28 @@ def included(
     """The contributors: members that are complete at all of these parts that they send, and not gone."""
     wanted = {member: set(parts).intersection(sent) for member, sent in sends.items() if member not in gone}
     return [member for member, of_member in wanted.items() if of_member and of_member <= set(complete[member])]
+
+
+def conflicts_of(
+    roots: Mapping[int, Mapping[PeerId, bytes]], plan: Sequence[RosterPart], own: PeerId
+) -> dict[int, set[PeerId]]:
+    """By part, the members whose Merkle root, as its reducer reports it, differs from the agreed one.
+
+    The agreed root is that of our own part or, if we reduce none, of most parts.
+
+    Args:
+        roots: by part, then by member.
+        own: our peer id.
+    """
+    given: dict[PeerId, dict[int, bytes]] = defaultdict(dict)
+    for part, of_part in roots.items():
+        for member, root in of_part.items():
+            given[member][part] = root
+    conflicts: dict[int, set[PeerId]] = defaultdict(set)
+    for member, of_member in given.items():
+        ours = (root for part, root in of_member.items() if plan[part].reducer == own)
+        agreed = next(ours, Counter(of_member.values()).most_common(1)[0][0])
+        for part, root in of_member.items():
+            if root != agreed:
+                conflicts[part].add(member)
+    return conflicts

@@ -12,7 +12,7 @@ from p2ptrain.algorithms.metrics import mean_cosine, mean_norm
 from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, scheduled_interval
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, is_audited
-from p2ptrain.protocol.rounds.policy import MAX_CONTRIBUTORS, MOST_COUNT, check_size, root_bytes
+from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS, MOST_COUNT, check_size, root_bytes
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId

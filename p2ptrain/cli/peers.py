@@ -52,8 +52,9 @@ def peers(settings: Settings, as_json: bool) -> None:
         click.echo(f"no peers found for run {run_id!r}")
     else:
         lineages = {member["lineage"] for member in members} - {""}  # empty: not in the run yet, or not reached
-        _print_table(run_id, members, is_split=len(lineages) > 1)
-        if len(lineages) > 1:
+        is_split = len(lineages) > 1
+        _print_table(run_id, members, is_split=is_split)
+        if is_split:
             click.echo(SPLIT.format(len(lineages)))
         _print_strikes(members)
 
@@ -76,9 +77,8 @@ def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) 
             "lineage": member["lineage"], "step": str(member["step"]), "round": str(member["round"]),
             "steps/s": f"{member['speed']:.1f}", "addresses": "\n".join(addresses),
         }  # fmt: skip
-        table.add_row(
-            *(Text(cells[title]) for title in titles)
-        )  # as text: of a str, rich reads what other peers wrote as markup
+        # As text: of a str, rich reads what other peers wrote as markup.
+        table.add_row(*(Text(cells[title]) for title in titles))
     # A file or a pipe has no width: use enough for one line per peer.
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class TokenBucket:
-    """Allows `rate_s` per second on average, and `burst` at once after a pause."""
+    """Allows `rate_per_s` per second on average, and `burst` at once after a pause."""
 
-    def __init__(self, rate_s: float, burst: float, now: float) -> None:
-        self.rate_s = rate_s
+    def __init__(self, rate_per_s: float, burst: float, now: float) -> None:
+        self.rate_per_s = rate_per_s
         self._burst = self._tokens = burst
         self._since_s = now
 
@@ -27,8 +27,8 @@ class TokenBucket:
         """Take so many, on credit if need be. Returns the seconds to wait until they fit the rate."""
         self._fill(now)
         self._tokens -= cost
-        return max(0.0, -self._tokens / self.rate_s)
+        return max(0.0, -self._tokens / self.rate_per_s)
 
     def _fill(self, now: float) -> None:
         since_s, self._since_s = self._since_s, max(self._since_s, now)
-        self._tokens = min(self._burst, self._tokens + self.rate_s * (self._since_s - since_s))
+        self._tokens = min(self._burst, self._tokens + self.rate_per_s * (self._since_s - since_s))

@@ -52,18 +52,18 @@ class Handshake:
         reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
         if self._closed is not None:
             await self._prove_as_dialler(self._closed, stream, reader)
-        await self.answer(stream)
+        await self.send_hello(stream)
         return await self._receive(stream, reader), reader
 
     async def receive(self, stream: Stream) -> tuple[Hello, FrameReader]:
-        """Receive the Hello of a peer that has dialled us; `answer` is to follow. Raises as `dial` does."""
+        """Receive the Hello of a peer that has dialled us; `send_hello` is to follow. Raises as `dial` does."""
         reader = FrameReader(stream, max_body_bytes=MAX_HELLO_BYTES)
         if self._closed is not None:
             await self._prove_as_acceptor(self._closed, stream, reader)
         return await self._receive(stream, reader), reader
 
-    async def answer(self, stream: Stream) -> None:
-        """Send our Hello."""
+    async def send_hello(self, stream: Stream) -> None:
+        """Send our Hello: the dialler sends it first, the other side answers with it."""
         await stream.send_all(encode_frame(self._hello()))
 
     async def answer_mismatch(self, stream: Stream, error: RunMismatchError) -> None:
@@ -75,7 +75,7 @@ class Handshake:
             if self._closed is not None and isinstance(error, RunKeyError):
                 await stream.send_all(encode_frame(Challenge(self._closed.nonce(), b"")))
             else:
-                await self.answer(stream)
+                await self.send_hello(stream)
             await stream.receive_some()
         except PeerLostError:
             return

@@ -271,11 +271,11 @@ class Links:
                     await stream.send_all(encode_frame(Leave(refusal)))
                     raise PeerLostError(refusal)
                 hello, reader = await self._handshake.receive(stream)
-                if self._in_the_way_of(stream.remote, hello.role) is None:
+                if self._displaced_by(stream.remote, hello.role) is None:
                     await stream.send_all(encode_frame(Leave(f"it has {len(self.live)} links, and accepts no more")))
                     raise PeerLostError("too many links")
-                await self._handshake.answer(stream)
-            for link in self._in_the_way_of(stream.remote, hello.role) or ():
+                await self._handshake.send_hello(stream)
+            for link in self._displaced_by(stream.remote, hello.role) or ():
                 link.close("its place was needed")
                 self._remove(link)
             await self._register(stream.remote, hello, stream, reader.read_ahead)
@@ -294,7 +294,7 @@ class Links:
             await stream.aclose()
             raise
 
-    def _in_the_way_of(self, newcomer: PeerId, role: str) -> list[Link] | None:
+    def _displaced_by(self, newcomer: PeerId, role: str) -> list[Link] | None:
         """The links of observers that end for this peer's; None if it is refused."""
         others = [link for link in self.live.values() if link.peer_id != newcomer]  # oldest first
         observers = [link for link in others if link.hello.role == OBSERVER]

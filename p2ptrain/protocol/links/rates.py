@@ -65,7 +65,7 @@ class MessageRates:
                 bucket, cost = self._others, _units(size_bytes)
         if not bucket.spend(cost, now):
             kind = {Beat: "heartbeats", Fragment: "fragments"}.get(type(message), "control messages")
-            raise WireError(f"more than {bucket.rate_s:.0f} {kind} a second")
+            raise WireError(f"more than {bucket.rate_per_s:.0f} {kind} a second")
 
     def check_unasked(self, size_bytes: int, now: float) -> None:
         """Count an Answer that no request waits for; a few come too late. Raises WireError if there are too many."""

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from p2ptrain.protocol.membership.membership import (
     member_key,
 )
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
+from p2ptrain.protocol.membership.settings_answers import SettingsAnswers
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import Beat, Hello, Message
 from p2ptrain.protocol.wire.text import shown
@@ -122,21 +122,17 @@ async def ask_settings(
     """
     directory = directory_of(directory, closed, transport.peer_id)
     refused: RunKeyError | None = None
-    answer: RunConfig | ConfigError | None = None
-    hearsay: RunConfig | None = None
-    misfit: RunConfig | None = None
+    answers = SettingsAnswers(chosen, ours, fits)
     # The network layer has the addresses of initial peers; their records may be missing among too many.
     initial: Members = {peer_id: ((), TRAINER) for peer_id in chosen if peer_id != transport.peer_id}
     found: Members = {}
     members: Members = initial
     asking: set[PeerId] = set()
-    answered: set[PeerId] = set()
-    failures: Counter[PeerId] = Counter()
     cut_short: set[PeerId] = set()
     errors = ErrorLog(logger)
 
     async def ask(peer_id: PeerId, maddrs: tuple[str, ...], dial_s: float) -> None:
-        nonlocal answer, hearsay, misfit, refused
+        nonlocal refused
         try:
             with trio.move_on_after(dial_s) as scope:
                 link = await links.connect(peer_id, list(maddrs))
@@ -147,44 +143,24 @@ async def ask_settings(
             told: RunConfig | ConfigError = _parse_settings(peer_id, payload)
         except RunKeyError as error:
             refused = error if peer_id in chosen else refused
-            failures[peer_id] += 1
+            answers.failures[peer_id] += 1
             return
         except (PeerLostError, WireError, RunMismatchError) as error:
             # It has ended since, or is now a member of another run.
             logger.debug("no settings from %s: %s", peer_id, error)
-            failures[peer_id] += 1
+            answers.failures[peer_id] += 1
             return
         except ConfigError as error:
             told = error
         except Exception as error:
             errors.note(f"reading the settings of {peer_id}; other members are asked", error)
-            failures[peer_id] += 1
+            answers.failures[peer_id] += 1
             return
         finally:
             asking.remove(peer_id)
-        answered.add(peer_id)
-        if peer_id in chosen:
-            answer = told
-        elif isinstance(told, ConfigError):
-            logger.warning("%s", told)
-        elif ours is not None and told != ours:
-            logger.warning("peer %s trains run %r with different settings", peer_id, run_id)
-        elif not fits(told):
-            misfit = misfit or told
-        else:
-            hearsay = hearsay or told
-        if is_enough():
+        answers.add(peer_id, told)
+        if answers.is_enough(found):
             nursery.cancel_scope.cancel()
-
-    def is_enough() -> bool:
-        """Whether no outstanding answer would take precedence over the best one so far."""
-        # An initial peer without a record may be a bootstrap node, which answers no Hello.
-        waiting = any(peer_id in chosen and not failures[peer_id] for peer_id in found.keys() - answered)
-        all_answered = found.keys() <= answered
-        return answer is not None or (hearsay is not None and not waiting) or (misfit is not None and all_answered)
-
-    def untried() -> int:
-        return sum(not failures[peer_id] for peer_id in found.keys() - answered)
 
     async with observer_links(transport, run_id, closed, refusal) as links:
         started = trio.current_time()
@@ -194,31 +170,33 @@ async def ask_settings(
                     found = await find_members(directory, run_id, transport.peer_id)
                     members = initial | found
                 waited_s = trio.current_time() - started
-                if is_enough() or (not found and not asking - initial.keys() and waited_s > LOOK_S):
+                if answers.is_enough(found) or (not found and not asking - initial.keys() and waited_s > LOOK_S):
                     break
-                if waited_s >= timeout_s and (answer or hearsay or misfit or not untried() or waited_s > MAX_LOOK_S):
+                if waited_s >= timeout_s and (answers.best or not answers.untried(found) or waited_s > MAX_LOOK_S):
                     break
-                idle = list(members.keys() - asking - answered)
+                idle = list(members.keys() - asking - answers.answered)
                 rng.shuffle(idle)
-                idle.sort(key=lambda peer_id: (failures[peer_id], peer_id not in chosen, peer_id in cut_short))
+                idle.sort(key=lambda peer_id: (answers.failures[peer_id], peer_id not in chosen, peer_id in cut_short))
                 crowded = len(idle) > DIALLED_AT_ONCE
                 for peer_id in idle[: DIALLED_AT_ONCE - len(asking)]:
                     asking.add(peer_id)
-                    hurried = crowded and peer_id not in chosen and peer_id not in cut_short and not failures[peer_id]
+                    hurried = (
+                        crowded and peer_id not in chosen and peer_id not in cut_short and not answers.failures[peer_id]
+                    )
                     nursery.start_soon(ask, peer_id, members[peer_id][0], FIRST_DIAL_S if hurried else math.inf)
                 await trio.sleep(0.3)
             nursery.cancel_scope.cancel()
-    if refused is None and answer is None and hearsay is None and misfit is None and untried():
+    best, untried = answers.best, len(answers.untried(found))
+    if refused is None and best is None and untried:
         raise UnreachableError(
-            f"run {run_id!r}: {len(found)} peers are announced, none of them answers, and {untried()} could not be "
+            f"run {run_id!r}: {len(found)} peers are announced, none of them answers, and {untried} could not be "
             f"asked within {MAX_LOOK_S:.0f} s; try again, or give a member of the run as an initial peer"
         )
-    if isinstance(answer, ConfigError):
-        raise answer
-    found_settings = answer or hearsay or misfit
-    if found_settings is None and refused is not None:
+    if isinstance(best, ConfigError):
+        raise best
+    if best is None and refused is not None:
         raise refused
-    return found_settings
+    return best
 
 
 async def check_key(

@@ -28,7 +28,7 @@ from p2ptrain.simulation.variants import simulate_variants
 
 
 def run(**settings: Any) -> Records:
-    defaults = {"peers": 3, "steps": 40, "sync_every": 20, "eval_every": 20}
+    defaults = {"peers": 3, "steps": 40, "sync_every": 20, "eval_every": 20, "batch_size": 1}
     return simulate(Experiment.of(**{**defaults, **settings}))
 
 

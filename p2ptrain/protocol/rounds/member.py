@@ -156,7 +156,9 @@ class Participation:
 
     async def _hold(self, record: Record) -> None:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
-        if not self._taker.sits_out and self.attempt.leader != self._context.peer_id:
+        # A leader without a roster proposes the record of an attempt before, which may name anybody.
+        leads = self.attempt.leader == self._context.peer_id and self._transfer is not None
+        if not self._taker.sits_out and not leads:
             check_company(record, self._context.liveness.present())
         self._check_commitments(record)
         norms = await self._fetch(record)

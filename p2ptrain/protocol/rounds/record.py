@@ -142,7 +142,8 @@ def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 
     Its contributors are the voters of the next round: a leader that names few of those present could take the run
-    over. Not called for a member that sits the round out, because it expects to be left out.
+    over. Not called for a member that sits the round out, because it expects to be left out, nor for a leader that has
+    chosen the contributors itself.
 
     Args:
         present: ourselves, and the live peers of our lineage.

@@ -1,0 +1,89 @@
+"""A voter whose Joins report a READY record of its own making, with parts that it gives to all: rounds go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import trio
+
+from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.rounds.codecs import mean_codec
+from p2ptrain.protocol.rounds.events import Held
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.rounds.part_store import blob_sha256
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Message, Part, Record
+from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.test_rounds import common, start_all
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+
+
+def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
+    """A well-formed record of the round after the head of x, with one part, a mean of zeros, which x holds."""
+    engine = s.peers["x"].node.engine
+    head, num_blocks = engine.head, engine.context.state.num_blocks
+    contributors = tuple(Contributor(name, s.peers[name].node.incarnation, 1.0, bytes(32)) for name in named)
+    codec, zeros = mean_codec(PLAIN, len(named)), np.zeros((num_blocks, 64), np.float32)
+    blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in chunk_bounds(0, num_blocks))
+    sha256 = blob_sha256(blob, contributors, (0, num_blocks))
+    blobs[sha256] = blob
+    assert head.record is not None
+    return msgspec.structs.replace(
+        head.record, round=head.round + 1, parent_sha256=head.state_sha256, contributors=contributors,
+        parts=(Part(0, num_blocks, sha256, "x"),), intervals=tuple((name, PLAIN.sync_every) for name in named),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("named", ["x"])
+def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
+    named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names x alone. x and a leader are a quorum."""
+    made: list[Record] = []
+    blobs: dict[str, bytes] = {}
+    hold = Participation._hold
+
+    async def _hold(self: Participation, record: Record) -> None:
+        if self._context.peer_id == "x" and record in made:
+            self._held = True
+            self._apply(Held(self.attempt, record.sha256))
+        else:
+            await hold(self, record)
+
+    monkeypatch.setattr(Participation, "_hold", _hold)
+
+    def lie(s: Swarm, x: Node) -> None:
+        parts, attempts = x.engine.context.parts, x.engine._attempts
+        keep, honest = parts._drop_all_but, attempts.tell
+
+        def tell(to: str, message: Message) -> None:
+            if isinstance(message, Join) and to != "x":
+                made.append(record_of_x(s, named, blobs))
+                parts._parts.update(blobs)
+                message = msgspec.structs.replace(message, ready_attempt=Attempt(0, "x", "z"), ready=made[-1])
+            honest(to, message)
+
+        attempts.tell = tell  # type: ignore[method-assign]
+        parts._drop_all_but = lambda names: keep([*names, *blobs])  # type: ignore[method-assign]
+        x.engine._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abx")
+            await s.until(lambda: common(s, 2, 3))
+            lie(s, s.peers["x"].node)
+            began = trio.current_time()
+
+            def rounds_of(name: str) -> list[dict[str, Any]]:
+                assert s.peers[name].node.engine.head.record not in made
+                return [r for r in s.peers[name].rounds("committed") if r["t"] > began]
+
+            await s.until(lambda: all(len(rounds_of(name)) >= 8 for name in "ab"), within_s=120)
+            assert made
+
+    run_virtual(main)

@@ -187,12 +187,13 @@ def test_rounds_go_on_with_a_voter_that_reports_a_ready_record_that_nobody_has(a
 
 
 def unheld(head: Head, number: int) -> Record:
-    """A well-formed record of the round after a head, with parts that do not exist."""
+    """A well-formed record of the round after a head, of half of the peers, with parts that do not exist."""
     assert head.record is not None
     parts = tuple(msgspec.structs.replace(part, sha256=f"{number:064x}") for part in head.record.parts)
     return msgspec.structs.replace(
-        head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256, parts=parts
-    )
+        head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256,
+        contributors=head.record.contributors[-2:], parts=parts,
+    )  # fmt: skip
 
 
 FORGERIES: dict[str, Lie] = {

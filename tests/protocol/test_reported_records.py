@@ -39,11 +39,11 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("named", ["x"])
+@pytest.mark.parametrize("named", ["x", "abx"])
 def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
     named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names x alone. x and a leader are a quorum."""
+    """It names x alone; or all, with outer gradients that they have not sent. x and a leader are a quorum."""
     made: list[Record] = []
     blobs: dict[str, bytes] = {}
     hold = Participation._hold

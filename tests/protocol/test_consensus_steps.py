@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2ptrain.errors import WireError
+from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.consensus import step
 from p2ptrain.protocol.rounds.events import (
     Average,
@@ -32,6 +32,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
 )
 from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, voters_of
+from p2ptrain.protocol.rounds.record import check_company
 from p2ptrain.protocol.rounds.round_state import (
     MAX_COUNTERS_AHEAD,
     MAX_UNHELD,
@@ -164,6 +165,15 @@ def test_voters_are_contributors_once_each_and_not_too_many() -> None:
     assert voters_of(twice) == (("a", "1"), ("b", "1"))
     many = record(contributors=tuple(Contributor(f"{i:03d}", "1", 1.0, b"") for i in range(99)))
     assert voters_of(many) == tuple((f"{i:03d}", "1") for i in range(MAX_VOTERS))
+
+
+def test_a_record_needs_half_of_those_present_as_contributors_with_a_weight() -> None:
+    present = {*VOTERS, ("x", "1")}
+    named = (Contributor("x", "1", 1.0, b""), Contributor("a", "1", 0.5, b""))
+    check_company(record(contributors=named), present)
+    for alone in (named[:1], (named[0], msgspec.structs.replace(named[1], weight=0.0))):
+        with pytest.raises(RoundFailedError, match="names 1 of the 4 peers that we see"):
+            check_company(record(contributors=alone), present)
 
 
 # --- acceptor --------------------------------------------------------------------------------------------------------

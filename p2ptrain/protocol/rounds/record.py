@@ -148,7 +148,7 @@ def check_company(record: Record, present: Collection[Voter]) -> None:
     Args:
         present: ourselves, and the live peers of our lineage.
     """
-    named = sum((c.peer_id, c.incarnation) in present for c in record.contributors)
+    named = sum(c.weight > 0 and (c.peer_id, c.incarnation) in present for c in record.contributors)
     if 2 * named < min(len(present), MAX_CONTRIBUTORS):
         raise RoundFailedError(f"a record that names {named} of the {len(present)} peers that we see")
 

@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
-from p2ptrain.protocol.rounds.leader import SENDING_SHARE, AveragingLeader
+from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
 from p2ptrain.protocol.rounds.timeouts import (
     FIRST_CHUNK_S,
@@ -279,6 +279,7 @@ class Host:
         self.ended: list[LeaderEnded] = []
         self.leader: AveragingLeader | None = None
         self.attempt = Attempt(1, "a", "a.1")
+        self.failed_s = 0.0
         self._nursery = nursery
         self._state = State("a", "a.1", self.head, Limits(10.0, 10.0, 1000.0))
         self._context: Any = SimpleNamespace(
@@ -300,10 +301,15 @@ class Host:
                     self.leader = AveragingLeader(
                         self._context, PeerBackoff(), attempt, self.head, attempt_s=100.0, rtt_s=0.0, tell=self.tell
                     )
-                    self._nursery.start_soon(self.leader.run, dict(joins))
+                    self._nursery.start_soon(self._lead, self.leader, dict(joins))
                 case LeaderEnded():
                     self.ended.append(effect)
                     self._nursery.cancel_scope.cancel()
+
+    async def _lead(self, leader: AveragingLeader, joins: dict[str, Join]) -> None:
+        with pytest.raises(RoundFailedError, match="a reducer did not average its part in time"):
+            await leader.run(joins)
+        self.failed_s = trio.current_time()
 
     async def keep_time(self) -> None:
         while True:
@@ -340,6 +346,7 @@ def test_after_half_of_its_time_a_round_goes_on_without_those_who_trickle_and_en
         assert told_s == pytest.approx(0.1 + SENDING_SHARE * 100.0)
         assert [c.peer_id for c in order.contributors] == ["a", "b"]  # type: ignore[union-attr]
         # No reducer ever answered.
+        assert host.failed_s == pytest.approx(told_s + AVERAGING_SHARE * 100.0)
         assert [at_s for at_s, _, _ in host.of(Abort)] == pytest.approx([100.1] * 3)
         (ended,) = host.ended
         assert ended.timed_out

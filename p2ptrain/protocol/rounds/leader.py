@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # Contributions get this share of an attempt's time; then incomplete ones are left out. Fetching the mean takes about as
 # long as sending.
 SENDING_SHARE = 0.5
+# Averaging gets this share, from the end of sending; then reducers that are not done are avoided (guess).
+AVERAGING_SHARE = 0.25
 MAX_INBOX = 1024
 
 
@@ -44,7 +46,7 @@ class AveragingLeader:
         self._backoff = backoff
         self._silent_s = context.timeouts.reducer_s(rtt_s)
         self._head = head
-        self._sending_s = SENDING_SHARE * attempt_s
+        self._attempt_s = attempt_s
         self._tell = tell
         self._plan: tuple[m.RosterPart, ...] = ()
         self._sends: dict[PeerId, set[int]] = {}
@@ -118,8 +120,16 @@ class AveragingLeader:
             order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
             self._averaging.add(self._plan[part].reducer)
             self._tell(self._plan[part].reducer, order)
-        conclusion = await self._await_reports(contributors)
+        with trio.move_on_after(AVERAGING_SHARE * self._attempt_s) as averaging:
+            conclusion = await self._await_reports(contributors)
+        if averaging.cancelled_caught:
+            self.note_timed_out()
+            # The next attempt gets more time, as after one that timed out as a whole.
+            self._context.timeouts.note_round(self._attempt_s)
+            raise RoundFailedError("a reducer did not average its part in time")
+        # Who is lost or withdraws from now on has done its work as a reducer.
         self._averaging.clear()
+        self._heard_s.clear()
         return record_of(self._context.run, head, joins, contributors, conclusion)
 
     async def _await_contributions(self) -> list[PeerId]:
@@ -127,7 +137,7 @@ class AveragingLeader:
         sends = self._sends
         complete: dict[PeerId, set[int]] = {member: set() for member in sends}
         failed_at: dict[int, set[PeerId]] = {part: set() for part in range(len(self._plan))}
-        until_s = trio.current_time() + self._sending_s
+        until_s = trio.current_time() + SENDING_SHARE * self._attempt_s
 
         def is_anyone_awaited(parts: Collection[int]) -> bool:
             """Whether a member can still become complete, or the fault of its reducer."""

@@ -161,7 +161,14 @@ class Participation:
         if not self._taker.sits_out and not leads:
             check_company(record, self._context.liveness.present())
         self._check_commitments(record)
-        norms = await self._fetch(record)
+        try:
+            norms = await self._fetch(record)
+        except PeerLostError:
+            # Without a roster, who reported the record may have made up its holders.
+            if self._transfer is not None:
+                for holder in self._context.parts.holders_missed(record) - {self._context.peer_id}:
+                    self._avoid(holder)
+            raise
         await self._check_mean(record, norms)
         self._held = True
         self._apply(Held(self.attempt, record.sha256))

@@ -155,6 +155,10 @@ class PartStore:
         except* PeerLostError as errors:
             raise innermost(errors) from None
 
+    def holders_missed(self, record: Record) -> set[PeerId]:
+        """The holders of those parts of a record that we do not have."""
+        return {part.holder for part in record.parts if part.sha256 not in self._parts}
+
     async def _fetch_part(
         self, part: Part, size: int, contributors: Sequence[Contributor], holders: Sequence[PeerId],
         at_once: trio.CapacityLimiter,

@@ -1,0 +1,64 @@
+"""A reducer that withholds what it made of its part: each leader asks it once, and no other reducer is avoided."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import trio
+
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.rounds.round_state import deadline_s
+from p2ptrain.protocol.rounds.timeouts import MARGIN, MIN_ATTEMPT_S
+from p2ptrain.protocol.wire.messages import Answer, Message, Reduced, Request
+from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.test_rounds import common, start_all
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["gives its part to nobody", "reports it as time is up"])
+def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: bool) -> None:
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abcx")
+            await s.until(lambda: common(s, 2, 4))
+            x, reported = s.peers["x"].node.engine, list[str]()
+            honest = x._attempts.tell
+
+            async def serve(link: Link, request: Request) -> None:
+                await link.send_bulk(Answer(request.request, False, "part"), b"", Traffic.ROUND)
+
+            async def report(to: str, message: Message) -> None:
+                if late:
+                    await trio.sleep_until(deadline_s(s.peers[to].node.engine.round_state) - 0.02)
+                honest(to, message)
+
+            def tell(to: str, message: Message) -> None:
+                if isinstance(message, Reduced):
+                    reported.append(to)
+                    s._nursery.start_soon(report, to, message)
+                else:
+                    honest(to, message)
+
+            x._attempts.tell = tell  # type: ignore[method-assign]
+            x._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
+            if not late:
+                x.context.parts.serve = serve  # type: ignore[method-assign]
+            began = trio.current_time()
+
+            def gone_on() -> bool:
+                for name in "abc":
+                    avoided = s.peers[name].node.engine._attempts._reducers.backed_off(trio.current_time())
+                    assert avoided <= {"x"}, name
+                rounds = [[r for r in s.peers[name].rounds("committed") if r["t"] > began] for name in "abc"]
+                return bool(reported) and all(len(of) >= 5 for of in rounds)
+
+            await s.until(gone_on, within_s=120)
+            assert len(reported) <= (len("abc") if late else 1)
+            assert len(reported) == len(set(reported))
+            if late:
+                # The leader's next attempt has more time, should the reducer only be slow.
+                assert s.peers[reported[0]].node.engine.context.timeouts.attempt_s() == MARGIN * MIN_ATTEMPT_S
+
+    run_virtual(main)

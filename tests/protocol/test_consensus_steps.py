@@ -249,6 +249,11 @@ def test_a_second_record_in_one_attempt_is_not_accepted() -> None:
     run = accepted(FIRST, record("sgd"))
     assert run.hears("a", Propose(FIRST, record("nesterov"))) == []
     assert run.state.acceptor.record == record("sgd")
+    # Nor one that is equal and has another hash.
+    equal = record("sgd", cosine=-0.0)
+    assert equal == record("sgd")
+    assert equal.sha256 != record("sgd").sha256
+    assert run.hears("a", Propose(FIRST, equal)) == []
     # Nor before the first one is READY.
     run = joined(FIRST)
     run.hears("a", Propose(FIRST, record("sgd")))

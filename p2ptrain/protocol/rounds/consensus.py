@@ -196,7 +196,8 @@ def _on_proposal(state: State, message: m.Propose, now: float) -> Result:
         return state, ()
     if state.acceptor.attempt == attempt:
         # Sent again, in case it was lost.
-        return state, (_ready(state, attempt, record),) if state.acceptor.record == record else ()
+        accepted = state.acceptor.record
+        return state, (_ready(state, attempt, accepted),) if accepted and accepted.sha256 == record.sha256 else ()
     if not _is_next(state, record):
         return _withdraw(state, member, "the record starts from another state than ours")
     if member.proposal is not None:

@@ -10,6 +10,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
+from p2ptrain.protocol.links import places
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER
 from p2ptrain.protocol.links.places import (
     MAX_GREETING,
@@ -23,6 +24,7 @@ from p2ptrain.protocol.membership.lookup import ask_settings
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Beat, Hello
 from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
+from tests.protocol.wiring import endpoints, hello_of
 
 SMALL: Shapes = [("weight", (70, 64))]
 NAMES = ("m1", "m2", "m3")
@@ -118,6 +120,24 @@ def attack(s: Swarm, nursery: trio.Nursery, *, names: int, streams: int, role: s
         s.network.transport(f"x{number}")
         for victim in NAMES * streams:
             nursery.start_soon(stay, s.network, f"x{number}", victim, role)
+
+
+def test_members_that_say_hello_at_one_instant_take_no_more_links_than_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "MAX_LINKS", 2)
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with endpoints(network, "a") as (a,):
+            streams = [await network.transport(f"x{number}").open_stream("a", []) for number in range(5)]
+            async with trio.open_nursery() as nursery:
+                for number, stream in enumerate(streams):
+                    nursery.start_soon(stream.send_all, encode_frame(hello_of(f"x{number}")))
+            await trio.sleep(1)
+            assert len(a.linked) == len(a.links.live) == 2
+
+    run_virtual(main)
 
 
 @pytest.mark.slow

@@ -275,7 +275,10 @@ class Links:
                     await stream.send_all(encode_frame(Leave(f"it has {len(self.live)} links, and accepts no more")))
                     raise PeerLostError("too many links")
                 await self._handshake.send_hello(stream)
-            for link in self._displaced_by(stream.remote, hello.role) or ():
+            # Others may have taken the last places since then.
+            if (displaced := self._displaced_by(stream.remote, hello.role)) is None:
+                raise PeerLostError("too many links")
+            for link in displaced:
                 link.close("its place was needed")
                 self._remove(link)
             await self._register(stream.remote, hello, stream, reader.read_ahead)

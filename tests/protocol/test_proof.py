@@ -148,6 +148,13 @@ def test_what_lands_early_takes_a_bounded_room() -> None:
     for number in range(2 * MAX_EARLY):
         votes.note(f"x{number}", Landed("0-x", 10**9, "1", b""))
     assert len(votes._early) == MAX_EARLY
+    # Until their links are lost.
+    for number in range(MAX_EARLY):
+        votes.note_lost(f"x{number}")
+    votes.note("b", prover_of("b", DIGEST).landed(HEAD))
+    votes.note("c", prover_of("c", DIGEST).landed(HEAD))
+    votes.begin(HEAD, ())
+    assert votes.quorum is not None
 
 
 def test_the_proof_of_a_round_of_31_voters_has_less_than_32_kb() -> None:

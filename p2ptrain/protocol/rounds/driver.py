@@ -261,6 +261,7 @@ class RoundDriver:
 
     def note_lost(self, peer_id: PeerId) -> None:
         """A link broke: whoever waits for that peer learns it now."""
+        self._head_votes.note_lost(peer_id)
         self._attempts.note_lost(peer_id)
 
     # Time.

@@ -47,6 +47,10 @@ class HeadVotes:
             if vote is not None:
                 self._votes[sender, landed.incarnation] = vote
 
+    def note_lost(self, sender: PeerId) -> None:
+        """The link to a peer broke: forget what it sent too early."""
+        self._early.pop(sender, None)
+
     @property
     def quorum(self) -> tuple[Vote, ...] | None:
         """The votes, if they are a quorum."""

@@ -117,7 +117,7 @@ class StateSync:
 
     def _begin(self, link: Link | None, reason: str) -> None:
         # At most one job of each peer waits, so that none can take the turns of the others.
-        self._jobs.setdefault(link.peer_id if link is not None else "", (link, reason, self._engine.head))
+        self._jobs[link.peer_id if link is not None else ""] = link, reason, self._engine.head
         self._wanted.set()
 
     async def _follow_record(self, link: Link) -> bool:

@@ -96,10 +96,14 @@ def join_run(
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = _saved(out)
+        ours = RunConfig.from_stated(saved.info["run"]) if saved else None
+        if saved and ours and saved.info.get("is_closed") and config.network.key is None:
+            raise ConfigError(
+                f"run {ours.run_id!r} in {out} is closed: give --run-key FILE, or a ticket that holds the key"
+            )
 
         named = dataclasses.replace(config.network, identity=str(identity))
         session = stack.enter_context(_open_session(named, _remembered(out), saved, say))
-        ours = RunConfig.from_stated(saved.info["run"]) if saved else None
         network = config.network
         may_found = session.pins.allows_founding(session.network.peer_id)
         if not may_found and not session.knows_others and not saved:

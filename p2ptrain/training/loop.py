@@ -128,6 +128,7 @@ def run_training(
         on_progress: called every few seconds.
         now: monotonic clock, in seconds.
     """
+    is_closed = config.network.key is not None
     recent: list[StepDone] = []
     eval_loss = record_evaluation(peer, trainer, config.eval_every)
     line_s = saved_s = now()
@@ -140,7 +141,7 @@ def run_training(
             on_progress(_summary(peer, recent, eval_loss, now() - line_s))
             recent, line_s = [], now()
         if now() - saved_s >= 60 * config.checkpoint_minutes:
-            save_checkpoint(peer, trainer, out)
+            save_checkpoint(peer, trainer, out, is_closed=is_closed)
             saved_s = now()
     if not stop() and not peer.failure:
         eval_loss = record_evaluation(peer, trainer, config.eval_every)
@@ -153,16 +154,20 @@ def run_training(
     reason = "interrupted" if interrupted else "failed" if failure else "finished"
     # Leave first: other peers should not wait for this disk.
     peer.leave(reason)
-    save_checkpoint(peer, trainer, out)
+    save_checkpoint(peer, trainer, out, is_closed=is_closed)
     if failure:
         raise TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
     return reason
 
 
-def save_checkpoint(peer: Peer, trainer: Trainer, out: Path) -> Path | None:
-    """Write a checkpoint of model, trainer and peer. Returns its directory, or None (logged) if writing fails."""
+def save_checkpoint(peer: Peer, trainer: Trainer, out: Path, *, is_closed: bool) -> Path | None:
+    """Write a checkpoint of model, trainer and peer. Returns its directory, or None (logged) if writing fails.
+
+    `is_closed`: whether the run has a key, without which it must not be continued.
+    """
     info = {
         "run": peer.run.to_dict(),
+        "is_closed": is_closed,
         "peer_id": peer.peer_id,
         "round": peer.round,
         "anchor_sha256": peer.anchor_sha256,

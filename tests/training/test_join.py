@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.run_key import RunKey, make_key_file
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.ticket import Ticket, ticket_text
 from p2ptrain.training import checkpoint, join
@@ -184,6 +185,26 @@ def test_a_founder_continues_with_the_settings_of_its_checkpoint(session: type[F
     assert lines == ["run 'r' is finished: 2 steps, see p2ptrain-r; start another with a new --run-id or --out"]
     with pytest.raises(RunMismatchError, match=r"sync_every: you gave 9, .* 7; .* checkpoint in p2ptrain-r"):
         _join(sync_every="9")
+
+
+def test_a_closed_run_is_not_continued_without_a_key(session: type[FakeNetworkSession]) -> None:
+    make_key_file(Path("friends.key"), bytes(32))
+    _join(steps="1", run_key="friends.key", out="A")
+    session.opened = None
+    with pytest.raises(ConfigError) as caught:
+        _join(out="A")
+    assert str(caught.value) == "run 'r' in A is closed: give --run-key FILE, or a ticket that holds the key"
+    assert session.opened is None
+    ticket = ticket_text(Ticket("r", (f"/ip4/10.0.0.1/tcp/4001/p2p/Qm{'a' * 44}",), key=RunKey(bytes(32))))
+    assert ticket is not None
+    for given in ({"run_key": "friends.key"}, {"initial_peers": ticket}):
+        assert "is finished" in _join(out="A", **given)[-1]
+
+
+def test_a_key_closes_a_run_that_was_open(session: type[FakeNetworkSession]) -> None:
+    make_key_file(Path("friends.key"), bytes(32))
+    _join(steps="1", out="A")
+    assert "is finished" in _join(out="A", run_key="friends.key")[-1]
 
 
 def test_a_checkpoint_of_another_run_is_not_overwritten(session: type[FakeNetworkSession]) -> None:

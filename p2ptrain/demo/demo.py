@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 from p2ptrain.demo.calibration import measure_step_s
-from p2ptrain.demo.directory import CURVES, RESULTS, SUMMARY, claim_demo_directory
+from p2ptrain.demo.directory import CURVES, RESULTS, SUMMARY, claim_demo_directory, peer_directory
 from p2ptrain.demo.display import open_display
-from p2ptrain.demo.orchestrator import Orchestrator, start_bootstrap
+from p2ptrain.demo.orchestrator import DemoFailedError, Orchestrator, start_bootstrap
 from p2ptrain.demo.plan import make_plan
 from p2ptrain.demo.plot import save_plot
 from p2ptrain.demo.processes import running_processes
@@ -40,7 +40,7 @@ def run_demo(
 
     Raises:
         ConfigError: the directory cannot be used.
-        DemoFailedError: a process failed.
+        DemoFailedError: a process failed, or the peers' anchors differ.
         KeyboardInterrupt: Ctrl-C; all processes have ended by then.
     """
     torch.set_num_threads(1)
@@ -72,3 +72,8 @@ def run_demo(
         console.print()
         # Not wrapped, so that the commands can be copied.
         console.out(report, highlight=False, end="")
+        if not results.same_anchor:
+            raise DemoFailedError(
+                "the peers ended with different anchors; on a busy machine give more --minutes or fewer --peers, "
+                f"and see the logs in {peer_directory(out, 1)} and so on"
+            )

@@ -109,7 +109,8 @@ class Orchestrator:
 
     def _act(self) -> None:
         swarm = self._swarm
-        if swarm.killed_at is None and swarm.step >= self._plan.kill_at_step and len(swarm.up) == self._plan.peers:
+        is_due = swarm.step >= self._plan.kill_at_step and len(swarm.up) == self._plan.peers
+        if swarm.killed_at is None and is_due and self._has_enough_voters():
             victim, now_s = self._choose_victim(), time.time()
             self._peers[victim].kill()
             swarm.killed(victim, now_s)
@@ -121,6 +122,14 @@ class Orchestrator:
             # Without other peers it would start the run again.
             swarm.peers[swarm.late].state = PeerState.TOO_LATE
             self._peers[swarm.late].kill()
+
+    def _has_enough_voters(self) -> bool:
+        """Whether the last round's contributors, who vote on the next one, remain a quorum after a kill.
+
+        Two of three are a quorum. So is one of two if its id is the smaller one, and the other one is killed.
+        """
+        last = self._swarm.rounds.applied[-1:]
+        return any(min(len(round_.contributors), len(round_.applied)) >= min(3, self._plan.peers) for round_ in last)
 
     def _choose_victim(self) -> int:
         """The founder; of two peers the one with the larger id, because the smaller id breaks ties of two voters."""

@@ -1,4 +1,4 @@
-"""DemoPlan the length of the demo's run, and when a peer is killed and another one joins."""
+"""Plan the length of the demo's run, and when a peer is killed and another one joins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RUN_ID = "p2ptrain-demo"
 # Two before the kill, one without the killed peer, two with the late peer, and the last one.
 ROUNDS = 6
 MIN_SYNC_EVERY = 25
-# Shares of the run's steps.
+# Shares of the run's steps. The kill also waits until a round has landed: before, the founder is the only voter.
 KILL_AT = 0.40
 JOIN_AT = 0.55
 # In a short demo both come earlier, but not before all peers train.
@@ -36,7 +36,7 @@ class DemoPlan:
         steps: length of the run in inner steps.
         sync_every: H, inner steps between two rounds.
         eval_every: inner steps between two evaluations.
-        kill_at_step: step at which one peer is killed.
+        kill_at_step: step at which one peer is killed, or later: not before the first round has landed.
         join_at_step: step at which one more peer is started.
     """
 

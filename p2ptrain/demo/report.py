@@ -55,7 +55,7 @@ def _losses(results: Results) -> str:
 def _agreement(results: Results, swarm: SwarmView) -> str:
     by_size = Counter(len(round_.contributors) for round_ in swarm.rounds.applied)
     sizes = ", ".join(f"{times} by {count(peers, 'peer')}" for peers, times in sorted(by_size.items(), reverse=True))
-    anchors = "the same, bit for bit," if results.same_anchor and swarm.rounds.agreed else "NOT THE SAME"
+    anchors = "the same, bit for bit," if results.same_anchor else "NOT THE SAME"
     lines = [f"Rounds committed: {by_size.total()} ({sizes}); their anchors were {anchors} on all peers."]
     if results.correlation_mean is not None:
         lines.append(

@@ -46,7 +46,7 @@ class Results:
     Attributes:
         peers: the peers that finished.
         merged: held-out loss of the merged model, which is the anchor of the last round.
-        same_anchor: whether every peer ended with the same anchor, bit for bit.
+        same_anchor: whether every peer ended with the same anchor, and all rounds were the same, bit for bit.
         correlation_mean, correlation_lowest: pairwise correlation of the weights during training; None if unknown.
         correlation_end: the same over all weights, after the last round.
         traffic: payload sent.
@@ -107,7 +107,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     return Results(
         peers=tuple(results),
         merged=trainer.evaluate(),
-        same_anchor=len({found.info["anchor_sha256"] for found in checkpoints.values()}) == 1,
+        same_anchor=len({found.info["anchor_sha256"] for found in checkpoints.values()}) == 1 and swarm.rounds.agreed,
         correlation_mean=statistics.fmean(correlations) if correlations else None,
         correlation_lowest=min(correlations, default=None),
         correlation_end=pairwise_correlation(weights) if len(weights) > 1 else 1.0,

@@ -56,6 +56,12 @@ class Script:
             reason = "founded the run" if number == founder else "adopted the swarm's state"
             self.say(number, metrics.start(number, 1001), metrics.adopt(reason, 1002), metrics.step(1, 1003))
 
+    def reach(self, peers: int, step: int) -> None:
+        """All peers commit a round together, and reach a step."""
+        together = tuple(f"Qm{number}" for number in range(1, peers + 1))
+        for number in range(1, peers + 1):
+            self.say(number, metrics.round_(0, 1030, by=together), metrics.step(step, 1040))
+
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch: pytest.MonkeyPatch) -> list[FakeProcess]:
@@ -81,7 +87,7 @@ def test_the_founder_is_killed_and_another_peer_started(tmp_path: Path, processe
     script = Script(
         tmp_path,
         lambda script: script.all_up(3, founder=2),
-        lambda script: [script.say(number, metrics.step(40, 1040)) for number in (1, 2, 3)],
+        lambda script: script.reach(3, 40),
         lambda script: [script.say(number, metrics.step(50, 1050)) for number in (1, 3)],
         lambda script: script.say(4, metrics.start(4, 1060), metrics.adopt("late", 1061, round=1, run_step=55)),
         lambda script: _end(processes),
@@ -99,7 +105,7 @@ def test_of_two_peers_the_one_that_breaks_ties_stays(tmp_path: Path, processes: 
     script = Script(
         tmp_path,
         lambda script: script.all_up(2, founder=2),
-        lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2)],
+        lambda script: script.reach(2, 45),
         lambda script: _end(processes),
     )
     assert _run(tmp_path, 2, script).killed_at is not None
@@ -111,7 +117,19 @@ def test_no_peer_is_killed_before_all_have_started(tmp_path: Path, processes: li
     script = Script(
         tmp_path,
         lambda script: script.all_up(2, founder=1),
-        lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2)],
+        lambda script: script.reach(2, 45),
+        lambda script: _end(processes),
+    )
+    assert _run(tmp_path, 3, script).killed_at is None
+
+
+def test_the_founder_is_not_killed_while_it_is_the_only_voter(tmp_path: Path, processes: list[FakeProcess]) -> None:
+    alone = metrics.round_(0, 1035, by=("Qm1",), status="solo")
+    script = Script(
+        tmp_path,
+        lambda script: script.all_up(3, founder=1),
+        lambda script: [script.say(number, metrics.step(45, 1040)) for number in (1, 2, 3)],
+        lambda script: [script.say(number, alone) for number in (1, 2, 3)],
         lambda script: _end(processes),
     )
     assert _run(tmp_path, 3, script).killed_at is None
@@ -121,7 +139,7 @@ def test_a_late_peer_that_is_too_late_does_not_restart_the_run(tmp_path: Path, p
     script = Script(
         tmp_path,
         lambda script: script.all_up(2, founder=1),
-        lambda script: [script.say(number, metrics.step(60, 1040)) for number in (1, 2)],
+        lambda script: script.reach(2, 60),
         lambda script: None,
         lambda script: _end(processes[:2]),
     )

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.cli.main import cli
+from p2ptrain.demo import demo
 from p2ptrain.demo.directory import peer_directory
 from p2ptrain.demo.plan import DemoPlan, make_plan
 from p2ptrain.demo.plot import save_plot, smooth
@@ -23,7 +24,7 @@ from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.generation import load_model
 from p2ptrain.training.models import build
-from tests.demo.metrics import small_swarm
+from tests.demo.metrics import round_, small_swarm
 
 PARAMETERS = 110_464
 RUN = RunConfig(model="gpt-demo", data="stdlib", total_steps=100)
@@ -108,10 +109,31 @@ def test_the_report_has_results_and_commands_that_work(results: Results) -> None
     assert merge(flags, {}).resolve_run(None).total_steps == plan.steps
 
 
-def test_unequal_anchors_are_not_hidden(results: Results) -> None:
+def test_a_demo_with_unequal_anchors_fails_after_its_report(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_bootstrap(out: Path, *others: object) -> Path:
+        (out / "addresses").write_text("/ip4/127.0.0.1/tcp/1/p2p/QmBoot\n", encoding="utf-8")
+        return out / "addresses"
+
     unequal = dataclasses.replace(results, same_anchor=False)
-    page = format_report(unequal, small_swarm(), _plan(), Path("d"), bootstrap_id="Qm", took_s=1)
-    assert "NOT THE SAME" in page
+    monkeypatch.setattr(demo, "start_bootstrap", start_bootstrap)
+    monkeypatch.setattr(demo, "measure_step_s", lambda peers: 0.01)
+    monkeypatch.setattr(demo.Orchestrator, "run", lambda self, show, stop: None)
+    monkeypatch.setattr(demo, "measure", lambda out, swarm, peers_at_once: unequal)
+    monkeypatch.setattr(demo, "save_plot", lambda swarm, path: None)
+    result = CliRunner().invoke(cli, ["demo", "--out", str(tmp_path / "demo")])
+    assert result.exit_code == 1
+    assert "NOT THE SAME" in result.output
+    assert "p2ptrain: error: the peers ended with different anchors;" in result.output
+
+
+def test_a_round_with_two_states_is_unequal(results: Results, tmp_path: Path) -> None:
+    swarm = small_swarm()
+    assert results.same_anchor
+    swarm.apply(3, round_(2, 1017, by=("Qm2", "Qm3"), anchor="cc" * 32))
+    swarm.apply(2, round_(2, 1017, by=("Qm2", "Qm3"), anchor="dd" * 32))
+    assert not measure(tmp_path, swarm, peers_at_once=3).same_anchor
 
 
 def test_the_help_has_an_example() -> None:

@@ -39,6 +39,10 @@ class PeerLostError(P2PTrainError):
     """A peer, or a process of our own process group, cannot be reached or was lost while we waited for it."""
 
 
+class NotAllowedError(PeerLostError, ConfigError):
+    """The user of another machine refuses this peer, by an allow list or a deny list."""
+
+
 class CheckpointError(P2PTrainError):
     """A checkpoint could not be written, or is damaged; training and other checkpoints are not affected."""
 

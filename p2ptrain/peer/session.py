@@ -92,8 +92,8 @@ class NetworkSession:
             explicit: the settings that the user gave. If peers tell different settings, those that agree are preferred.
             ours: the settings as we know them from before; only an initial peer may contradict them.
 
-        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError if no
-        member was found, and an initial peer has another run key than we do.
+        Raises ConfigError if the settings of an initial peer do not fit this version of p2ptrain, and RunKeyError or
+        NotAllowedError if no member was found, and an initial peer refuses us.
         """
 
         async def find() -> RunConfig | None:
@@ -106,7 +106,10 @@ class NetworkSession:
         return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
     def members(self, run_id: str) -> list[MemberInfo]:
-        """List the members of a run. Blocks for up to MEMBERS_TIMEOUT_S. Raises RunKeyError as `find_run` does."""
+        """List the members of a run. Blocks for up to MEMBERS_TIMEOUT_S.
+
+        Raises RunKeyError or NotAllowedError if there is none, and an initial peer refuses us.
+        """
 
         async def look() -> list[MemberInfo]:
             return await list_members(
@@ -117,7 +120,7 @@ class NetworkSession:
         return self._thread.run(look, timeout_s=MEMBERS_TIMEOUT_S)
 
     def check_key(self, run_id: str) -> None:
-        """Raise RunKeyError if an initial peer has another run key than we do. Blocks for a few seconds at most."""
+        """Raise RunKeyError or NotAllowedError if an initial peer refuses us. Blocks for a few seconds at most."""
 
         async def check() -> None:
             await check_key(self.network.transport, run_id, chosen=self._chosen, closed=self._closed_run(run_id))

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 # Some 20,000 ids; a larger file is probably another one.
 MAX_FILE_BYTES = 1024 * 1024
+# Why a machine refuses a peer, in words for that peer, which recognizes them.
+DENIED = "this peer is on its deny list"
+NOT_ALLOWED = "this peer is not on its allow list"
 EXAMPLE = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
@@ -143,9 +146,9 @@ class Access:
     def refusal(self, peer_id: str) -> str | None:
         """Why this machine refuses a peer, in words for that peer; None if it does not."""
         if self._deny is not None and peer_id in self._deny.ids:
-            return "this peer is on its deny list"
+            return DENIED
         if self._allow is not None and peer_id not in self._allow.ids:
-            return "this peer is not on its allow list"
+            return NOT_ALLOWED
         return None
 
     def refresh(self) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from p2ptrain.errors import PeerLostError, RunKeyError, RunMismatchError, WireError
+from p2ptrain.errors import NotAllowedError, PeerLostError, RunKeyError, RunMismatchError, WireError
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.wire.closed_run import ACCEPTOR, DIALLER, NONCE_BYTES, ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Challenge, Hello, Leave, Message, Proof
 from p2ptrain.protocol.wire.transport import PeerId, Stream
+from p2ptrain.settings.access import DENIED, NOT_ALLOWED
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,11 @@ class Handshake:
         if isinstance(message, Leave):
             if stream.remote in self._chosen:
                 logger.warning("%s refused the link: %.100r; your id is %s", stream.remote, message.reason, self._me)
+            if message.reason in (DENIED, NOT_ALLOWED):
+                raise NotAllowedError(
+                    f"peer {stream.remote} refuses this peer: {message.reason}; ask its owner to allow your id "
+                    f"{self._me}"
+                )
             raise PeerLostError(f"{stream.remote} refused the link: {message.reason[:100]!r}")
         if isinstance(message, Challenge) and len(message.nonce) != NONCE_BYTES:
             raise WireError(f"a nonce of {len(message.nonce)} bytes")

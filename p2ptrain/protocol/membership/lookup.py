@@ -19,6 +19,7 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import (
     ConfigError,
+    NotAllowedError,
     P2PTrainError,
     PeerLostError,
     RunKeyError,
@@ -118,10 +119,11 @@ async def ask_settings(
         ConfigError: this version of p2ptrain cannot use the settings of a chosen member. Those of other members are
             skipped.
         RunKeyError: no member was found, and a chosen peer has another run key than we do.
+        NotAllowedError: no member was found, and a chosen peer refuses us by its user's list.
         UnreachableError: more peers are announced than could be asked within two minutes.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: RunKeyError | None = None
+    refused: RunKeyError | NotAllowedError | None = None
     answers = SettingsAnswers(chosen, ours, fits)
     # The network layer has the addresses of initial peers; their records may be missing among too many.
     initial: Members = {peer_id: ((), TRAINER) for peer_id in chosen if peer_id != transport.peer_id}
@@ -141,7 +143,7 @@ async def ask_settings(
                 return
             _, payload = await links.request(link, "settings", timeout_s=timeout_s)
             told: RunConfig | ConfigError = _parse_settings(peer_id, payload)
-        except RunKeyError as error:
+        except (RunKeyError, NotAllowedError) as error:
             refused = error if peer_id in chosen else refused
             answers.failures[peer_id] += 1
             return
@@ -202,24 +204,24 @@ async def ask_settings(
 async def check_key(
     transport: Transport, run_id: str, *, chosen: Collection[PeerId], closed: ClosedRun | None = None
 ) -> None:
-    """Raise RunKeyError if a chosen peer has another run key than we do. Silent peers are skipped."""
+    """Raise RunKeyError or NotAllowedError if a chosen peer refuses us. Silent peers are skipped."""
     async with observer_links(transport, run_id, closed) as links:
-        refused = await _other_key(links, chosen)
+        refused = await _refused_by(links, chosen)
     if refused is not None:
         raise refused
 
 
-async def _other_key(links: Links, chosen: Collection[PeerId]) -> RunKeyError | None:
+async def _refused_by(links: Links, chosen: Collection[PeerId]) -> RunKeyError | NotAllowedError | None:
     """Dial chosen peers without a record: those of a run with another key have no record that we can find."""
-    refused: list[RunKeyError] = []
+    refused: list[RunKeyError | NotAllowedError] = []
 
     async def ask(peer_id: PeerId) -> None:
         try:
             await links.connect(peer_id, [])
-        except RunKeyError as error:
+        except (RunKeyError, NotAllowedError) as error:
             refused.append(error)
         except P2PTrainError as error:
-            logger.debug("the run key of %s is not known: %s", peer_id, error)
+            logger.debug("whether %s refuses us is not known: %s", peer_id, error)
 
     with trio.move_on_after(ASK_KEY_S):
         async with trio.open_nursery() as nursery:
@@ -238,16 +240,18 @@ async def list_members(
 ) -> list[MemberInfo]:
     """Members of a run that can be reached from here, and members behind NAT that cannot.
 
-    Raises RunKeyError if there is none, and a chosen peer has another run key than we do.
+    Raises RunKeyError or NotAllowedError if there is none, and a chosen peer refuses us.
     """
     directory = directory_of(directory, closed, transport.peer_id)
-    refused: RunKeyError | None = None
+    refused: RunKeyError | NotAllowedError | None = None
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
         with trio.move_on_after(2 * FIRST_BEAT_S):
             try:
                 link = await links.connect(peer_id, list(maddrs))
+            except NotAllowedError:
+                return
             except P2PTrainError:
                 if any(scope_of(maddr) is Scope.NETWORK for maddr in maddrs) and not is_public(maddrs):
                     infos.append(MemberInfo(peer_id, maddrs, role, UNREACHABLE, 0, -1, "", 0.0))
@@ -263,11 +267,11 @@ async def list_members(
         if not members:
             await trio.sleep(1.0)
             members = await find_members(directory, run_id, transport.peer_id)
-        if not members:
-            refused = await _other_key(links, chosen)
         async with trio.open_nursery() as nursery:
             for peer_id, (maddrs, role) in members.items():
                 nursery.start_soon(visit, peer_id, maddrs, role)
+        if not infos:
+            refused = await _refused_by(links, chosen)
     if refused is not None:
         raise refused
     return sorted(infos, key=lambda info: info.peer_id)

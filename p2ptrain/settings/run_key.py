@@ -83,8 +83,7 @@ def read_key(path: Path) -> RunKey:
     check_key_file(str(path))
     origin = f"--run-key {path}"
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES).decode("utf-8-sig")
+        text = _start_of(path).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{origin}: no such file; {MAKE_ONE}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -104,10 +103,17 @@ def read_key(path: Path) -> RunKey:
 
 
 def warn_if_shared(path: Path) -> None:
-    """Log a warning if other users of this machine can read a file that holds a secret."""
+    """Log a warning if other users of this machine can read a file that holds a key or a ticket."""
     with contextlib.suppress(OSError, ValueError):
-        if path.stat().st_mode & 0o077:
-            logger.warning("%s holds a run key, and other users of this machine can read it: chmod 600 %s", path, path)
+        if path.is_file() and path.stat().st_mode & 0o077 and _SECRET.search(_start_of(path).decode(errors="replace")):
+            logger.warning(
+                "warning: %s holds a run key, and other users of this machine can read it: chmod 600 %s", path, path
+            )
+
+
+def _start_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES)
 
 
 def make_key_file(path: Path, secret: bytes) -> None:

@@ -130,8 +130,17 @@ def test_a_key_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: py
     merge({"run_key": str(path)}, {})
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{path} holds a run key, and other users of this machine can read it: chmod 600 {path}"
+        f"warning: {path} holds a run key, and other users of this machine can read it: chmod 600 {path}"
     )
+
+
+def test_what_is_no_key_file_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = tmp_path / "text"
+    text.write_text("no key", encoding="utf-8")
+    for path in (tmp_path, text, tmp_path / "missing", Path("/dev/null")):
+        with pytest.raises(ConfigError, match="--run-key"):
+            merge({"run_key": str(path)}, {}).network_config()
+    assert not caplog.records
 
 
 def test_the_setting_names_a_file_and_only_the_network_gets_its_content(tmp_path: Path) -> None:

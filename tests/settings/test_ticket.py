@@ -188,7 +188,7 @@ def test_a_file_may_hold_the_printed_command(tmp_path: Path, caplog: pytest.LogC
     path.chmod(0o644)
     settings_of(str(path))
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{path} holds a run key, and other users of this machine can read it")
+    assert record.getMessage().startswith(f"warning: {path} holds a run key, and other users")
     caplog.clear()
     path.write_text(word_of(Ticket("r", (ONE,))), encoding="utf-8")  # no secret
     settings_of(str(path))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from p2ptrain.cli.options import settings_command
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.access import Access
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
 
@@ -42,6 +44,11 @@ def join(settings: Settings, plain: bool, share_key: bool) -> None:
     for name in ("dashboard", "prometheus"):
         if settings.values[name] is not None:
             require_extra("dashboard", f"--{name}")
+    # The import of torch takes seconds: check first what is cheap to check.
+    network = settings.network_config()
+    Access(network).check_allowed(network.initial_peers)
+    if share_key and network.key is None:
+        raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
     from p2ptrain.training.join import join_run
 
     if not plain and (console := _live_console()) is not None:

@@ -20,7 +20,6 @@ from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.membership.reachability import best_first
-from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
 from p2ptrain.settings.peer_config import NetworkConfig, parse_endpoint
@@ -67,16 +66,13 @@ def join_run(
         on_status: called with what the peer is doing while it joins; None: `say`.
         sinks: receive the peer's events, as its metrics file does.
         on_peer: called with the peer once it has joined the run.
-        share_key: put the run key into the ticket that is printed.
+        share_key: put the run key into the ticket that is printed; it must have one.
 
     Raises:
         ConfigError: a setting cannot work, or the network side of this peer failed during training.
     """
     config = settings.peer_config()
     run_id = str(settings.values["run_id"])
-    if share_key and config.network.key is None:
-        raise ConfigError("--share-key: has no meaning without a key; add --run-key FILE")
-    Access(config.network).check_allowed(config.network.initial_peers)
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)

@@ -175,6 +175,26 @@ def test_join_trains_and_prints_its_line_whole(session: type[FakeNetworkSession]
     assert text.endswith("finished at step 2, saved in p2ptrain-p2ptrain; try: p2ptrain generate p2ptrain-p2ptrain\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--allow", "none"], "--allow 'none': No such file"),
+        (["--deny", "none"], "--deny 'none': No such file"),
+        (["--run-key", "none"], "--run-key none: no such file"),
+        (["--initial-peers", "none"], "--initial-peers none: not an address, and no such file"),
+        (["--share-key"], "--share-key: has no meaning without a key"),
+        (["--allow", "list", "--initial-peers", MADDR], "--allow list does not hold your initial peer Qm.*; add it"),
+    ],
+)
+def test_join_checks_its_files_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    Path("list").write_text("# nobody\n", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "p2ptrain.training.join", None)
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(cli, ["join", *arguments], catch_exceptions=False)
+
+
 def test_progress_is_one_line() -> None:
     progress = TrainingProgress(
         run_step=340, total_steps=0, round=1, peers=4, loss=2.71, eval_loss=2.8, tokens_per_s=5120.4, sent=120,

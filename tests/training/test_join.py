@@ -115,13 +115,6 @@ def test_who_comes_to_nobody_is_told_so_and_starts_the_run(session: type[FakeNet
     assert lines[1] == "started run 'r' (model gpt-demo, 1 steps) as peer QmFake"
 
 
-def test_an_allow_list_must_hold_the_initial_peers(session: type[FakeNetworkSession], tmp_path: Path) -> None:
-    (tmp_path / "members").write_text("# nobody\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="--allow members does not hold your initial peer QmOther; add it"):
-        _join(initial_peers="/ip4/10.0.0.1/tcp/4001/p2p/QmOther", allow="members")
-    assert session.opened is None
-
-
 def test_a_pinned_run_is_not_started_here(session: type[FakeNetworkSession]) -> None:
     for given in ({"founder": "Qm" + "a" * 44}, {"anchor": "AB" * 32}):
         with pytest.raises(ConfigError, match=r"no peer of that run is known; add --initial-peers or a ticket"):

@@ -67,7 +67,7 @@ def _warn_of_process_list(given: Sequence[str]) -> None:
     if any(map(looks_like_ticket, given)):
         click.echo(
             "warning: the ticket holds the run key, and other users of this machine can see it in the list of "
-            "processes; put it into a file, and give the file instead",
+            "processes; put it into a file that only you can read (chmod 600), and give the file instead",
             err=True,
         )
 

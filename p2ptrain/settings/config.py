@@ -257,25 +257,28 @@ def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
     return True
 
 
-def resolve_run(explicit: Mapping[str, Any], adopted: RunConfig | None) -> RunConfig:
+def resolve_run(
+    explicit: Mapping[str, Any], adopted: RunConfig | None, origins: Mapping[str, str] | None = None
+) -> RunConfig:
     """The run's settings: those of the live run, or defaults plus what the user gave.
 
     Args:
         explicit: the settings that the user gave, by field name of `RunConfig`.
         adopted: the settings of the live run, or None when there is none yet.
+        origins: what errors call the settings, such as "--lr"; by default their field names.
 
     Raises:
         RunMismatchError: an explicit setting differs from the run's.
         ConfigError: an explicit setting is invalid.
     """
-    if adopted is None:
-        return RunConfig.from_dict(explicit)
     given = RunConfig.from_dict(explicit)
+    if adopted is None:
+        return given
     for name in explicit:
         ours, theirs = getattr(given, name), getattr(adopted, name)
         if ours != theirs:
             raise RunMismatchError(
-                f"{name}: you gave {ours!r}, but run {adopted.run_id!r} trains with {theirs!r}; "
-                "leave it out to adopt the run's setting, or choose another --run-id"
+                f"{(origins or {}).get(name, name)}: you gave {ours!r}, but run {adopted.run_id!r} trains with "
+                f"{theirs!r}; leave it out to adopt the run's setting, or choose another --run-id"
             )
     return adopted

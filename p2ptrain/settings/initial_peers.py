@@ -150,7 +150,8 @@ def _read_file(name: str) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError as error:
         raise ConfigError(
-            f"--initial-peers {name}: not an address, and no such file; an address looks like {EXAMPLE}"
+            f"ticket or --initial-peers {name}: no such file, and not a ticket or an address; an address looks like "
+            f"{EXAMPLE}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"

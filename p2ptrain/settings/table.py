@@ -77,7 +77,8 @@ class Settings:
             RunMismatchError: the user gave a setting that differs from the adopted one.
         """
         if adopted is not None:
-            return resolve_run(self.explicit_run(), adopted)
+            origins = {s.field_name: self.sources[s.name] for s in SETTINGS.values()}
+            return resolve_run(self.explicit_run(), adopted, origins)
         defaults = {"model": SETTINGS["model"].default, "data": BUILTIN_DATA}
         preset = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.from_preset(s.name)}
         return resolve_run({**defaults, **preset, **self.explicit_run()}, None)
@@ -166,7 +167,12 @@ def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | N
             f"{shortened(ticket.run_id)}; leave it out, or give another ticket"
         )
     values["run_id"], sources["run_id"] = ticket.run_id, source
-    if ticket.founder and sources["founder"] == DEFAULT:
+    if ticket.founder and sources["founder"] != DEFAULT and values["founder"] != ticket.founder:
+        raise ConfigError(
+            f"{sources['founder']}: {values['founder']} is not the founder in the ticket, {ticket.founder}; leave it "
+            "out, or give another ticket"
+        )
+    if ticket.founder:
         founder = SETTINGS["founder"].parse(ticket.founder, "the ticket's founder")
         values["founder"], sources["founder"] = founder, source
     return ticket

@@ -93,6 +93,8 @@ def join_run(
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = _saved(out)
         ours = RunConfig.from_stated(saved.info["run"]) if saved else None
+        if ours and settings.explicit("run_id") and ours.run_id != run_id:
+            raise ConfigError(f"--out {out}: holds run {ours.run_id!r}, not {run_id!r}; give another --out")
         if saved and ours and saved.info.get("is_closed") and config.network.key is None:
             raise ConfigError(
                 f"run {ours.run_id!r} in {out} is closed: give --run-key FILE, or a ticket that holds the key"

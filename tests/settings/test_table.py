@@ -255,9 +255,9 @@ def test_only_what_was_given_is_compared_with_a_live_run() -> None:
     live = RunConfig(model="gpt-small", data="text", sync_every=5)
     assert merge({"batch_size": "1"}, {}).resolve_run(live) == live
     assert merge({"data": "my-texts"}, {}).resolve_run(live) == live
-    with pytest.raises(RunMismatchError, match="data: you gave 'stdlib'"):
+    with pytest.raises(RunMismatchError, match="--data: you gave 'stdlib'"):
         merge({"data": "stdlib"}, {}).resolve_run(live)
-    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 6, .*5"):
+    with pytest.raises(RunMismatchError, match=r"P2PTRAIN_SYNC_EVERY: you gave 6, .*5"):
         merge({}, {"P2PTRAIN_SYNC_EVERY": "6"}).resolve_run(live)
 
 
@@ -306,7 +306,7 @@ def test_a_joiners_preset_contradicts_nothing() -> None:
     live = RunConfig(model="gpt-small", data="stdlib", sync_every=5)
     assert merge({"preset": "diloco"}, {}).resolve_run(live) == live
     assert not merge({"preset": "diloco"}, {}).explicit("model")
-    with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.25"):
+    with pytest.raises(RunMismatchError, match=r"--lr: you gave 0\.25"):
         merge({"preset": "diloco", "lr": "0.25"}, {}).resolve_run(live)
 
 

@@ -144,7 +144,7 @@ def test_a_ticket_is_an_initial_peer_that_brings_run_id_and_key(tmp_path: Path) 
             assert repr(KEY.secret) not in text
     both = settings_of(word, f"/ip4/10.0.0.1/tcp/1/p2p/{B}").network_config()
     assert both.initial_peers == (*FULL.addresses, f"/ip4/10.0.0.1/tcp/1/p2p/{B}")
-    assert settings_of(word, founder=A).network_config().founder == A
+    assert settings_of(word, founder=B).network_config().founder == B
     plain = settings_of(word_of(Ticket("r", (ONE,)))).network_config()
     assert (plain.key, plain.founder) == (None, "")
     short = word_of(Ticket("r", (f"/ip4/10.0.0.1/tcp/1/p2p/{A}",), founder="2a"))
@@ -156,6 +156,8 @@ def test_what_contradicts_a_ticket_is_refused(tmp_path: Path) -> None:
     word = word_of(FULL)
     with pytest.raises(ConfigError, match="--run-id: 'other' is not the run of the ticket, 'novels ü'; leave it out"):
         settings_of(word, run_id="other")
+    with pytest.raises(ConfigError, match=f"--founder: {A} is not the founder in the ticket, {B}; leave it out"):
+        settings_of(word, founder=A)
     with pytest.raises(ConfigError, match="two tickets were given: give one"):
         settings_of(word, word_of(Ticket("r", (ONE,))))
     make_key_file(tmp_path / "same.key", KEY.secret)

@@ -13,7 +13,7 @@ def test_what_contradicts_a_live_run_is_refused(swarm: Swarm) -> None:
     join = f"p2ptrain join --initial-peers {peer.addresses}"
 
     line = swarm.refusal(f"{join} --sync-every 7")
-    assert "sync_every: you gave 7, but run 'p2ptrain' trains with 50" in line
+    assert "--sync-every: you gave 7, but run 'p2ptrain' trains with 50" in line
 
     out = peer.directory / "p2ptrain-p2ptrain"
     line = swarm.refusal(f"{join} --out {out}")

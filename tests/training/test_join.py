@@ -134,7 +134,7 @@ def test_who_joins_a_pinned_run_is_told_so(session: type[FakeNetworkSession], by
 
 def test_a_joiner_may_not_contradict_the_run(session: type[FakeNetworkSession]) -> None:
     session.live = LIVE
-    with pytest.raises(RunMismatchError, match=r"lr: you gave 0\.5, but run 'r' trains with 0\.01"):
+    with pytest.raises(RunMismatchError, match=r"--lr: you gave 0\.5, but run 'r' trains with 0\.01"):
         _join(initial_peers=MADDR, lr="0.5")
     assert session.peer is None
 
@@ -176,8 +176,16 @@ def test_a_founder_continues_with_the_settings_of_its_checkpoint(session: type[F
     _join(steps="2", sync_every="7")
     lines = _join()
     assert lines == ["run 'r' is finished: 2 steps, see p2ptrain-r; start another with a new --run-id or --out"]
-    with pytest.raises(RunMismatchError, match=r"sync_every: you gave 9, .* 7; .* checkpoint in p2ptrain-r"):
+    with pytest.raises(RunMismatchError, match=r"--sync-every: you gave 9, .* 7; .* checkpoint in p2ptrain-r"):
         _join(sync_every="9")
+
+
+def test_a_directory_holds_one_run(session: type[FakeNetworkSession]) -> None:
+    _join(steps="1", out="A")
+    session.opened = None
+    with pytest.raises(ConfigError, match=r"^--out A: holds run 'r', not 'z'; give another --out$"):
+        _join(out="A", run_id="z")
+    assert session.opened is None
 
 
 def test_a_closed_run_is_not_continued_without_a_key(session: type[FakeNetworkSession]) -> None:
@@ -215,7 +223,7 @@ def test_a_run_on_peoples_own_text_asks_for_ours(session: type[FakeNetworkSessio
     (tmp_path / "text").write_text("some words " * 2000, encoding="utf-8")
     _join(initial_peers=MADDR, data="text")
     assert session.peer is not None
-    with pytest.raises(RunMismatchError, match="data: you gave 'stdlib', but run 'r' trains with 'text'"):
+    with pytest.raises(RunMismatchError, match="--data: you gave 'stdlib', but run 'r' trains with 'text'"):
         _join(initial_peers=MADDR, data="stdlib", out="other")
 
 

@@ -64,7 +64,7 @@ class Pins:
         """Raises RunMismatchError unless the user wants a run with this founder."""
         if self.founder not in ("", genesis.founder):
             raise RunMismatchError(
-                f"founder = {self.founder}: the run that was found was founded by {shown(genesis.founder)}; check the "
+                f"--founder {self.founder}: the run that was found was founded by {shown(genesis.founder)}; check the "
                 "id, or that these are peers of your run"
             )
 
@@ -73,7 +73,7 @@ class Pins:
         self.check_founder(genesis)
         if self.anchor and not is_continued(entries, self.anchor):
             raise RunMismatchError(
-                f"anchor = {self.anchor}: the last {RECENT_ENTRIES} rounds of the run do not go on from this record; "
+                f"--anchor {self.anchor}: the last {RECENT_ENTRIES} rounds of the run do not go on from this record; "
                 "give a newer one, or check that these are peers of your run"
             )
 

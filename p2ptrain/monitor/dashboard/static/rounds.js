@@ -28,7 +28,7 @@ export function showRounds(all, overview) {
   const atEnd = box.scrollLeft + box.clientWidth >= box.scrollWidth - 40;
   const head = el("tr", {}, el("th", { scope: "col", class: "corner" }, "round"), ...rounds.map((round, i) => headCell(round, i, rounds)));
   const body = people.map((who) => {
-    const name = typeof who === "number" ? `peer ${who}` : `…${who}`;
+    const name = typeof who === "number" ? `peer ${who}` : who;
     const label = el("th", { scope: "row" }, el("span", { class: "swatch", "aria-hidden": "true" }), name);
     if (typeof who === "number") label.firstChild.style.background = colour(who);
     return el("tr", {}, label, ...rounds.map((round) => bodyCell(round, who, name)));

@@ -40,7 +40,8 @@ def cli() -> None:
         p2ptrain demo
     Start a run:
         p2ptrain join
-    Join it from other machines, with the line that it prints:
+    Join it from other machines, with the ticket or the address that it prints:
+        p2ptrain join p2pt1…
         p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
     """
 

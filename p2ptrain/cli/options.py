@@ -20,6 +20,7 @@ EVERY_WAY = (
 )
 
 
+TICKET_HELP = "Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer."
 # Of a word that is no ticket: it may be a part of one.
 MAX_SHOWN_CHARS = 12
 
@@ -45,7 +46,8 @@ class SettingsCommand(click.Command):
         section_of = {setting.name: title for title, settings in SECTIONS.items() for setting in settings}
         titles: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
+            # Not every version of click takes help for an argument.
+            record = ("[TICKET]", TICKET_HELP) if parameter.name == "ticket" else parameter.get_help_record(ctx)
             if record is not None:
                 titles.setdefault(section_of.get(parameter.name or "", "Options"), []).append(record)
         for title, records in titles.items():

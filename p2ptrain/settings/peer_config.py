@@ -62,7 +62,8 @@ class NetworkConfig:
     announce_maddrs: tuple[str, ...] = setting((), metavar="ADDRESS",
         help="Address to announce (port forwarding); repeatable.",
         why="Addresses of this machine's network cards, and those seen by other peers, are announced by default.")
-    identity: str | None = setting(None, metavar="FILE", default_text="identity.key in the peer's directory",
+    identity: str | None = setting(None, metavar="FILE",
+        default_text="for join identity.key in its output directory, else a new key",
         help="Private key file, created if missing.",
         why="Stored in the output directory, so that the same command is the same peer again.")
     startup_timeout_s: float = setting(25.0, POSITIVE, metavar="SECONDS",

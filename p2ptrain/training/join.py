@@ -198,6 +198,8 @@ def _say_ticket(
         note = "; it holds the run key: whoever has it can join, so send it over a safe channel" if shared else ""
         say(f"or with this ticket{note}:")
         say(line)
+    if network.key is not None and network.run_key is None and shared is None:
+        say("FILE is the run's key file; with --share-key a ticket is printed that holds the key, and needs no file")
 
 
 def _page_server(endpoint: str, settings: Settings, stack: ExitStack) -> Callable[[Peer], str]:

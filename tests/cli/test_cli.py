@@ -88,6 +88,12 @@ def test_help_names_no_option_that_the_command_lacks(command: list[str]) -> None
     }
 
 
+@pytest.mark.parametrize("command", ["join", "peers", "dashboard", "doctor"])
+def test_help_says_what_a_ticket_is(command: str) -> None:
+    text = " ".join(_output(command, "--help").split())
+    assert "[TICKET] Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer." in text
+
+
 def test_help_shows_every_setting_with_its_default() -> None:
     text = " ".join((_output("join", "--help") + _output("dashboard", "--help")).split())
     for setting in SETTINGS.values():

@@ -202,6 +202,21 @@ def test_a_closed_run_is_not_continued_without_a_key(session: type[FakeNetworkSe
         assert "is finished" in _join(out="A", **given)[-1]
 
 
+def test_who_has_no_key_file_is_told_how_to_invite_others(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"/ip4/10.0.0.1/tcp/4001/p2p/Qm{'a' * 44}"
+    monkeypatch.setattr(FakePeer, "maddrs", (address,))
+    session.live = LIVE
+    ticket = ticket_text(Ticket("r", (address,), key=RunKey(bytes(32))))
+    assert ticket is not None
+    hint = "FILE is the run's key file; with --share-key a ticket is printed that holds the key, and needs no file"
+    lines = _join(initial_peers=ticket)
+    assert lines[lines.index(hint) - 1].endswith(" --run-key FILE")
+    make_key_file(Path("friends.key"), bytes(32))
+    assert hint not in _join(initial_peers=ticket, run_key="friends.key", out="other")
+
+
 def test_a_key_closes_a_run_that_was_open(session: type[FakeNetworkSession]) -> None:
     make_key_file(Path("friends.key"), bytes(32))
     _join(steps="1", out="A")

@@ -13,7 +13,7 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore
+from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore, fetch_pipelined
 from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig
@@ -106,6 +106,21 @@ def test_parts_are_asked_for_a_few_at_a_time() -> None:
         parts = store_of(holder)
         await parts.fetch(record_of(*blobs), [])
         assert len(parts._parts) == 60
+
+    run_virtual(main)
+
+
+def test_a_peer_that_is_lost_while_the_fetch_is_cancelled_ends_nothing_else() -> None:
+    async def main() -> None:
+        async def fetch(index: int) -> None:
+            if index == 0:
+                scope.cancel()
+                raise PeerLostError("gone")
+            await trio.sleep_forever()
+
+        with trio.CancelScope() as scope:
+            await fetch_pipelined(8, fetch)
+        assert scope.cancelled_caught
 
     run_virtual(main)
 

@@ -53,12 +53,16 @@ async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -
         for index in indices:
             await fetch(index)
 
+    failure: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
             for _ in range(PIPELINE):
                 nursery.start_soon(fetch_some)
     except* (PeerLostError, WireError) as errors:
-        raise innermost(errors) from None
+        failure = innermost(errors)
+    # Not above: beside a cancellation it would become a group, which no `except` expects.
+    if failure is not None:
+        raise failure
 
 
 class PartStore:
@@ -145,6 +149,7 @@ class PartStore:
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
         at_once = trio.CapacityLimiter(PARTS_AT_ONCE)
+        failure: BaseException | None = None
         try:
             async with trio.open_nursery() as nursery:
                 for part in record.parts:
@@ -153,7 +158,9 @@ class PartStore:
                         holders = [part.holder, *others]
                         nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, at_once)
         except* PeerLostError as errors:
-            raise innermost(errors) from None
+            failure = innermost(errors)
+        if failure is not None:
+            raise failure
 
     def holders_missed(self, record: Record) -> set[PeerId]:
         """The holders of those parts of a record that we do not have."""

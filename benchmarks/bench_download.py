@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ import torch
 from torch import nn
 
 import p2ptrain
-from benchmarks.namespaces import Machine, Wires, why_not, wires
+from benchmarks.namespaces import Machine, Wires, enter, why_not, wires
 from benchmarks.processes import WorkerError, Workers
 from benchmarks.results import Row
 from benchmarks.shapes import gpt2_124m, gpt_25m
@@ -27,7 +25,6 @@ CUT_S = 15.0
 # Anchor and momentum, float32.
 STATE_BYTES_PER_PARAMETER = 8
 TIMEOUT_S = 400.0
-CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ def _cut_half_way(net: Wires, joiner: Machine, at_bytes: int) -> None:
 
 def _peer(pipe: Connection, build: Callable[[], nn.Module], namespace_pid: int, address: str) -> None:
     """Run the donor (no initial peers) or the joiner, which reports when its download began and ended."""
-    _enter(namespace_pid)
+    enter(namespace_pid)
     model = build()
     initial_peers = pipe.recv()
     told = False
@@ -138,13 +135,3 @@ def _take_a_round(model: nn.Module, peer: p2ptrain.Peer) -> tuple[str, ...]:
     while peer.step().round is None:
         time.sleep(0.05)
     return tuple(peer.maddrs)
-
-
-def _enter(pid: int) -> None:
-    """Move this thread, and all that it starts from now on, into a process's network namespace. Raises OSError."""
-    namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    finally:
-        os.close(namespace)

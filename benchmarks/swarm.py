@@ -19,14 +19,13 @@ from torch import nn
 
 import p2ptrain
 from benchmarks.measure import memory
+from benchmarks.namespaces import Machine, enter
 from benchmarks.processes import WorkerError, Workers
 
 # Steps of the benchmarks take less than half of this, also on a busy machine (guess).
 STEP_TIMEOUT_S = 1.0
 # Longer than any benchmark: no round becomes due.
 NEVER = 10**9
-# Enough for a round to become due and land in any setup.
-ROUND_STEPS = 600
 # Message to the peers instead of a phase.
 DRIFT = "drift"
 # Some hundred inner steps change weights by about this much; their standard deviation is 0.02 (guess).
@@ -42,12 +41,16 @@ class Setup:
         work: takes the model and returns the function that is called in each step; see `workloads.py`.
         fragment_fraction: p; 0 for no gossip.
         sync_every: H, in inner steps.
+        machines: where each peer runs; empty: all on this machine.
+        round_steps: enough steps for a round to become due and land.
     """
 
     model: Callable[[], nn.Module]
     work: Callable[[nn.Module], Callable[[], None]]
     fragment_fraction: float = 0.0
     sync_every: int = NEVER
+    machines: tuple[Machine, ...] = ()
+    round_steps: int = 600
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Swarm:
 
     def __init__(self, setup: Setup, peers: int) -> None:
         self._peers = peers
+        self._round_steps = setup.round_steps
         self._workers = Workers(_peer, [(setup, index, peers) for index in range(peers)])
 
     def __enter__(self) -> Swarm:
@@ -137,7 +141,7 @@ class Swarm:
 
         Returns None if the round was not committed by all peers, as can happen to the first one.
         """
-        peers = self.run(Phase(ROUND_STEPS, until_round=True))
+        peers = self.run(Phase(self._round_steps, until_round=True))
         landed = [steps[-1].report.round for steps in peers if steps[-1].report]
         complete = all(
             report and report.status == "committed" and len(report.contributors) == self._peers for report in landed
@@ -155,6 +159,10 @@ class Swarm:
 
 
 def _peer(pipe: Connection, setup: Setup, index: int, peers: int) -> None:
+    address = "127.0.0.1"
+    if setup.machines:
+        enter(setup.machines[index].pid)
+        address = setup.machines[index].address
     model = setup.model()
     work = setup.work(model)
     pipe.send("prepared")
@@ -166,7 +174,7 @@ def _peer(pipe: Connection, setup: Setup, index: int, peers: int) -> None:
             initial_peers=pipe.recv(),
             sparta=p2ptrain.Sparta(fragment_fraction=setup.fragment_fraction),
             diloco=p2ptrain.DiLoCo(sync_every=setup.sync_every),
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            host_maddrs=[f"/ip4/{address}/tcp/0"],
             metrics=Path(directory) / "metrics.jsonl",
         ) as peer,
     ):

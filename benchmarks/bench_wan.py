@@ -1,0 +1,110 @@
+"""A round between machines that are far apart (`wan.c`), from the time it is due until it has landed on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks import rival_gloo
+from benchmarks.bench_round import wall_s
+from benchmarks.measure import Summary
+from benchmarks.namespaces import Machine
+from benchmarks.processes import WorkerError
+from benchmarks.results import Row
+from benchmarks.shapes import gpt_25m
+from benchmarks.swarm import Setup, Swarm
+from benchmarks.wan import wide_area
+from benchmarks.workloads import Pause
+
+ROUNDS = 3
+STEP_S = 0.05
+# What a member of k sends in a round: (k − 1) / k of its outer gradient to reducers, and its part's mean to the k − 1
+# others; each 66 bytes for 64 values.
+BYTES = 25_481_216 * 66 / 64
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links as `wan.c` describes them; the slowest one's rate in Mbit/s, the longest round trip in seconds."""
+
+    title: str
+    links: tuple[str, ...]
+    mbit: float
+    rtt_s: float
+
+    @property
+    def bytes_s(self) -> float:
+        """Seconds that a round's bytes take on the slowest uplink."""
+        k = len(self.links)
+        return 2 * (k - 1) / k * BYTES * 8 / (self.mbit * 1e6)
+
+
+def _equal(k: int, title: str, link: str, mbit: float, rtt_s: float) -> Network:
+    return Network(f"{k} peers, {title}", (link,) * k, mbit, rtt_s)
+
+
+NETWORKS = [
+    *(
+        network
+        for k in (2, 4, 8)
+        for network in (
+            _equal(k, "100 Mbit/s, 4 ms", "mbit=100,ms=1", 100, 0.004),
+            _equal(k, "100 Mbit/s, 100 ms", "mbit=100,ms=25", 100, 0.1),
+            _equal(k, "1 Gbit/s, 200 ms", "mbit=1000,ms=50", 1000, 0.2),
+        )
+    ),
+    _equal(4, "100 down, 20 up, 60 ms", "mbit=100,up=20,ms=15", 20, 0.06),
+    Network("4 peers, one of 20, three of 100 Mbit/s, 60 ms", ("mbit=100,ms=15",) * 3 + ("mbit=20,ms=15",), 20, 0.06),
+    _equal(4, "100 Mbit/s, 100 ms, 0.1 % loss", "mbit=100,ms=25,loss=0.0005", 100, 0.1),
+]
+
+
+def run(networks: Sequence[Network] = NETWORKS) -> list[Row]:
+    rows = []
+    for network in networks:
+        with wide_area(*network.links) as machines:
+            rows.append(_row(network, machines))
+    return rows
+
+
+def _row(network: Network, machines: Sequence[Machine]) -> Row:
+    ours, failed = _measure(machines)
+    gloo = {
+        name: _seconds(rival_gloo.measure(machines, dtype, rounds=ROUNDS))
+        for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16))
+    }
+    took_s = Summary.of(ours).median if ours else float("inf")
+    return Row(
+        work=f"a round, 25M parameters, int8, {network.title}: due to landed, slowest peer",
+        must_reach="faster than gloo",
+        measured=f"{took_s:.2f} s of {len(ours)} ({network.bytes_s / took_s:.0%} of the link); {failed} failed",
+        reached=took_s < min(gloo.values()),
+        rival="gloo: " + ", ".join(f"{seconds:.2f} s {name}" for name, seconds in gloo.items()),
+        values={"wall_s": took_s, "bytes_s": network.bytes_s, "rtt_s": network.rtt_s, **gloo},
+    )
+
+
+def _seconds(measured: Sequence[float]) -> float:
+    return Summary.of(measured).median
+
+
+def _measure(machines: Sequence[Machine]) -> tuple[list[float], int]:
+    setup = Setup(gpt_25m, Pause(STEP_S), sync_every=100, machines=tuple(machines), round_steps=2000)
+    seconds: list[float] = []
+    failed = 0
+    with Swarm(setup, len(machines)) as swarm:
+        swarm.drift()
+        swarm.round()  # the first round may have a single member
+        for _ in range(ROUNDS):
+            swarm.drift()
+            try:
+                peers = swarm.round()
+            except WorkerError:
+                peers = None
+            if peers is None:
+                failed += 1
+                continue
+            seconds.append(max(wall_s(steps) for steps in peers))
+    return seconds, failed

@@ -146,6 +146,7 @@ class _Weather:
 
     def __init__(self, s: Swarm, seed: int, witness: Witness) -> None:
         self._swarm = s
+        self._names = set(s.peers)
         self._rng = random.Random(f"weather/{seed}")
         self._witness = witness
         self._rough: list[Trouble] = []
@@ -163,9 +164,7 @@ class _Weather:
         await trio.sleep(trouble.at_s)
         match trouble.action:
             case "kill" | "leave":
-                # The last that holds the run's state is spared: who then joins in vain ends with an error, rightly.
-                others = [peer for name, peer in s.peers.items() if name != trouble.victims]
-                if trouble.victims in s.peers and any(peer.node.ready.is_set() for peer in others):
+                if trouble.victims in s.peers and self._leaves_the_state(without=trouble.victims):
                     if trouble.action == "leave":
                         s.peers[trouble.victims].node.leave("done")
                         await trio.sleep(0.2)
@@ -191,17 +190,27 @@ class _Weather:
 
     async def _hold(self, trouble: Trouble, among: list[Trouble]) -> None:
         among.append(trouble)
-        self._divide()
-        await trio.sleep(trouble.lasts_s)
+        if self._leaves_the_state():
+            self._swarm.network.partition(*self._sides())
+            await trio.sleep(trouble.lasts_s)
         among.remove(trouble)
-        self._divide()
+        self._swarm.network.partition(*self._sides())
 
-    def _divide(self) -> None:
+    def _leaves_the_state(self, without: str = "") -> bool:
+        """Whether on every side somebody has the run's state.
+
+        Otherwise those that join there find nobody, and start the run anew, rightly: two starts stay apart.
+        """
+        peers = self._swarm.peers
+        ready = {name for name, peer in peers.items() if name != without and peer.node.ready.is_set()}
+        return all(ready.intersection(side) for side in self._sides() if self._names.intersection(side))
+
+    def _sides(self) -> list[list[str]]:
         """Who is on the same side of every split is together."""
         sides: dict[tuple[bool, ...], list[str]] = {}
         for name in NAMES:
             sides.setdefault(tuple(name in trouble.victims for trouble in self._apart), []).append(name)
-        self._swarm.network.partition(*sides.values())
+        return list(sides.values())
 
     def _fault(self, source: str, target: str, packet: bytes) -> PacketFault:
         for trouble in self._rough:

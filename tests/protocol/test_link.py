@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
-from p2ptrain.protocol.links.flow_control import MIN_WINDOW_BYTES, WINDOW_S
+from p2ptrain.protocol.links.flow_control import FIRST_WINDOW_BYTES, MIN_WINDOW_BYTES, WINDOW_S
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.link import (
     MAX_CONTROL_QUEUE,
@@ -36,7 +36,7 @@ from p2ptrain.protocol.wire.messages import (
     Message,
 )
 from tests.protocol.swarm import run_virtual
-from tests.protocol.wiring import hello_of, linked_pair, until
+from tests.protocol.wiring import Endpoint, hello_of, linked_pair, until
 
 KIB = 1024
 CHUNK = bytes(66 * KIB)
@@ -88,14 +88,14 @@ class Meter:
     [(64e3, 0.05), (250e3, 0.001), (1e6, 0.001), (1e6, 0.05), (1e6, 0.15), (1e7, 0.05), (1e7, 0.15)],
 )
 def test_bulk_fills_the_path_and_never_more_than_the_window(bandwidth_bytes_s: float, latency_s: float) -> None:
-    """At most max(64 KiB, 0.25 s × the rate) unacknowledged, and what the round trip itself holds."""
+    """At most max(64 KiB, 0.25 s × the rate) unacknowledged, and what the round trip itself holds; at first 256 KiB."""
 
     async def main() -> None:
         network = MemoryNetwork(latency_s=latency_s, bandwidth_bytes_s=bandwidth_bytes_s)
         meter = Meter(network)
         async with linked_pair(network) as (_, b, link, _):
             await trio.sleep(2)
-            start, count = trio.current_time(), int(6 * bandwidth_bytes_s / len(CHUNK)) + 2
+            start, count = trio.current_time(), int(6 * bandwidth_bytes_s / len(CHUNK)) + 10
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(send_chunks, link, count)
                 await until(lambda: len(b.of(Contribution)) == count)
@@ -103,8 +103,56 @@ def test_bulk_fills_the_path_and_never_more_than_the_window(bandwidth_bytes_s: f
             assert numbers(b.of(Contribution)) == list(range(count))
             assert all(payload == CHUNK for _, message, payload in b.received if isinstance(message, Contribution))
             window = max(MIN_WINDOW_BYTES, (WINDOW_S + 2 * latency_s + 0.01) * bandwidth_bytes_s)
-            assert max(meter.in_flight_before) < window
+            assert max(meter.in_flight_before) < max(window, FIRST_WINDOW_BYTES)
+            assert max(meter.in_flight_before[count // 2 :]) < window
             assert took_s < 1.25 * count * len(CHUNK) / bandwidth_bytes_s + 2
+
+    run_virtual(main)
+
+
+async def sending_s(link: Link, receiver: Endpoint, count: int) -> float:
+    """Seconds until so many more chunks have arrived."""
+    started, wanted = trio.current_time(), len(receiver.of(Contribution)) + count
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send_chunks, link, count)
+        await until(lambda: len(receiver.of(Contribution)) == wanted)
+    return trio.current_time() - started
+
+
+def test_a_long_path_is_filled_within_few_round_trips() -> None:
+    """13 MB take 1.1 s at this rate; the first flights are smaller than the path."""
+
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork(latency_s=0.1, bandwidth_bytes_s=12.5e6)) as (_, b, link, _):
+            await trio.sleep(2)
+            assert await sending_s(link, b, 200) < 1.1 + 5 * 0.2
+            assert await sending_s(link, b, 200) < 1.1 + 2 * 0.2
+
+    run_virtual(main)
+
+
+def test_a_rate_is_not_forgotten_while_little_is_sent() -> None:
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork(latency_s=0.05, bandwidth_bytes_s=12.5e6)) as (_, b, link, _):
+            await sending_s(link, b, 200)
+            for _ in range(60):
+                await sending_s(link, b, 1)
+            assert link.flow.rate_bytes_s == pytest.approx(12.5e6, rel=0.05)
+
+    run_virtual(main)
+
+
+def test_the_window_follows_a_path_that_becomes_slow() -> None:
+    """Within ten round trips, after which the old window has to pass."""
+
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.05, bandwidth_bytes_s=12.5e6)
+        async with linked_pair(network) as (_, b, link, _):
+            await sending_s(link, b, 200)
+            network.narrow("a", 1.25e6)
+            await sending_s(link, b, 400)
+            assert link.flow.rate_bytes_s == pytest.approx(1.25e6, rel=0.05)
+            assert link.flow.window_bytes < 0.8e6
 
     run_virtual(main)
 
@@ -173,7 +221,7 @@ def test_a_fragment_that_would_come_too_late_is_not_sent() -> None:
 
     async def main() -> None:
         async with linked_pair(MemoryNetwork(latency_s=0.02, bandwidth_bytes_s=128 * KIB)) as (a, b, link, _):
-            await send_chunks(link, 6)
+            await send_chunks(link, 9)
             assert link.flow.rate_bytes_s
             for number, good_for_s in enumerate((0.3, 5.0)):
                 link.send_fragment(fragment(number), bytes(1000), until_s=trio.current_time() + good_for_s)

@@ -1,20 +1,28 @@
 """Limits the unacknowledged bulk bytes of one link.
 
-The transport shares one connection per pair of peers and buffers megabytes. So at most about a quarter of a second's
-worth of bulk bytes, at the measured rate, is unacknowledged. `now` is in seconds on any clock.
+The transport shares one connection per pair of peers and buffers megabytes. So no more is unacknowledged than the path
+carries in its round trip and a quarter of a second. The path's rate is the largest delivered over the last ten round
+trips, as BBR estimates it (Cardwell et al., "BBR: Congestion-Based Congestion Control", 2016; the samples are those of
+draft-cheng-iccrg-delivery-rate-estimation). `now` is in seconds on any clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from p2ptrain.errors import WireError
 
-# Unacknowledged bulk bytes: 64 KiB, or 0.25 s plus the round trip at the measured rate if that is more. A frame is sent
-# while there are less, so that the measured rate can rise on a path with a long round trip.
+# Unacknowledged bulk bytes: what the path carries in its round trip and 0.25 s, but at least 64 KiB, and 256 KiB until
+# a flight has filled the path (4 s of an uplink of 64 kB/s, less than a heartbeat may be late). The quarter of a second
+# covers busy machines, and lets the measured rate rise: at a round trip of 0.2 s, 2.25 times with each. A frame is sent
+# while there are less.
+FIRST_WINDOW_BYTES = 256 * 1024
 MIN_WINDOW_BYTES = 64 * 1024
 WINDOW_S = 0.25
-# Round trips remembered, one per second: the shortest is the path's own; others include waiting behind bulk bytes.
+# The rate is the largest of so many round trips (BBR), each with the quarter of a second that the window adds.
+RATE_ROUND_TRIPS = 10
+# Heartbeats remembered, one per second: the shortest round trip is the path's own; others include waiting behind bulk.
 ROUND_TRIPS = 60
 # A longer one comes from a clock that jumped or a false echo.
 MAX_ROUND_TRIP_S = 60.0
@@ -22,27 +30,46 @@ MAX_ROUND_TRIP_S = 60.0
 ACK_EVERY_BYTES = 24 * 1024
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A bulk frame that is not acknowledged, and what was known when it was sent.
+
+    Attributes:
+        end: bytes sent in all, with this frame.
+        sent_s, first_sent_s: when it was sent, and when the last frame acknowledged by then was.
+        acked, acked_s: bytes acknowledged by then, and since when.
+        fills: whether it filled the window.
+    """
+
+    end: int
+    sent_s: float
+    first_sent_s: float
+    acked: int
+    acked_s: float
+    fills: bool
+
+
 class FlowControl:
     """The bulk bytes of one link, in both directions.
 
     Attributes:
         rtt_s: smoothed round trip; 0 if unknown.
-        rate_bytes_s: bulk bytes per second that the path carries; 0 if unknown.
         in_flight: bulk bytes sent and not acknowledged.
     """
 
     def __init__(self) -> None:
         self.rtt_s = 0.0
-        self.rate_bytes_s = 0.0
         self.in_flight = 0
         self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS)
         self._acked = 0
+        self._acked_s = 0.0
+        self._first_sent_s = 0.0
         self._received = 0
         self._told = 0
-        self._progress_at = 0.0
-        self._measure_start_s = 0.0
-        self._measure_start_bytes = 0
-        self._measures_from_idle = True
+        self._flights: deque[_Flight] = deque()
+        # When each was measured, and the rates that are or can still become the largest, in falling order.
+        self._rates: deque[tuple[float, float]] = deque()
+        self._filled = False
 
     @property
     def acked(self) -> int:
@@ -50,9 +77,15 @@ class FlowControl:
         return self._acked
 
     @property
+    def rate_bytes_s(self) -> float:
+        """Bulk bytes per second that the path carries; 0 if unknown, and less than it could if it was never filled."""
+        return self._rates[0][1] if self._rates else 0.0
+
+    @property
     def window_bytes(self) -> float:
         """Unacknowledged bulk bytes at which bulk frames wait."""
-        return max(MIN_WINDOW_BYTES, (WINDOW_S + self.path_rtt_s) * self.rate_bytes_s)
+        least = MIN_WINDOW_BYTES if self._filled else FIRST_WINDOW_BYTES
+        return max(least, (WINDOW_S + self.path_rtt_s) * self.rate_bytes_s)
 
     @property
     def path_rtt_s(self) -> float:
@@ -61,16 +94,17 @@ class FlowControl:
 
     def delivery_s(self, size_bytes: int) -> float:
         """Estimated seconds until a frame that is sent now arrives; 0 if unknown."""
-        if not self.in_flight or not self.rate_bytes_s:
+        if not self.in_flight or not self._filled:
             return 0.0
         return (self.in_flight + size_bytes) / self.rate_bytes_s + self.path_rtt_s / 2
 
     def note_sent(self, size_bytes: int, now: float) -> None:
         """Note that a bulk frame is sent."""
         if self.in_flight == 0:
-            self._progress_at = now
-            self._start_measuring(now, from_idle=True)
+            self._acked_s = self._first_sent_s = now
         self.in_flight += size_bytes
+        end, fills = self._acked + self.in_flight, self.in_flight >= self.window_bytes
+        self._flights.append(_Flight(end, now, self._first_sent_s, self._acked, self._acked_s, fills))
 
     def note_acked(self, acked_bytes: int, now: float) -> bool:
         """Take the receiver's count of bulk bytes; True if it advanced. Raises WireError if it is too high."""
@@ -79,9 +113,13 @@ class FlowControl:
             raise WireError(f"acknowledges {acked_bytes} bytes, {sent} were sent")
         if acked_bytes <= self._acked:
             return False
-        self._acked, self.in_flight = acked_bytes, sent - acked_bytes
-        self._progress_at = now
-        self._measure_rate(now)
+        self._acked, self._acked_s, self.in_flight = acked_bytes, now, sent - acked_bytes
+        newest = None
+        while self._flights and self._flights[0].end <= acked_bytes:
+            newest = self._flights.popleft()
+        if newest is not None:
+            self._first_sent_s = newest.sent_s
+            self._measure_rate(newest, now)
         return True
 
     def note_round_trip(self, sample_s: float) -> None:
@@ -92,29 +130,30 @@ class FlowControl:
 
     def stalled_s(self, now: float) -> float:
         """Seconds since an acknowledgement, while bulk bytes are unacknowledged."""
-        return now - self._progress_at if self.in_flight else 0.0
+        return now - self._acked_s if self.in_flight else 0.0
 
-    def _start_measuring(self, now: float, *, from_idle: bool) -> None:
-        self._measure_start_s, self._measure_start_bytes = now, self._acked
-        self._measures_from_idle = from_idle
+    def _measure_rate(self, flight: _Flight, now: float) -> None:
+        """Measure the rate at which the path carried what was acknowledged since this frame was sent.
 
-    def _measure_rate(self, now: float) -> None:
-        """Measure the path's rate since the start of the measurement. The estimate rises at once and falls slowly.
-
-        Slowly, because our own traffic may be what was low. Delayed acknowledgements arrive in bursts, so measurements
-        that did not start on an idle path must cover some time.
+        The longer of the times of sending and of acknowledging counts: acknowledgements that come all at once are no
+        fast path. A frame that filled the window, or waited on the way, shows the path's rate; any other shows only
+        that the path is not slower.
         """
-        elapsed_s = now - self._measure_start_s
-        delivered = self._acked - self._measure_start_bytes
-        if delivered < MIN_WINDOW_BYTES // 2 or elapsed_s <= 0:
-            return
+        elapsed_s = max(now - flight.acked_s, flight.sent_s - flight.first_sent_s)
+        delivered = self._acked - flight.acked
+        if elapsed_s <= 0 or delivered <= ACK_EVERY_BYTES:
+            return  # So little is acknowledged by the next heartbeat.
         rate = delivered / elapsed_s
-        whole = elapsed_s >= max(WINDOW_S, self.path_rtt_s)
-        if whole or self._measures_from_idle:
-            self.rate_bytes_s = max(self.rate_bytes_s, rate)
-        if whole:
-            self.rate_bytes_s = max(rate, 0.9 * self.rate_bytes_s + 0.1 * rate)
-            self._start_measuring(now, from_idle=False)
+        full = flight.fills or now - flight.sent_s > self.path_rtt_s + WINDOW_S
+        if not full and rate <= self.rate_bytes_s:
+            return
+        while self._rates and self._rates[-1][1] <= rate:
+            self._rates.pop()
+        self._rates.append((now, rate))
+        if full:
+            self._filled = True
+            while self._rates[0][0] < now - RATE_ROUND_TRIPS * (self.path_rtt_s + WINDOW_S):
+                self._rates.popleft()
 
     def note_received(self, size_bytes: int) -> bool:
         """Note a received bulk frame; True if an acknowledgement is due."""

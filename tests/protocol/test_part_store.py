@@ -15,7 +15,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore, fetch_pipelined
 from p2ptrain.protocol.rounds.record import check_record
-from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record
+from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Roster, RosterPart
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import run_virtual
 
@@ -62,7 +62,9 @@ async def inline(work: Any, *args: Any) -> Any:
 
 def store_of(holder: Holder, spare_bytes: int = 0) -> PartStore:
     links: Any = holder
-    return PartStore(links, inline, averaging_of(RUN), spare_bytes=spare_bytes)
+    return PartStore(
+        links, inline, averaging_of(RUN), mean_bytes=mean_codec(RUN, 1).size_bytes, spare_bytes=spare_bytes
+    )
 
 
 def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_held() -> None:
@@ -134,3 +136,98 @@ def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: t
     )
     with pytest.raises(WireError, match=r"distinct|more than 64"):
         check_record(msgspec.structs.replace(record, parts=parts), RUN, averaging, BLOCKS)
+
+
+# --- pushed means ------------------------------------------------------------------------------------------------
+
+ATTEMPT = Attempt(1, "x", "x.1")
+ROSTER = Roster("0-g", 1, ATTEMPT, ("x", "y"), (RosterPart(0, BLOCKS, "x", ()),))
+
+
+def push(parts: PartStore, data: bytes, start: int = 0, *, sender: str = "x", attempt: Attempt = ATTEMPT) -> None:
+    parts.receive(sender, Mean("0-g", 1, attempt, hashlib.sha256(blob(0)).hexdigest(), start), data)
+
+
+def awaiting(holder: Holder) -> PartStore:
+    parts = store_of(holder)
+    parts.begin_attempt(ROSTER)
+    return parts
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_mean_that_is_pushed_is_not_requested(at_once: bool) -> None:
+    """Also if most of it comes after the record that names it."""
+    data, holder = blob(0), Holder(blob(0))
+
+    async def main() -> None:
+        parts = awaiting(holder)
+
+        async def go_on() -> None:
+            for start in range(0 if not at_once else len(data), len(data), 10_000):
+                await trio.sleep(5)
+                push(parts, data[start : start + 10_000], start)
+
+        if at_once:
+            push(parts, data)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(go_on)
+            await parts.fetch(record_of(data), [])
+        assert not holder.asked
+        assert parts.get(hashlib.sha256(data).hexdigest()) == data
+        assert parts.giver(hashlib.sha256(data).hexdigest()) == "x"
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    "pushed",
+    [b"", blob(0)[:100], blob(1), blob(0)[:-1] + b"!"],
+    ids=["nothing", "its beginning only", "another one", "a false last byte"],
+)
+def test_a_mean_that_is_not_pushed_whole_is_requested(pushed: bytes) -> None:
+    holder = Holder(blob(0))
+
+    async def main() -> None:
+        parts = awaiting(holder)
+        if pushed:
+            push(parts, pushed)
+        try:
+            await parts.fetch(record_of(blob(0)), [])
+        except PeerLostError:
+            # Refused by its hash: its holder has lied, and nobody else has it.
+            assert len(pushed) == MODEL_BYTES
+            await parts.fetch(record_of(blob(0)), [])
+        assert holder.asked
+        assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+
+    run_virtual(main)
+
+
+def test_what_comes_behind_a_pushed_mean_does_not_change_it() -> None:
+    async def main() -> None:
+        parts = awaiting(Holder())
+        push(parts, blob(0))
+        await parts.fetch(record_of(blob(0)), [])
+        push(parts, b"more", MODEL_BYTES)
+        assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+
+    run_virtual(main)
+
+
+def test_pieces_out_of_order_and_too_many_break_the_protocol() -> None:
+    parts = awaiting(Holder())
+    with pytest.raises(WireError, match="out of order"):
+        push(parts, b"0123", 4)
+    push(parts, b"0123")
+    with pytest.raises(WireError, match="out of order"):
+        push(parts, b"0123")
+    with pytest.raises(WireError, match=f"more than {MODEL_BYTES} bytes"):
+        push(parts, bytes(MODEL_BYTES), 4)
+
+
+def test_pieces_of_other_attempts_and_of_members_that_reduce_nothing_are_ignored() -> None:
+    parts = awaiting(Holder())
+    push(parts, blob(0), sender="y")
+    push(parts, blob(0), attempt=Attempt(2, "x", "x.1"))
+    assert not parts._pushed["x"].data
+    assert set(parts._pushed) == {"x"}

@@ -23,11 +23,11 @@ from tests.protocol.test_rounds import Witness, common, start_all
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 ROUND_MESSAGES = [
     messages.Due, messages.Call, messages.Join, messages.Roster, messages.Contribution, messages.Arrived,
-    messages.Reduce, messages.Reduced, messages.Propose, messages.Answer, messages.Ready, messages.Commit,
+    messages.Reduce, messages.Reduced, messages.Propose, messages.Mean, messages.Ready, messages.Commit,
 ]  # fmt: skip
 
 # Bulk is counted: who repeats it breaks the protocol of links, and loses them.
-CONTROL = [kind for kind in ROUND_MESSAGES if kind not in (messages.Contribution, messages.Answer)]
+CONTROL = [kind for kind in ROUND_MESSAGES if kind not in (messages.Contribution, messages.Mean)]
 
 
 def kind_of(packet: bytes) -> int:

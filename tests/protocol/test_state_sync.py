@@ -88,7 +88,7 @@ class Donor:
         self.asked: Counter[str] = Counter()
         self.chunks: list[int] = []
         self.instead: dict[str, bytes] = {}
-        self.parts = PartStore(endpoint.links, inline, averaging_of(RUN))
+        self.parts = PartStore(endpoint.links, inline, averaging_of(RUN), mean_bytes=int)
         self.packed = 0
         self.context: Any = SimpleNamespace(state=state, compute=inline)
         self.server = StateServer(self, lambda: self.pack(buffers))  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ async def head_from(joiner: Endpoint, link: Link) -> Head:
 
 def download_into(state: AnchorState, joiner: Endpoint) -> Download:
     averaging = averaging_of(RUN)
-    parts = PartStore(joiner.links, inline, averaging)
+    parts = PartStore(joiner.links, inline, averaging, mean_bytes=int)
     context: Any = SimpleNamespace(run=RUN, links=joiner.links, compute=inline, parts=parts, averaging=averaging)
     return Download(context, state)
 
@@ -485,7 +485,7 @@ def test_what_is_here_is_rolled_forward_when_a_round_comes_between(broken: bool)
             donor.chunks.clear()
             donor.resolve_round()
             if broken:
-                donor.parts = PartStore(donor.endpoint.links, inline, averaging_of(RUN))
+                donor.parts = PartStore(donor.endpoint.links, inline, averaging_of(RUN), mean_bytes=int)
             await download.run(donor.head, links)
             check_equal(state, donor.state)
             assert sorted(donor.chunks) == list(range(0 if broken else 4, CHUNKS))

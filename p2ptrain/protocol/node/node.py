@@ -258,7 +258,7 @@ class Node:
                     raise WireError("a fragment in a run without gossip")
                 if self.ready.is_set():
                     await self._gossip.on_fragment(link, message, payload)
-            case messages.Contribution():
+            case messages.Contribution() | messages.Mean():
                 if self.ready.is_set():
                     self.engine.deliver(link.peer_id, message, payload)
             case messages.Ack():

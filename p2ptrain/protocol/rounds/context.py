@@ -91,7 +91,10 @@ class RoundContext:
         self.audited = is_audited(run, self.averaging)
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
-        self.parts = PartStore(links, self.compute, self.averaging, spare_bytes=SPARE_MODELS * model_bytes)
+        self.parts = PartStore(
+            links, self.compute, self.averaging,
+            mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
+        )  # fmt: skip
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
         self.audits = Audits(
             self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.state.num_blocks

@@ -90,6 +90,7 @@ class RoundDriver:
             self._lineage_watch.reset(trio.current_time())
             nursery.start_soon(self._watch_stalls)
             nursery.start_soon(self._keep_time)
+            nursery.start_soon(self.context.parts.push_forever)
             task_status.started()
             try:
                 await self._drive()
@@ -224,6 +225,8 @@ class RoundDriver:
         if isinstance(message, m.Join):
             check_join(message)
         match message:
+            case m.Mean():
+                self.context.parts.receive(sender, message, payload)
             case m.Landed():
                 self._head_votes.note(sender, message)
             case m.Call() | m.Commit() if self.committer.resolving or self._is_one_ahead(message):

@@ -1,9 +1,15 @@
-"""The blobs of the last round, by hash: served by reducers, held by READY members, fetched by late members."""
+"""The blobs of the last round, by hash: pushed by reducers, held by READY members, fetched by late members.
+
+A reducer pushes the mean of its part to all members of the attempt as soon as it has it, before the record that names
+it. Who does not get it so requests it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import trio
 
@@ -12,7 +18,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
-from p2ptrain.protocol.wire.messages import Answer, Contributor, Part, Record, Request, pack
+from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
 # One piece of a part on the wire: small, so that control frames can pass in between.
@@ -21,6 +27,8 @@ PIECE_BYTES = 128 * 1024
 PIPELINE = 4
 # After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
 PIECE_TIMEOUT_S = 20.0
+# While a pushed mean is awaited, so often it is noticed that its reducer was lost.
+LOOK_AGAIN_S = 1.0
 # Parts of one record fetched at once; each takes memory from its first piece on (guess).
 PARTS_AT_ONCE = 8
 # Records whose parts were fetched last, which may be needed whether they were accepted or not.
@@ -65,6 +73,15 @@ async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -
         raise failure
 
 
+@dataclass
+class _Pushed:
+    """The mean that a reducer of the attempt pushes to us; its hash is unchecked."""
+
+    most_bytes: int
+    sha256: str = ""
+    data: bytearray = field(default_factory=bytearray)
+
+
 class PartStore:
     """Owns the bytes. Parts of unfinished attempts are dropped when a round commits, and bounded before that.
 
@@ -72,15 +89,24 @@ class PartStore:
     is later than a whole interval replaces its state instead.
 
     Args:
+        mean_bytes: the most bytes that the encoded mean of so many blocks has.
         spare_bytes: at most so much is kept of what we reduced in attempts that ended without an outcome.
 
     Attributes:
         accepted: the record that we are READY with, or None; its parts are kept.
     """
 
-    def __init__(self, links: Links, compute: Compute, averaging: Averaging, *, spare_bytes: int = 0) -> None:
+    def __init__(
+        self, links: Links, compute: Compute, averaging: Averaging, *,
+        mean_bytes: Callable[[int], int], spare_bytes: int = 0,
+    ) -> None:  # fmt: skip
         self.accepted: Callable[[], Record | None] = lambda: None
+        self._mean_bytes = mean_bytes
         self._spare_bytes = spare_bytes
+        self._attempt: Attempt | None = None
+        self._pushed: dict[PeerId, _Pushed] = {}
+        self._piece_arrived = trio.Event()
+        self._to_push, self._pushes = trio.open_memory_channel[tuple[Link, str, Roster]](math.inf)
         self._wanted: list[Record] = []
         self._reduced: list[str] = []
         self._links = links
@@ -95,6 +121,50 @@ class PartStore:
         self._parts[sha256] = data
         self._reduced.append(sha256)
 
+    def begin_attempt(self, roster: Roster) -> None:
+        """Await the means of this attempt's reducers, where the strategy reduces, and no others any more."""
+        self._attempt, self._pushed = roster.attempt, {}
+        if self._averaging.reduces:
+            for part in roster.parts:
+                self._pushed[part.reducer] = _Pushed(self._mean_bytes(part.stop - part.start))
+
+    def push(self, sha256: str, roster: Roster) -> None:
+        """Send a part that we reduced to all members of its attempt, until another attempt begins."""
+        for member in roster.members:
+            if (link := self._links.get(member)) is not None:
+                self._to_push.send_nowait((link, sha256, roster))
+
+    async def push_forever(self) -> None:
+        """Send what is to be pushed, to all members at once, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            async for link, sha256, roster in self._pushes:
+                nursery.start_soon(self._push, link, sha256, roster)
+
+    async def _push(self, link: Link, sha256: str, roster: Roster) -> None:
+        start = 0
+        while start < len(data := self._parts.get(sha256, b"")) and self._attempt == roster.attempt:
+            piece = bytes(memoryview(data)[start : start + PIECE_BYTES])
+            mean = Mean(roster.lineage, roster.round, roster.attempt, sha256, start)
+            try:
+                await link.send_bulk(mean, piece, Traffic.ROUND, compress=True)
+            except PeerLostError:
+                return
+            start += len(piece)
+
+    def receive(self, sender: PeerId, message: Mean, data: bytes) -> None:
+        """Take a pushed piece; stale ones are ignored. Raises WireError if it does not follow the piece before."""
+        pushed = self._pushed.get(sender)
+        if pushed is None or message.attempt != self._attempt:
+            return
+        if message.start != len(pushed.data) or pushed.sha256 not in ("", message.sha256):
+            raise WireError("pieces of a mean out of order")
+        if len(pushed.data) + len(data) > pushed.most_bytes:
+            raise WireError(f"more than {pushed.most_bytes} bytes of a mean")
+        pushed.sha256 = message.sha256
+        pushed.data += data
+        self._piece_arrived.set()
+        self._piece_arrived = trio.Event()
+
     def get(self, sha256: str) -> bytes | bytearray:
         return self._parts[sha256]
 
@@ -105,11 +175,12 @@ class PartStore:
     def keep(self, record: Record) -> None:
         """Keep a committed record, and drop all parts that it does not name."""
         self._committed = record
-        self._wanted, self._reduced = [], []
+        self._wanted, self._reduced, self._pushed = [], [], {}
         self._drop_all_but(part.sha256 for part in record.parts)
 
     def end_attempt(self) -> None:
-        """An attempt ended without an outcome: of what we reduced, keep the newest within bounds."""
+        """An attempt ended without an outcome: await no means; of what we reduced, keep the newest within bounds."""
+        self._pushed = {}
         kept: list[str] = []
         left_bytes = self._spare_bytes
         for sha256 in reversed(self._reduced):
@@ -176,7 +247,8 @@ class PartStore:
                 if link is None:
                     continue
                 try:
-                    data = await self._fetch_from(link, part, size)
+                    data = await self._take_pushed(part, size) if holder == part.holder else None
+                    data = data or await self._fetch_from(link, part, size)
                 except (PeerLostError, WireError):
                     continue
                 if await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256:
@@ -184,6 +256,24 @@ class PartStore:
                     self._givers[part.sha256] = holder
                     return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
+
+    async def _take_pushed(self, part: Part, size: int) -> bytearray | None:
+        """What its holder has pushed, or pushes now; None if it is another mean, or stops coming."""
+        pushed = self._pushed.get(part.holder)
+        if pushed is None:
+            return None
+        had, until_s = -1, 0.0
+        while len(pushed.data) < size:
+            if len(pushed.data) > had:
+                had, until_s = len(pushed.data), trio.current_time() + PIECE_TIMEOUT_S
+            stopped = trio.current_time() >= until_s or self._links.get(part.holder) is None
+            if stopped or pushed.sha256 not in ("", part.sha256):
+                return None
+            with trio.move_on_after(LOOK_AGAIN_S):
+                await self._piece_arrived.wait()
+        # What comes behind it must not change it.
+        self._pushed.pop(part.holder, None)
+        return pushed.data if (pushed.sha256, len(pushed.data)) == (part.sha256, size) else None
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
         data = bytearray()

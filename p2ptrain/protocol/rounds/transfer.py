@@ -53,6 +53,7 @@ class Transfer:
         self._collection: Collection | None = None
         self._inspection: Inspection | None = None
         self._chunk_arrived = trio.Event()
+        context.parts.begin_attempt(roster)
         for number, part in enumerate(roster.parts):
             if part.reducer == context.peer_id:
                 senders, now = part.senders or roster.members, trio.current_time()
@@ -215,5 +216,7 @@ class Transfer:
         collection.clear()
         for sha256, blob in blobs:
             context.parts.add(sha256, blob)
+            if context.averaging.reduces:
+                context.parts.push(sha256, self._roster)
         sha256s = tuple(sha256 for sha256, _ in blobs)
         self._tell(self._roster.attempt.leader, Reduced(*self._attempt, collection.number, sha256s, gram))

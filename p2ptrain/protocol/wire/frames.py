@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import zstandard
 
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Contribution, Message, pack, unpack
+from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Contribution, Mean, Message, pack, unpack
 
 WIRE_VERSION = 2
 # A roster of 64 members and their parts takes a few KiB, a record with 512 part hashes 40 KiB.
@@ -82,7 +82,7 @@ def decode_prefix(data: bytes) -> Prefix:
     if payload_bytes > MAX_PAYLOAD_BYTES or raw_bytes > MAX_PAYLOAD_BYTES:
         raise WireError(f"payload of {max(payload_bytes, raw_bytes)} bytes, at most {MAX_PAYLOAD_BYTES}")
     compressed = bool(flags & _COMPRESSED)
-    if compressed and KINDS[kind] not in (Answer, Contribution):
+    if compressed and KINDS[kind] not in (Answer, Contribution, Mean):
         raise WireError(f"compressed {KINDS[kind].__name__}")  # no peer sends it, and it could expand to megabytes
     if not compressed and payload_bytes != raw_bytes:
         raise WireError("an uncompressed payload declares two sizes")

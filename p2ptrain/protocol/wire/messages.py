@@ -483,6 +483,21 @@ class Accuse(_Struct, frozen=True):
     part: Int
 
 
+class Mean(_Struct, frozen=True):
+    """From a reducer to the members of its attempt: a piece of a part's encoded mean (payload), in order.
+
+    Attributes:
+        sha256: names the part.
+        start: bytes of the part before this piece.
+    """
+
+    lineage: Text
+    round: Int
+    attempt: Attempt
+    sha256: Name
+    start: Int
+
+
 class Request(_Struct, frozen=True):
     """A request; `docs/protocol.md` lists each `what` with its `subject` and `index`."""
 
@@ -506,6 +521,7 @@ class Answer(_Struct, frozen=True):
 Message = (
     Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
     | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed | Accuse | Challenge | Proof
+    | Mean
 )  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.

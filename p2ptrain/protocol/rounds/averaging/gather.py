@@ -25,7 +25,7 @@ BLOCKS_PER_VISIT = 16 * 1024
 class Gather:
     """Every reducer receives everything; a blob is one contributor's whole encoded outer gradient."""
 
-    auditable = False
+    reduces = False
 
     def __init__(self, run: RunConfig) -> None:
         self._codec = gradient_codec(run)

@@ -22,7 +22,7 @@ from p2ptrain.settings.config import RunConfig
 class Parts:
     """One reducer a part; a blob is the encoded mean of one part."""
 
-    auditable = True
+    reduces = True
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run

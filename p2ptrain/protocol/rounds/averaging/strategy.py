@@ -45,12 +45,12 @@ class Averaging(Protocol):
     """A stateless strategy, made from the run's settings.
 
     Attributes:
-        auditable: whether a blob is what `reduce` makes of one part of several contributions, so that a false one is
+        reduces: whether a blob is what `reduce` makes of one part of several contributions, so that a false one is
             found by averaging them again. Blobs that are contributions are checked by their hash alone.
     """
 
     @property
-    def auditable(self) -> bool: ...
+    def reduces(self) -> bool: ...
 
     def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """Who reduces which blocks of whose outer gradients: at most one part for each member.
@@ -132,7 +132,7 @@ MERGES: dict[str, Merge] = {
 
 def is_audited(run: RunConfig, averaging: Averaging) -> bool:
     """Whether members commit to their chunks by a Merkle root, so that reducers can be audited."""
-    return run.audit_rate > 0 and averaging.auditable
+    return run.audit_rate > 0 and averaging.reduces
 
 
 def merge_of(run: RunConfig) -> Merge:

@@ -86,7 +86,7 @@ def _measure() -> _Rounds:
                 failed += 1
                 continue
             used_s.append(cpu_s(swarm.pids) - before_s)
-            wall_s.append(max(wall_s(steps) for steps in peers))
+            wall_s.append(max(round_s(steps) for steps in peers))
             stall_s.append(max(_stall_s(steps) for steps in peers))
     return _Rounds(wall_s, stall_s, used_s, failed)
 
@@ -95,7 +95,7 @@ def _told(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{value:.2f} s {name}" for name, value in seconds.items()) or "none worked"
 
 
-def wall_s(steps: Sequence[Step]) -> float:
+def round_s(steps: Sequence[Step]) -> float:
     """Seconds from the step that made the round due to the end of the step in which it landed."""
     return sum(step.whole_s for before, step in itertools.pairwise(steps) if before.due)
 

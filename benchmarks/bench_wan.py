@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import rival_gloo
-from benchmarks.bench_round import wall_s
+from benchmarks.bench_round import round_s
 from benchmarks.measure import Summary
 from benchmarks.namespaces import Machine
 from benchmarks.processes import WorkerError
@@ -106,5 +106,5 @@ def _measure(machines: Sequence[Machine]) -> tuple[list[float], int]:
             if peers is None:
                 failed += 1
                 continue
-            seconds.append(max(wall_s(steps) for steps in peers))
+            seconds.append(max(round_s(steps) for steps in peers))
     return seconds, failed

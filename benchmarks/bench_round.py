@@ -21,7 +21,7 @@ SETUP = Setup(gpt_25m, Pause(0.02), sync_every=100)
 
 def run() -> list[Row]:
     default = rival_hivemind.measure(state_sharing=True, peers=PEERS, rounds=ROUNDS)
-    ours = _measure()
+    ours = measure(SETUP, PEERS, ROUNDS)
     tuned = rival_hivemind.measure(state_sharing=False, peers=PEERS, rounds=ROUNDS)
     wall, stall, cpu = Summary.of(ours.wall_s), Summary.of(ours.stall_s), Summary.of(ours.cpu_s)
     rivals = {
@@ -64,7 +64,7 @@ def run() -> list[Row]:
 
 
 @dataclass(frozen=True)
-class _Rounds:
+class Rounds:
     """Times of each round that all peers committed, and the number of other rounds."""
 
     wall_s: list[float]
@@ -73,29 +73,30 @@ class _Rounds:
     failed: int
 
 
-def _measure() -> _Rounds:
+def measure(setup: Setup, peers: int, rounds: int) -> Rounds:
+    """Measure rounds of some peers, after one that is not counted. Raises WorkerError if a peer fails."""
     wall_s, stall_s, used_s, failed = [], [], [], 0
-    with Swarm(SETUP, PEERS) as swarm:
+    with Swarm(setup, peers) as swarm:
         swarm.drift()
         swarm.round()  # the first round may have a single member
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             swarm.drift()
             before_s = cpu_s(swarm.pids)
-            peers = swarm.round()
-            if peers is None:
+            steps_of = swarm.round()
+            if steps_of is None:
                 failed += 1
                 continue
             used_s.append(cpu_s(swarm.pids) - before_s)
-            wall_s.append(max(round_s(steps) for steps in peers))
-            stall_s.append(max(_stall_s(steps) for steps in peers))
-    return _Rounds(wall_s, stall_s, used_s, failed)
+            wall_s.append(max(_round_s(steps) for steps in steps_of))
+            stall_s.append(max(_stall_s(steps) for steps in steps_of))
+    return Rounds(wall_s, stall_s, used_s, failed)
 
 
 def _told(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{value:.2f} s {name}" for name, value in seconds.items()) or "none worked"
 
 
-def round_s(steps: Sequence[Step]) -> float:
+def _round_s(steps: Sequence[Step]) -> float:
     """Seconds from the step that made the round due to the end of the step in which it landed."""
     return sum(step.whole_s for before, step in itertools.pairwise(steps) if before.due)
 

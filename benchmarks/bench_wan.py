@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks import rival_gloo
-from benchmarks.bench_round import round_s
+from benchmarks import bench_round, rival_gloo
 from benchmarks.measure import Summary
 from benchmarks.namespaces import Machine
-from benchmarks.processes import WorkerError
 from benchmarks.results import Row
 from benchmarks.shapes import gpt_25m
-from benchmarks.swarm import Setup, Swarm
+from benchmarks.swarm import Setup
 from benchmarks.wan import wide_area
 from benchmarks.workloads import Pause
 
@@ -70,16 +68,17 @@ def run(networks: Sequence[Network] = NETWORKS) -> list[Row]:
 
 
 def _row(network: Network, machines: Sequence[Machine]) -> Row:
-    ours, failed = _measure(machines)
+    setup = Setup(gpt_25m, Pause(STEP_S), sync_every=100, machines=tuple(machines), round_steps=2000)
+    ours = bench_round.measure(setup, len(machines), ROUNDS)
     gloo = {
         name: _seconds(rival_gloo.measure(machines, dtype, rounds=ROUNDS))
         for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16))
     }
-    took_s = Summary.of(ours).median if ours else float("inf")
+    took_s = _seconds(ours.wall_s) if ours.wall_s else float("inf")
     return Row(
         work=f"a round, 25M parameters, int8, {network.title}: due to landed, slowest peer",
         must_reach="faster than gloo",
-        measured=f"{took_s:.2f} s of {len(ours)} ({network.bytes_s / took_s:.0%} of the link); {failed} failed",
+        measured=f"{took_s:.2f} s ({network.bytes_s / took_s:.0%} of the link); {ours.failed} of {ROUNDS} failed",
         reached=took_s < min(gloo.values()),
         rival="gloo: " + ", ".join(f"{seconds:.2f} s {name}" for name, seconds in gloo.items()),
         values={"wall_s": took_s, "bytes_s": network.bytes_s, "rtt_s": network.rtt_s, **gloo},
@@ -88,23 +87,3 @@ def _row(network: Network, machines: Sequence[Machine]) -> Row:
 
 def _seconds(measured: Sequence[float]) -> float:
     return Summary.of(measured).median
-
-
-def _measure(machines: Sequence[Machine]) -> tuple[list[float], int]:
-    setup = Setup(gpt_25m, Pause(STEP_S), sync_every=100, machines=tuple(machines), round_steps=2000)
-    seconds: list[float] = []
-    failed = 0
-    with Swarm(setup, len(machines)) as swarm:
-        swarm.drift()
-        swarm.round()  # the first round may have a single member
-        for _ in range(ROUNDS):
-            swarm.drift()
-            try:
-                peers = swarm.round()
-            except WorkerError:
-                peers = None
-            if peers is None:
-                failed += 1
-                continue
-            seconds.append(max(round_s(steps) for steps in peers))
-    return seconds, failed

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import trio
 
-from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -61,16 +61,9 @@ async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -
         for index in indices:
             await fetch(index)
 
-    failure: BaseException | None = None
-    try:
-        async with trio.open_nursery() as nursery:
-            for _ in range(PIPELINE):
-                nursery.start_soon(fetch_some)
-    except* (PeerLostError, WireError) as errors:
-        failure = innermost(errors)
-    # Not above: beside a cancellation it would become a group, which no `except` expects.
-    if failure is not None:
-        raise failure
+    async with nursery_raising(PeerLostError, WireError) as nursery:
+        for _ in range(PIPELINE):
+            nursery.start_soon(fetch_some)
 
 
 @dataclass
@@ -220,18 +213,12 @@ class PartStore:
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
         at_once = trio.CapacityLimiter(PARTS_AT_ONCE)
-        failure: BaseException | None = None
-        try:
-            async with trio.open_nursery() as nursery:
-                for part in record.parts:
-                    if part.sha256 not in self._parts:
-                        size = self._averaging.size_bytes(record, part)
-                        holders = [part.holder, *others]
-                        nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, at_once)
-        except* PeerLostError as errors:
-            failure = innermost(errors)
-        if failure is not None:
-            raise failure
+        async with nursery_raising(PeerLostError) as nursery:
+            for part in record.parts:
+                if part.sha256 not in self._parts:
+                    size = self._averaging.size_bytes(record, part)
+                    holders = [part.holder, *others]
+                    nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, at_once)
 
     def holders_missed(self, record: Record) -> set[PeerId]:
         """The holders of those parts of a record that we do not have."""

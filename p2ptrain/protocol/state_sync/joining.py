@@ -15,11 +15,11 @@ import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
-from p2ptrain.error_log import innermost
 from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError, TransientError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.history import History, is_better, leads_to, merged, shared
 from p2ptrain.protocol.state_sync.arrival import Arrivals
@@ -255,12 +255,9 @@ class Joining:
             entries.extend(found)
 
         self._pins.check_founder(signed.genesis)
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(fetch_history)
-                await download.run(signed.head, donors)
-        except* (PeerLostError, WireError, RunMismatchError) as errors:
-            raise innermost(errors) from None
+        async with nursery_raising(PeerLostError, WireError, RunMismatchError) as nursery:
+            nursery.start_soon(fetch_history)
+            await download.run(signed.head, donors)
         return signed, entries
 
     def _skip(self, donors: list[Link]) -> bool:

@@ -109,7 +109,7 @@ def test_a_corpus_is_learnt_left_and_taken_up_again(swarm: Swarm, tmp_path: Path
     texts.mkdir()
     for number in range(3):
         (texts / f"{number}.txt").write_text(f"The {number} quick brown foxes jump over the lazy dog. " * 3000)
-    command = f"python {EXAMPLES / 'own_corpus.py'} {texts} --steps 300 {LOOPBACK}"
+    command = f"python {EXAMPLES / 'own_corpus.py'} {texts} --steps 1000000 {LOOPBACK}"
     first = swarm.start(command, terminal=True)
     line = swarm.until(lambda: line_after("others join by:", first))
     second = swarm.start(f"{line} {LOOPBACK}", terminal=True)
@@ -117,11 +117,11 @@ def test_a_corpus_is_learnt_left_and_taken_up_again(swarm: Swarm, tmp_path: Path
     first.press(CTRL_C)
     second.press(CTRL_C)
     assert [first.wait(), second.wait()] == [0, 0], swarm.report()
-    again = swarm.start(command, directory=first.directory)
+    again = swarm.start(command, directory=first.directory, terminal=True)
+    swarm.until(lambda: any(loss < 1 for _, loss in rounds_and_losses(again)))
+    again.press(CTRL_C)
     assert again.wait() == 0, swarm.report()
-    rounds = [[int(number) for number in re.findall(r"round (\d+)", peer.output)] for peer in (first, again)]
-    assert rounds[1][0] > rounds[0][-1]  # it goes on where it was, alone
-    assert float(again.output.split()[-1]) < 1
+    assert rounds_and_losses(again)[0][0] > rounds_and_losses(first)[-1][0]  # it goes on where it was, alone
 
 
 def saved(process: Process) -> list[str]:
@@ -132,6 +132,11 @@ def saved(process: Process) -> list[str]:
 def accuracies(process: Process) -> list[tuple[int, int]]:
     """What a process printed of upright digits and of lying ones, in percent."""
     return [(int(a), int(b)) for a, b in re.findall(r"(\d+)% of the upright digits, (\d+)% of", process.output)]
+
+
+def rounds_and_losses(process: Process) -> list[tuple[int, float]]:
+    """What a process printed of its rounds: each one's number and the loss at its end, in nats."""
+    return [(int(a), float(b)) for a, b in re.findall(r"round (\d+) .*, loss ([\d.]+)\s", process.output)]
 
 
 def line_after(heading: str, process: Process) -> str:

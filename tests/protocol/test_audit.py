@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ import trio
 
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.audit import KEEP_S, Audited, Audits, Draw, Verdict, draw_of
+from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.wire.messages import Accuse, Contribution, Contributor, Part, Record, Request
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
@@ -57,9 +58,9 @@ def strikes(s: Swarm, by: str = "abc") -> dict[str, set[str]]:
     return {name: {of for of, count in s.peers[name].node.links.strikes.items() if count} for name in by}
 
 
-def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[int]:
-    """Let a peer average its part falsely, by a factor that no other check sees; the list counts its rounds."""
-    engine, lies = peer.node.engine, list[int]()
+def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[float]:
+    """Let a peer average its part falsely, by a factor that no other check sees; the list has one for each chunk."""
+    engine, lies = peer.node.engine, list[float]()
     honest = engine.context.averaging
     codec = engine.context.codec
 
@@ -67,13 +68,12 @@ def reduce_falsely(peer: TestPeer, factor: float = 1.5) -> list[int]:
         def __getattr__(self, name: str) -> Any:
             return getattr(honest, name)
 
-        def reduce(self, part: Any, chunks: Any, contributors: Any) -> Sequence[bytes]:
-            lies.append(len(lies))
-            for of_member in chunks.values():
-                for first, data in of_member.items():
-                    count = min(1024, part.stop - first)
-                    of_member[first] = codec.encode(np.float32(factor) * codec.decode(data, count))
-            return honest.reduce(part, chunks, contributors)
+        def reduce(self, *args: Any) -> Any:
+            return Parts.reduce(cast("Parts", self), *args)
+
+        def merge(self, encoded: Any, num_blocks: int) -> bytes:
+            lies.append(factor)
+            return codec.encode(np.float32(factor) * codec.decode(honest.merge(encoded, num_blocks), num_blocks))
 
     engine.context.averaging = Liar()  # type: ignore[assignment]
     return lies

@@ -52,7 +52,7 @@ def plan_of(run: RunConfig, reducers: str = "abc") -> tuple[RosterPart, ...]:
 
 def check_plan(averaging: Averaging, parts: tuple[RosterPart, ...]) -> None:
     """As a member checks a roster."""
-    roster = Roster("0-g", 1, ATTEMPT, ("a", "b", "c"), parts)
+    roster = Roster("0-g", 1, ATTEMPT, ("a", "b", "c"), parts, ())
     check_roster(roster, "a")
     averaging.check_plan(roster, BLOCKS)
 
@@ -76,7 +76,7 @@ def whole_round(
         gram = collection.gram(senders, BLOCKS)
         named = {hashlib.sha256(b).hexdigest(): bytes(b) for b in averaging.reduce(part, collection.chunks, senders)}
         blobs.update(named)
-        reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram)
+        reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram, False)
     assert averaging.conclude(plan, CONTRIBUTORS, {}) is None
     conclusion = averaging.conclude(plan, CONTRIBUTORS, reports)
     assert conclusion is not None

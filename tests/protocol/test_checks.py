@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.checks import check_arrived, check_join, check_roster
-from p2ptrain.protocol.wire.messages import Attempt, Roster, RosterPart
+from p2ptrain.protocol.wire.messages import Attempt, Contributor, Roster, RosterPart
 from tests.protocol.test_policy import ATTEMPT, arrived_of, join_of
 
 
@@ -49,8 +49,9 @@ def test_a_join_with_an_impossible_claim_is_refused(name: str, value: float) -> 
 
 
 ROSTER = Roster(
-    "0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0, 9, "a", ("b", "x")), RosterPart(9, 18, "x", ()))
-)
+    "0-g", 1, Attempt(1, "x", "x.1"), ("a", "b", "x"), (RosterPart(0, 9, "a", ("b", "x")), RosterPart(9, 18, "x", ())),
+    tuple(Contributor(name, f"{name}.1", 1.0, b"") for name in "abx"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,15 @@ ROSTER = Roster(
         {"parts": (RosterPart(0, 18, "a", ("a", "y")),)},
         {"parts": (RosterPart(0, 18, "a", ("b", "a")),)},
         {"parts": (RosterPart(0, 18, "a", ("a",) * 4096),)},
+        {"expected": ROSTER.expected[:2]},
+        {"expected": (*ROSTER.expected[:2], Contributor("y", "y.1", 1.0, b""))},
+        {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", -1.0, b""))},
+        {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", float("inf"), b""))},
+        {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", 1.0, bytes(32)))},
     ],
 )
 def test_a_roster_that_no_leader_could_make_is_refused(fields: dict[str, Any]) -> None:
     check_roster(ROSTER, "a")
+    check_roster(msgspec.structs.replace(ROSTER, expected=()), "a")
     with pytest.raises(WireError):
         check_roster(msgspec.structs.replace(ROSTER, **fields), "a")

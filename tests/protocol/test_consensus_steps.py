@@ -213,7 +213,7 @@ def test_a_higher_call_ends_the_part_in_a_lower_attempt_and_tells_its_leader() -
     before = run.state
     for event in (
         Received("a", Abort("0-x", 5, FIRST, "over")),
-        Received("a", Roster("0-x", 5, FIRST, (), ())),
+        Received("a", Roster("0-x", 5, FIRST, (), (), ())),
         Prepared(FIRST, join(FIRST)),
         MemberFailed(FIRST, "no snapshot"),
         Held(FIRST, record().sha256),
@@ -335,13 +335,13 @@ def test_a_leader_that_says_nothing_lets_its_members_go(window_s: float) -> None
 def test_rosters_without_end_do_not_hold_a_member() -> None:
     run = joined()
     for run.now in (0.0, 30.0, 59.0):
-        run.hears("a", Roster("0-x", 5, FIRST, ("c",), ()))
+        run.hears("a", Roster("0-x", 5, FIRST, ("c",), (), ()))
     assert deadline_s(run.state) == LIMITS.attempt_s
     # The record may be fetched as long as an attempt lasts, and not longer.
     run.hears("a", Propose(FIRST, record()))
     for run.now in (70.0, 90.0):
         run.hears("a", Propose(FIRST, record()))
-        run.hears("a", Roster("0-x", 5, FIRST, ("c",), ()))
+        run.hears("a", Roster("0-x", 5, FIRST, ("c",), (), ()))
     assert deadline_s(run.state) == 59.0 + LIMITS.attempt_s
 
 
@@ -355,7 +355,7 @@ def test_words_in_another_peers_name_break_the_rules() -> None:
         call(SECOND),
         Propose(FIRST, record()),
         Abort("0-x", 5, FIRST, ""),
-        Roster("0-x", 5, FIRST, (), ()),
+        Roster("0-x", 5, FIRST, (), (), ()),
     ):
         with pytest.raises(WireError, match="in another peer's name"):
             run.hears("x", message)

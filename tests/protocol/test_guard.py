@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -17,13 +17,14 @@ import trio
 from p2ptrain.algorithms.codec.floats import NONE
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Arrived, Attempt, Head, Message, Part, Record, RosterPart
-from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, Swarm, TestPeer, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
 PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
@@ -189,6 +190,10 @@ def test_of_two_members_the_other_is_left_out_of_the_rounds_that_we_lead() -> No
     run_virtual(main)
 
 
+# A part for each of five members, so that whoever lies as a reducer is one.
+FIVE_CHUNKS: Shapes = [("head", (5000, 64))]
+
+
 def lie_as_reducer(peer: TestPeer, lie: Callable[[Arrived], dict[str, Any]]) -> list[Arrived]:
     """Let a peer change its reports as a reducer; returns those that it changes."""
     engine, lies = peer.node.engine, list[Arrived]()
@@ -210,7 +215,7 @@ def test_false_norms_of_a_reducer_leave_out_fewer_than_half_and_are_one_line_in_
     caplog.set_level(logging.WARNING)
 
     async def main() -> None:
-        async with swarm(PLAIN) as s:
+        async with swarm(PLAIN, shapes=FIVE_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 1, 4))
             lies = lie_as_reducer(
@@ -257,7 +262,7 @@ def test_reducers_that_report_impossible_norms_are_struck_and_no_error_of_ours_i
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
-        async with swarm(PLAIN) as s:
+        async with swarm(PLAIN, shapes=FIVE_CHUNKS) as s:
             start_all(s, "abcxy")
             await s.until(lambda: common(s, 1, 5))
             lies = [lie_as_reducer(s.peers[name], lambda m: {"norms": (1.7e308,) * len(m.complete)}) for name in "xy"]
@@ -288,7 +293,7 @@ def test_a_reducer_refuses_a_gradient_whose_norm_its_leader_would_refuse() -> No
 
 def test_a_reducer_that_reports_other_commitments_is_not_asked_again() -> None:
     async def main() -> None:
-        async with swarm(PLAIN) as s:
+        async with swarm(PLAIN, shapes=FIVE_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 1, 4))
             lies = lie_as_reducer(s.peers["x"], lambda m: {"roots": (b"?" * 32,) * len(m.complete)})
@@ -373,12 +378,11 @@ def multiply_mean(peer: TestPeer, factor: float) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(honest, name)
 
-        def reduce(self, part: Any, chunks: Any, contributors: Any) -> Any:
-            for of_member in chunks.values():
-                for first, data in of_member.items():
-                    count = min(1024, part.stop - first)
-                    of_member[first] = codec.encode(np.float32(factor) * codec.decode(data, count))
-            return honest.reduce(part, chunks, contributors)
+        def reduce(self, *args: Any) -> Any:
+            return Parts.reduce(cast("Parts", self), *args)
+
+        def merge(self, encoded: Any, num_blocks: int) -> bytes:
+            return codec.encode(np.float32(factor) * codec.decode(honest.merge(encoded, num_blocks), num_blocks))
 
     context.averaging = Liar()  # type: ignore[assignment]
 
@@ -389,7 +393,7 @@ def test_a_reducer_that_multiplies_the_mean_costs_some_attempts_and_is_not_asked
     caplog.set_level(logging.WARNING)
 
     async def main() -> None:
-        async with swarm(dataclasses.replace(PLAIN, audit_rate=1e-9)) as s:
+        async with swarm(dataclasses.replace(PLAIN, audit_rate=1e-9), shapes=FIVE_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 4, 4))
             multiply_mean(s.peers["x"], 1e4)

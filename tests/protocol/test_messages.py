@@ -276,12 +276,13 @@ def test_the_longest_honest_messages_fit() -> None:
         "nesterov", 0.7, 0.9, 2**40, 2**50, tuple((peer, 500) for peer in ids), 0.5, 1.5,
     )  # fmt: skip
     attempt = Attempt(3, ids[0], "a" * 16)
+    expected = tuple(Contributor(peer, "i" * 16, 1 / 3, b"") for peer in ids[:64])
     parts = tuple(RosterPart(1024 * i, 1024 * i + 1024, ids[i % 64], ()) for i in range(512))
     maddrs = tuple("/ip4/1.2.3.4/tcp/4001/p2p/".ljust(512, "x") for _ in range(16))
     longest = [
         Propose(attempt, record),
         Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
-        Roster("l", 1, attempt, tuple(ids[:64]), parts),
+        Roster("l", 1, attempt, tuple(ids[:64]), parts, expected),
         Beat(1.0, 1.0, 1.0, "0-g", "0-l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
         Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs),
     ]
@@ -290,5 +291,5 @@ def test_the_longest_honest_messages_fit() -> None:
         assert len(header) <= MAX_HEADER_BYTES / 2
         assert unpack(type(message), header) == message
     senders = tuple(ids[:64])
-    dense = Roster("l", 1, attempt, senders, tuple(RosterPart(0, 2**40, peer, senders) for peer in senders))
+    dense = Roster("l", 1, attempt, senders, tuple(RosterPart(0, 2**40, peer, senders) for peer in senders), ())
     assert len(pack(dense)) <= MAX_HEADER_BYTES

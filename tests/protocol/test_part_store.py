@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,14 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PIECE_BYTES, WANTED_RECORDS, PartStore, fetch_pipelined
+from p2ptrain.protocol.rounds.part_store import (
+    PARTS_AT_ONCE,
+    PIECE_BYTES,
+    WANTED_RECORDS,
+    MeanPush,
+    PartStore,
+    fetch_pipelined,
+)
 from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Roster, RosterPart
 from p2ptrain.settings.config import RunConfig
@@ -141,7 +149,7 @@ def test_a_record_with_contributors_twice_or_too_many_is_refused(contributors: t
 # --- pushed means ------------------------------------------------------------------------------------------------
 
 ATTEMPT = Attempt(1, "x", "x.1")
-ROSTER = Roster("0-g", 1, ATTEMPT, ("x", "y"), (RosterPart(0, BLOCKS, "x", ()),))
+ROSTER = Roster("0-g", 1, ATTEMPT, ("x", "y"), (RosterPart(0, BLOCKS, "x", ()),), ())
 
 
 def push(parts: PartStore, data: bytes, start: int = 0, *, sender: str = "x", attempt: Attempt = ATTEMPT) -> None:
@@ -199,6 +207,91 @@ def test_a_mean_that_is_not_pushed_whole_is_requested(pushed: bytes) -> None:
             await parts.fetch(record_of(blob(0)), [])
         assert holder.asked
         assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+
+    run_virtual(main)
+
+
+def push_expected(parts: PartStore, data: bytes, start: int = 0) -> None:
+    parts.receive("x", Mean("0-g", 1, ATTEMPT, "", start), data)
+
+
+def test_the_expected_mean_is_taken_if_the_record_names_it() -> None:
+    data, holder = blob(0), Holder()
+
+    async def main() -> None:
+        parts = awaiting(holder)
+        push_expected(parts, data[:100])
+        push_expected(parts, data[100:], 100)
+        await parts.fetch(record_of(data), [])
+        assert parts.get(hashlib.sha256(data).hexdigest()) == data
+        assert not holder.asked
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("expected", [blob(1), blob(1)[:100], blob(1)[:-1]], ids=["whole", "its beginning", "shorter"])
+def test_the_mean_that_is_pushed_after_the_expected_one_is_taken(expected: bytes) -> None:
+    """Where others contribute than were expected. It may come before the record, while it is awaited, or both."""
+    data = blob(0)
+
+    async def main() -> None:
+        for before in (0, 100, len(data)):
+            parts, holder = awaiting(Holder()), Holder()
+            push_expected(parts, expected)
+            if before:
+                push(parts, data[:before])
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(parts.fetch, record_of(data), [])
+                await trio.sleep(5)
+                if before < len(data):
+                    push(parts, data[before:], before)
+            assert parts.get(hashlib.sha256(data).hexdigest()) == data
+            assert not holder.asked
+            # What was still on its way of the expected one.
+            push_expected(parts, b"more", len(expected))
+
+    run_virtual(main)
+
+
+class Recorder:
+    """Stands in for a link: keeps what is sent, one frame a second."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Mean, bytes]] = []
+
+    async def send_bulk(self, message: Any, payload: bytes, traffic: Any, *, compress: bool) -> None:
+        await trio.sleep(1)
+        self.sent.append((message, payload))
+
+
+def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
+    data = bytes(3 * PIECE_BYTES + 7)
+
+    async def main() -> None:
+        parts, link = awaiting(Holder()), Recorder()
+        parts._links = SimpleNamespace(get=lambda peer_id: link if peer_id == "y" else None)  # type: ignore[assignment]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(parts.push_forever)
+            mean = MeanPush(ROSTER)
+            parts.push(mean)
+            mean.extend(data[: PIECE_BYTES + 1])
+            await trio.sleep(10)
+            assert [(m.sha256, m.start, len(piece)) for m, piece in link.sent] == [("", 0, PIECE_BYTES)]
+            mean.extend(data[PIECE_BYTES + 1 :])
+            mean.end()
+            await trio.sleep(10)
+            assert b"".join(piece for _, piece in link.sent) == data
+
+            link.sent.clear()
+            mean = MeanPush(ROSTER)
+            parts.push(mean)
+            mean.extend(data)
+            await trio.sleep(1.5)
+            mean.give_up()
+            parts.push(MeanPush(ROSTER, "0" * 64, b"other"))
+            await trio.sleep(10)
+            assert [(m.sha256, m.start) for m, _ in link.sent] == [("", 0), ("", PIECE_BYTES), ("0" * 64, 0)]
+            nursery.cancel_scope.cancel()
 
     run_virtual(main)
 

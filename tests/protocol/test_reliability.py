@@ -136,7 +136,8 @@ def test_two_halves_that_meet_again_are_one_lineage_and_keep_what_they_learnt() 
             assert lineages(s) == {before}
             assert sorted(set(kinds)) == [("a", "keep"), ("b", "keep")]
             for name in "ab":
-                assert adoptions(s.peers[name])[-1] == f"lineage {before} goes on, ours does not"
+                # A round that landed meanwhile may have been taken over after it.
+                assert f"lineage {before} goes on, ours does not" in adoptions(s.peers[name])
 
     run_virtual(main)
 
@@ -315,7 +316,7 @@ FAULTS: dict[str, tuple[type[Message], str]] = {
     "fails before sending": (messages.Roster, "target"),
     "fails while sending": (messages.Contribution, "source"),
     "sends slowly": (messages.Roster, "target"),
-    "fails while reducing": (messages.Reduce, "target"),
+    "fails while reducing": (messages.Mean, "source"),
     "reduces slowly": (messages.Contribution, "target"),
     "is cancelled": (messages.Roster, "target"),
 }

@@ -395,7 +395,7 @@ def test_a_leader_that_calls_again_and_again_and_never_comes_to_an_end_is_not_fo
                 if says != "nothing":
                     whole = RosterPart(0, s.peers["a"].node.state.num_blocks, "x", ())
                     parts = (whole,) if says == "roster" else ()
-                    x.tell(Roster(call.lineage, call.round, call.attempt, (*s.peers, "x"), parts))
+                    x.tell(Roster(call.lineage, call.round, call.attempt, (*s.peers, "x"), parts, ()))
                 await trio.sleep(0.1)
 
         async with trio.open_nursery() as nursery:
@@ -420,7 +420,7 @@ def test_a_leader_whose_attempts_come_to_nothing_gets_no_new_chance_from_the_rou
                     x.tell(Abort(call.lineage, call.round, call.attempt, "sorry"))
                 else:
                     parts = (RosterPart(0, s.peers["a"].node.state.num_blocks, "a", ()),)
-                    x.tell(Roster(call.lineage, call.round, call.attempt, tuple(s.peers), parts))
+                    x.tell(Roster(call.lineage, call.round, call.attempt, tuple(s.peers), parts, ()))
                 await trio.sleep(0.2)
 
         async with trio.open_nursery() as nursery:
@@ -532,7 +532,7 @@ def test_a_report_with_another_number_of_hashes_is_a_strike_of_its_sender(sha256
                     return msgspec.structs.replace(arrived, lineage=lineage, round=round_) if part >= 0 else None
                 case Reduce(lineage, round_, attempt):
                     reports += 1
-                    return Reduced(lineage, round_, attempt, part, sha256s, ())
+                    return Reduced(lineage, round_, attempt, part, sha256s, (), False)
             return None
 
         x.answer = answer

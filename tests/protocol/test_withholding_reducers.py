@@ -11,16 +11,18 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.rounds.round_state import deadline_s
 from p2ptrain.protocol.rounds.timeouts import MARGIN, MIN_ATTEMPT_S
 from p2ptrain.protocol.wire.messages import Answer, Message, Reduced, Request
-from tests.protocol.swarm import RUN, run_virtual, swarm
+from tests.protocol.swarm import RUN, Shapes, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
-PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0, round_guard="off")
+# A part for each member.
+FOUR_CHUNKS: Shapes = [("head", (4096, 64))]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["gives its part to nobody", "reports it as time is up"])
 def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: bool) -> None:
     async def main() -> None:
-        async with swarm(PLAIN) as s:
+        async with swarm(PLAIN, shapes=FOUR_CHUNKS) as s:
             start_all(s, "abcx")
             await s.until(lambda: common(s, 2, 4))
             x, reported = s.peers["x"].node.engine, list[str]()
@@ -45,6 +47,7 @@ def test_a_reducer_that_withholds_its_part_is_avoided_and_nobody_else_is(late: b
             x._schedule.is_ours_to_lead = lambda *args: False  # type: ignore[method-assign]
             if not late:
                 x.context.parts.serve = serve  # type: ignore[method-assign]
+                x.context.parts.push = lambda mean: None  # type: ignore[method-assign]
             began = trio.current_time()
 
             def gone_on() -> bool:

@@ -12,13 +12,14 @@ It has three parts:
   on it.
 - **The driver** connects both to links, clock and training thread. `driver` has the head, and acts when it is time.
   `attempts` passes events to the consensus and carries out its effects: `member` takes part in one attempt (`snapshot`
-  and `contribution` hold its outer gradient, `transfer` and `collection` send and receive chunks, `inspection` measures
-  them, `mean_guard` refuses a mean), `leader` leads the averaging of one. `commit` applies a decided round: `fetching`
-  gets its bytes, `outer_step` changes the anchor. `audit` averages a part again after it. `liveness` lists the live
-  peers.
+  and `contribution` hold its outer gradient, `transfer` and `collection` send and receive chunks, `expected_mean`
+  averages them as they arrive, `inspection` measures them, `mean_guard` refuses a mean), `leader` leads the averaging
+  of one. `commit` applies a decided round: `fetching` gets its bytes, `outer_step` changes the anchor. `audit` averages
+  a part again after it. `liveness` lists the live peers.
 
-The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers → Reduce → Reduced →
-`record` → Propose → fetch, Ready → Commit → outer step → landing in `peer.step()`.
+The steps of a round: due → Call → snapshot, Join → `policy` plans, Roster → chunks to reducers, means back → Reduced
+(after a Reduce, if others contribute than were expected) → `record` → Propose → fetch, Ready → Commit → outer step →
+landing in `peer.step()`.
 
 Errors: in a member's or leader's task, one costs that attempt; when applying a decided round, one costs a retry, or a
 download of the whole state; bytes that break a rule cost their sender's link.

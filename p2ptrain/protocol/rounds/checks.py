@@ -64,6 +64,10 @@ def check_roster(roster: Roster, own: PeerId) -> None:
         raise WireError(f"a roster of {len(members)} members: at most {MAX_CONTRIBUTORS}, sorted, distinct, and us")
     if len(set(reducers)) < len(reducers) or not set(reducers) <= set(members):
         raise WireError("a roster whose parts are not each for another member")
+    if roster.expected and tuple(c.peer_id for c in roster.expected) != members:
+        raise WireError("a roster that expects others than its members")
+    if any(c.root or not 0 <= c.weight <= MOST_COUNT for c in roster.expected):
+        raise WireError("a roster whose expected contributors have Merkle roots, or a weight out of 0 to 2^53")
     for senders in {part.senders for part in roster.parts}:
         if list(senders) != sorted(set(senders)) or not set(senders) <= set(members):
             raise WireError("a roster part whose senders are not distinct members, sorted")

@@ -18,6 +18,7 @@ from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
 from p2ptrain.protocol.rounds.checks import check_arrived
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
+from p2ptrain.protocol.rounds.expected_mean import without_roots
 from p2ptrain.protocol.rounds.record import record_of
 from p2ptrain.protocol.rounds.timeouts import SILENT_REDUCER_S, PeerBackoff
 from p2ptrain.protocol.wire import messages as m
@@ -51,6 +52,9 @@ class AveragingLeader:
         self._plan: tuple[m.RosterPart, ...] = ()
         self._sends: dict[PeerId, set[int]] = {}
         self._contributors: tuple[m.Contributor, ...] = ()
+        # Those that reducers average without an order; empty once they are known to be others.
+        self._expected: tuple[m.Contributor, ...] = ()
+        self._reports: dict[int, m.Reduced] = {}
         # By part, then by member: squared norms and Merkle roots, as the reducers report them.
         self._squares: dict[int, dict[PeerId, float]] = defaultdict(dict)
         self._roots: dict[int, dict[PeerId, bytes]] = defaultdict(dict)
@@ -67,7 +71,8 @@ class AveragingLeader:
             check_arrived(message, sealed=context.audited, num_blocks=context.state.num_blocks)
         if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
             senders = self._plan[message.part].senders
-            reduced = [c for c in self._contributors if not senders or c.peer_id in senders]
+            contributors = self._expected if message.as_expected else self._contributors
+            reduced = [c for c in contributors if not senders or c.peer_id in senders]
             if len(message.sha256s) != self._context.averaging.num_blobs(reduced):
                 raise WireError(f"a Reduced with {len(message.sha256s)} hashes for {len(reduced)} contributors")
         if len(self._inbox) >= MAX_INBOX:
@@ -110,16 +115,25 @@ class AveragingLeader:
         avoided = self._backoff.backed_off(trio.current_time()) | struck
         self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.state.num_blocks))
         self._sends = policy.parts_of(members, self._plan)
-        roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan)
+        if self._context.averaging.reduces:
+            weights = policy.weights_of(self._context.run, list(joins.values()))
+            self._expected = tuple(
+                m.Contributor(member, join.incarnation, weight, b"")
+                for (member, join), weight in zip(joins.items(), weights, strict=True)
+            )
+        roster = m.Roster(head.lineage, head.round + 1, self.attempt, tuple(members), self._plan, self._expected)
         self._heard_s = dict.fromkeys((part.reducer for part in self._plan), trio.current_time())
         for peer_id in members:
             self._tell(peer_id, roster)
         included = await self._await_contributions()
         contributors = self._contributors = self._guarded(joins, included)
-        for part in self._parts_left(included):
-            order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
-            self._averaging.add(self._plan[part].reducer)
-            self._tell(self._plan[part].reducer, order)
+        left = self._parts_left(included)
+        if without_roots(contributors) != self._expected:
+            self._expected, self._reports = (), {}
+            for part in left:
+                order = m.Reduce(head.lineage, head.round + 1, self.attempt, contributors)
+                self._tell(self._plan[part].reducer, order)
+        self._averaging = {self._plan[part].reducer for part in left - self._reports.keys()}
         with trio.move_on_after(AVERAGING_SHARE * self._attempt_s) as averaging:
             conclusion = await self._await_reports(contributors)
         if averaging.cancelled_caught:
@@ -148,6 +162,7 @@ class AveragingLeader:
 
         while trio.current_time() < until_s and is_anyone_awaited(self._parts_left(sends)):
             for sender, message in await self._news(until_s):
+                self._note_report(sender, message)
                 if isinstance(message, m.Arrived) and self._is_of_its_part(sender, message.part):
                     for member, square, root in zip(message.complete, message.norms, message.roots, strict=True):
                         if message.part in sends.get(member, ()):
@@ -190,16 +205,21 @@ class AveragingLeader:
 
     async def _await_reports(self, contributors: Sequence[m.Contributor]) -> Conclusion:
         """The parts of the record, from the reports of the reducers."""
-        reports: dict[int, m.Reduced] = {}
         while True:
-            conclusion = self._context.averaging.conclude(self._plan, contributors, reports)
+            conclusion = self._context.averaging.conclude(self._plan, contributors, self._reports)
             if conclusion is not None:
                 return conclusion
             self._parts_left([c.peer_id for c in contributors])
             for sender, message in await self._news(trio.current_time() + self._silent_s):
-                if isinstance(message, m.Reduced) and self._is_of_its_part(sender, message.part):
-                    reports[message.part] = message
-                    self._averaging.discard(sender)
+                self._note_report(sender, message)
+
+    def _note_report(self, sender: PeerId, message: m.Message) -> None:
+        """Take the report of a reducer that has averaged the expected contributors, or those that we have named."""
+        if not isinstance(message, m.Reduced) or not self._is_of_its_part(sender, message.part):
+            return
+        if self._expected if message.as_expected else self._contributors:
+            self._reports[message.part] = message
+            self._averaging.discard(sender)
 
     def _is_of_its_part(self, sender: PeerId, part: int) -> bool:
         return 0 <= part < len(self._plan) and self._plan[part].reducer == sender

@@ -71,7 +71,7 @@ class Participation:
             return "fetching the mean"
         if self._transfer is None:
             return "gathering"
-        if self._transfer.reducing:
+        if self.has_sent:
             return "averaging"
         return f"sending {self._transfer.num_sent}/{self._transfer.num_chunks}"
 
@@ -126,11 +126,14 @@ class Participation:
                                 nursery.start_soon(self._send, transfer, sending)
                                 nursery.start_soon(transfer.report_forever)
                                 nursery.start_soon(transfer.inspect_forever)
+                                nursery.start_soon(transfer.average_expected)
                             case Reduce() if self._transfer is not None:
                                 # Sending goes on while we reduce for others.
                                 nursery.start_soon(self._transfer.reduce, order)
                             case Fetch(record=record) if not self._fetching:
                                 sending.cancel()
+                                if self._transfer is not None:
+                                    self._transfer.end()
                                 self._fetching = True
                                 nursery.start_soon(self._hold, record)
             except* (RoundFailedError, PeerLostError, WireError) as errors:

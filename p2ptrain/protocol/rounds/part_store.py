@@ -1,7 +1,7 @@
 """The blobs of the last round, by hash: pushed by reducers, held by READY members, fetched by late members.
 
-A reducer pushes the mean of its part to all members of the attempt as soon as it has it, before the record that names
-it. Who does not get it so requests it.
+A reducer pushes the mean of its part to all members of the attempt while it makes it, before the record that names it.
+Who does not get it so requests it.
 """
 
 from __future__ import annotations
@@ -68,11 +68,57 @@ async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -
 
 @dataclass
 class _Pushed:
-    """The mean that a reducer of the attempt pushes to us; its hash is unchecked."""
+    """The mean that a reducer of the attempt pushes to us; its hash is unchecked.
+
+    Attributes:
+        sha256: empty while it is the mean of the expected contributors.
+        is_another: whether it is known to be another mean than the record's.
+    """
 
     most_bytes: int
     sha256: str = ""
     data: bytearray = field(default_factory=bytearray)
+    is_another: bool = False
+
+
+class MeanPush:
+    """The mean of a part, sent to all members of its attempt while it grows.
+
+    Args:
+        sha256: names the whole mean; empty: that of the expected contributors, which grows until `end` or `give_up`.
+
+    Attributes:
+        data: its bytes so far.
+        has_ended: whether these are all.
+        is_given_up: whether no more of it is sent.
+        changed: set, and replaced, when one of these changes.
+    """
+
+    def __init__(self, roster: Roster, sha256: str = "", data: bytes | bytearray = b"") -> None:
+        self.roster = roster
+        self.sha256 = sha256
+        self.data = bytearray(data)
+        self.has_ended = bool(sha256)
+        self.is_given_up = False
+        self.changed = trio.Event()
+
+    def extend(self, data: bytes) -> None:
+        self.data += data
+        self._note_change()
+
+    def end(self) -> None:
+        """All bytes are here."""
+        self.has_ended = True
+        self._note_change()
+
+    def give_up(self) -> None:
+        """Send no more of it."""
+        self.is_given_up = True
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
 
 
 class PartStore:
@@ -99,7 +145,7 @@ class PartStore:
         self._attempt: Attempt | None = None
         self._pushed: dict[PeerId, _Pushed] = {}
         self._piece_arrived = trio.Event()
-        self._to_push, self._pushes = trio.open_memory_channel[tuple[Link, str, Roster]](math.inf)
+        self._to_push, self._pushes = trio.open_memory_channel[tuple[Link, MeanPush]](math.inf)
         self._wanted: list[Record] = []
         self._reduced: list[str] = []
         self._links = links
@@ -121,25 +167,30 @@ class PartStore:
             for part in roster.parts:
                 self._pushed[part.reducer] = _Pushed(self._mean_bytes(part.stop - part.start))
 
-    def push(self, sha256: str, roster: Roster) -> None:
-        """Send a part that we reduced to all members of its attempt, until another attempt begins."""
-        for member in roster.members:
+    def push(self, mean: MeanPush) -> None:
+        """Send a part that we reduce to all members of its attempt, until it is given up or another attempt begins."""
+        for member in mean.roster.members:
             if (link := self._links.get(member)) is not None:
-                self._to_push.send_nowait((link, sha256, roster))
+                self._to_push.send_nowait((link, mean))
 
     async def push_forever(self) -> None:
         """Send what is to be pushed, to all members at once, until cancelled."""
         async with trio.open_nursery() as nursery:
-            async for link, sha256, roster in self._pushes:
-                nursery.start_soon(self._push, link, sha256, roster)
+            async for link, mean in self._pushes:
+                nursery.start_soon(self._push, link, mean)
 
-    async def _push(self, link: Link, sha256: str, roster: Roster) -> None:
-        start = 0
-        while start < len(data := self._parts.get(sha256, b"")) and self._attempt == roster.attempt:
-            piece = bytes(memoryview(data)[start : start + PIECE_BYTES])
-            mean = Mean(roster.lineage, roster.round, roster.attempt, sha256, start)
+    async def _push(self, link: Link, mean: MeanPush) -> None:
+        roster, start = mean.roster, 0
+        while self._attempt == roster.attempt and not mean.is_given_up:
+            if len(mean.data) < start + PIECE_BYTES and not mean.has_ended:
+                await mean.changed.wait()
+                continue
+            piece = bytes(memoryview(mean.data)[start : start + PIECE_BYTES])
+            if not piece:
+                return
+            message = Mean(roster.lineage, roster.round, roster.attempt, mean.sha256, start)
             try:
-                await link.send_bulk(mean, piece, Traffic.ROUND, compress=True)
+                await link.send_bulk(message, piece, Traffic.ROUND, compress=True)
             except PeerLostError:
                 return
             start += len(piece)
@@ -147,13 +198,15 @@ class PartStore:
     def receive(self, sender: PeerId, message: Mean, data: bytes) -> None:
         """Take a pushed piece; stale ones are ignored. Raises WireError if it does not follow the piece before."""
         pushed = self._pushed.get(sender)
-        if pushed is None or message.attempt != self._attempt:
+        if pushed is None or message.attempt != self._attempt or (pushed.sha256 and not message.sha256):
             return
-        if message.start != len(pushed.data) or pushed.sha256 not in ("", message.sha256):
+        if message.sha256 and not pushed.sha256 and message.start == 0:
+            # Others contribute than were expected: the mean from the beginning.
+            pushed.sha256, pushed.data, pushed.is_another = message.sha256, bytearray(), False
+        if message.start != len(pushed.data) or pushed.sha256 != message.sha256:
             raise WireError("pieces of a mean out of order")
         if len(pushed.data) + len(data) > pushed.most_bytes:
             raise WireError(f"more than {pushed.most_bytes} bytes of a mean")
-        pushed.sha256 = message.sha256
         pushed.data += data
         self._piece_arrived.set()
         self._piece_arrived = trio.Event()
@@ -233,34 +286,47 @@ class PartStore:
                 link = self._links.get(holder)
                 if link is None:
                     continue
-                try:
-                    data = await self._take_pushed(part, size) if holder == part.holder else None
-                    data = data or await self._fetch_from(link, part, size)
-                except (PeerLostError, WireError):
-                    continue
-                if await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256:
-                    self._parts[part.sha256] = data
-                    self._givers[part.sha256] = holder
-                    return
+                data = await self._take_pushed(part, size, contributors) if holder == part.holder else None
+                if data is None:
+                    try:
+                        data = await self._fetch_from(link, part, size)
+                    except (PeerLostError, WireError):
+                        continue
+                    if not await self._is_part(part, data, contributors):
+                        continue
+                self._parts[part.sha256] = data
+                self._givers[part.sha256] = holder
+                return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
-    async def _take_pushed(self, part: Part, size: int) -> bytearray | None:
-        """What its holder has pushed, or pushes now; None if it is another mean, or stops coming."""
+    async def _is_part(self, part: Part, data: bytes | bytearray, contributors: Sequence[Contributor]) -> bool:
+        return await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256
+
+    async def _take_pushed(self, part: Part, size: int, contributors: Sequence[Contributor]) -> bytearray | None:
+        """What its holder has pushed, or pushes now, checked; None if it is another mean, or stops coming."""
         pushed = self._pushed.get(part.holder)
         if pushed is None:
             return None
         had, until_s = -1, 0.0
-        while len(pushed.data) < size:
-            if len(pushed.data) > had:
+        while pushed.sha256 in ("", part.sha256):
+            if len(pushed.data) == size and not pushed.is_another:
+                data = pushed.data
+                # A copy, as more bytes may come if it is another mean.
+                if await self._is_part(part, bytes(data), contributors):
+                    # What comes behind it must not change it.
+                    self._pushed.pop(part.holder, None)
+                    return data
+                pushed.is_another = pushed.data is data
+                continue
+            if pushed.is_another and pushed.sha256:
+                return None
+            if len(pushed.data) != had:
                 had, until_s = len(pushed.data), trio.current_time() + PIECE_TIMEOUT_S
-            stopped = trio.current_time() >= until_s or self._links.get(part.holder) is None
-            if stopped or pushed.sha256 not in ("", part.sha256):
+            if trio.current_time() >= until_s or self._links.get(part.holder) is None:
                 return None
             with trio.move_on_after(LOOK_AGAIN_S):
                 await self._piece_arrived.wait()
-        # What comes behind it must not change it.
-        self._pushed.pop(part.holder, None)
-        return pushed.data if (pushed.sha256, len(pushed.data)) == (part.sha256, size) else None
+        return None
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
         data = bytearray()

@@ -6,23 +6,24 @@ The leader's Roster contains the plan of the averaging strategy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import trio
 
-from p2ptrain.errors import PeerLostError, RoundFailedError
+from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
+from p2ptrain.protocol.rounds.expected_mean import ExpectedMean
 from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range
 from p2ptrain.protocol.rounds.inspection import Inspection
-from p2ptrain.protocol.rounds.part_store import blob_sha256
+from p2ptrain.protocol.rounds.part_store import MeanPush, blob_sha256
 from p2ptrain.protocol.rounds.policy import parts_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
-from p2ptrain.protocol.wire.messages import Arrived, Contribution, Record, Reduce, Reduced, Roster
+from p2ptrain.protocol.wire.messages import Arrived, Contribution, Contributor, Record, Reduce, Reduced, Roster
 from p2ptrain.protocol.wire.transport import PeerId
 
 
@@ -31,14 +32,12 @@ class Transfer:
 
     Attributes:
         num_chunks, num_sent: chunks to send in all, and those sent.
-        reducing: whether our part is being reduced now.
     """
 
     def __init__(
         self, context: RoundContext, roster: Roster, taker: SnapshotTaker, early: EarlyChunks, tell: Tell
     ) -> None:
         """Takes the early chunks. The roster has been checked."""
-        self.reducing = False
         self._context = context
         self._roster = roster
         self._attempt = roster.lineage, roster.round, roster.attempt
@@ -49,10 +48,14 @@ class Transfer:
         self._parts_left = set(range(len(roster.parts)))
         self.num_chunks = sum(len(self._chunks_of(part)) for part in self._to_send)
         self.num_sent = 0
-        self._reduced: Reduce | None = None
+        self._ordered: Reduce | None = None
+        # Those in the mean that we have made, or make by the leader's order.
+        self._averaged: tuple[Contributor, ...] = ()
+        self._expected: ExpectedMean | None = None
+        self._expecting = trio.CancelScope()
         self._collection: Collection | None = None
         self._inspection: Inspection | None = None
-        self._chunk_arrived = trio.Event()
+        self._chunk_arrived, self._inspected = trio.Event(), trio.Event()
         context.parts.begin_attempt(roster)
         for number, part in enumerate(roster.parts):
             if part.reducer == context.peer_id:
@@ -62,6 +65,8 @@ class Transfer:
                     part, context.codec, num_blocks=context.state.num_blocks, compared=context.state.num_stepped,
                     sealed=context.audited,
                 )  # fmt: skip
+                if roster.expected and context.averaging.reduces:
+                    self._expected = ExpectedMean(part, roster.expected, context.averaging.merge)
         for sender, message, data in early.take():
             self.collect(sender, message, data, checked=True)
         for sender in early.overrun:
@@ -78,10 +83,11 @@ class Transfer:
         if len(held) > count:
             inspection.add(sender, start, data, message.root, message.proof)
             self._chunk_arrived.set()
+            self._chunk_arrived = trio.Event()
 
     def check_record(self, record: Record) -> None:
         """Raises RoundFailedError if the record names other contributors than this reducer has averaged."""
-        if self._reduced is not None and record.contributors != self._reduced.contributors:
+        if self._averaged and record.contributors != self._averaged:
             raise RoundFailedError("the record names other contributors than were averaged")
 
     def note_lost(self, peer_id: PeerId) -> None:
@@ -111,11 +117,12 @@ class Transfer:
         if collection is None or inspection is None:
             return
         while True:
-            await self._chunk_arrived.wait()
-            self._chunk_arrived = trio.Event()
+            arrived = self._chunk_arrived
             while chunks := inspection.take(collection.complete):
                 known = len(inspection.norms)
                 refused = inspection.note(await self._context.compute(inspection.measure, chunks))
+                self._inspected.set()
+                self._inspected = trio.Event()
                 for sender in refused:
                     collection.reject(sender)
                 if refused or len(inspection.norms) > known:
@@ -124,6 +131,7 @@ class Transfer:
                     if (link := self._context.links.get(sender)) is not None:
                         with self._context.links.containing(link, "checking its outer gradient"):
                             raise error
+            await arrived.wait()
 
     async def report_forever(self) -> None:
         """Report our part to the leader at intervals, also without news, to show that we are alive."""
@@ -186,14 +194,45 @@ class Transfer:
             if not context.averaging.is_complete(self._roster.parts, self._parts_left):
                 raise
 
+    async def average_expected(self) -> None:
+        """Average the chunks of the expected contributors as they arrive, and push the mean as it grows."""
+        expected, collection, inspection = self._expected, self._collection, self._inspection
+        if expected is None or collection is None or inspection is None:
+            return
+        context, mean = self._context, MeanPush(self._roster)
+        context.parts.push(mean)
+        try:
+            with self._expecting:
+                while not expected.is_complete:
+                    arrived = self._chunk_arrived
+                    if received := expected.take(collection.chunks):
+                        mean.extend(await context.compute(expected.average, received))
+                    else:
+                        await arrived.wait()
+                mean.end()
+                while any(c.peer_id not in inspection.norms for c in expected.contributors):
+                    await self._inspected.wait()
+                roots = inspection.roots
+                contributors = self._averaged = tuple(
+                    Contributor(c.peer_id, c.incarnation, c.weight, roots[c.peer_id]) for c in expected.contributors
+                )
+                gram = await context.compute(collection.gram, contributors, context.state.num_stepped)
+                await self._serve(contributors, [mean.data], gram, as_expected=True)
+        except WireError:
+            # Whoever sent such values is refused when they are measured, and the leader names the others.
+            pass
+        finally:
+            if not mean.has_ended:
+                mean.give_up()
+
     async def reduce(self, order: Reduce) -> None:
         """Combine the chunks of the contributors that the leader names, and serve the result."""
-        if self._reduced not in (None, order):
+        if self._ordered not in (None, order):
             raise RoundFailedError("told to average two sets of contributors")
         collection, inspection = self._collection, self._inspection
-        if self._reduced is not None or collection is None or inspection is None:
+        if self._ordered is not None or collection is None or inspection is None:
             return
-        self._reduced = order
+        self._ordered = order
         context = self._context
         named = {c.peer_id for c in order.contributors}
         contributors = tuple(c for c in order.contributors if c.peer_id in collection.chunks)
@@ -203,20 +242,34 @@ class Transfer:
             raise RoundFailedError("told to average a member that is not complete here")
         if any(c.root != inspection.roots[c.peer_id] for c in contributors):
             raise RoundFailedError("told to average a member by another commitment than it gave")
+        self._expecting.cancel()
+        self._averaged = order.contributors
 
-        def work() -> tuple[list[tuple[str, Blob]], tuple[float, ...]]:
+        def work() -> tuple[Sequence[Blob], tuple[float, ...]]:
             gram = collection.gram(contributors, context.state.num_stepped)
-            blobs = context.averaging.reduce(collection.part, collection.chunks, contributors)
-            bounds = collection.part.start, collection.part.stop
-            return [(blob_sha256(blob, order.contributors, bounds), blob) for blob in blobs], gram
+            return context.averaging.reduce(collection.part, collection.chunks, contributors), gram
 
-        self.reducing = True
         blobs, gram = await context.compute(work)
-        self.reducing = False
         collection.clear()
-        for sha256, blob in blobs:
+        await self._serve(order.contributors, blobs, gram, as_expected=False)
+
+    async def _serve(
+        self, contributors: Sequence[Contributor], blobs: Sequence[Blob], gram: tuple[float, ...], *, as_expected: bool
+    ) -> None:
+        """Keep what we averaged for others, push it unless that is done, and report it to the leader."""
+        context, collection = self._context, self._collection
+        assert collection is not None
+        bounds = collection.part.start, collection.part.stop
+        sha256s = [await context.compute(blob_sha256, blob, contributors, bounds) for blob in blobs]
+        for sha256, blob in zip(sha256s, blobs, strict=True):
             context.parts.add(sha256, blob)
-            if context.averaging.reduces:
-                context.parts.push(sha256, self._roster)
-        sha256s = tuple(sha256 for sha256, _ in blobs)
-        self._tell(self._roster.attempt.leader, Reduced(*self._attempt, collection.number, sha256s, gram))
+            if context.averaging.reduces and not as_expected:
+                context.parts.push(MeanPush(self._roster, sha256, blob))
+        reduced = Reduced(*self._attempt, collection.number, tuple(sha256s), gram, as_expected)
+        self._tell(self._roster.attempt.leader, reduced)
+
+    def end(self) -> None:
+        """The outcome is proposed: drop the chunks that we averaged, which are kept in case others are named."""
+        if self._expected is not None and self._collection is not None:
+            self._expecting.cancel()
+            self._collection.clear()

@@ -358,13 +358,18 @@ class RosterPart(_Struct, frozen=True):
 
 
 class Roster(_Struct, frozen=True):
-    """The leader's plan of an attempt: its members, and who sends which blocks to whom."""
+    """The leader's plan of an attempt: its members, and who sends which blocks to whom.
+
+    `expected` holds all members with their weights, and empty Merkle roots: reducers average these until they are told
+    otherwise. It is empty if the averaging strategy does not reduce.
+    """
 
     lineage: Text
     round: Int
     attempt: Attempt
     members: Items[Text]
     parts: Items[RosterPart]
+    expected: Items[Contributor]
 
 
 class Contribution(_Struct, frozen=True):
@@ -401,7 +406,7 @@ class Arrived(_Struct, frozen=True):
 
 
 class Reduce(_Struct, frozen=True):
-    """Leader to reducers: average exactly these contributors."""
+    """Leader to reducers: average exactly these contributors, which are not those that the roster expects."""
 
     lineage: Text
     round: Int
@@ -413,7 +418,7 @@ class Reduced(_Struct, frozen=True):
     """Reducer to leader: the hashes of the blobs that it now serves for its part.
 
     `gram` holds the inner products of the contributors' outer gradients in this part, row by row; empty when there are
-    too many contributors.
+    too many contributors. `as_expected`: it has averaged the roster's expected contributors, without a Reduce.
     """
 
     lineage: Text
@@ -422,6 +427,7 @@ class Reduced(_Struct, frozen=True):
     part: Int
     sha256s: Items[Text]
     gram: Items[Float]
+    as_expected: bool
 
 
 class Propose(_Struct, frozen=True):
@@ -487,7 +493,7 @@ class Mean(_Struct, frozen=True):
     """From a reducer to the members of its attempt: a piece of a part's encoded mean (payload), in order.
 
     Attributes:
-        sha256: names the part.
+        sha256: names the part; empty while its bytes are not all known, and no order has changed them.
         start: bytes of the part before this piece.
     """
 

@@ -48,6 +48,9 @@ class Gather:
         bounds = chunk_bounds(part.start, part.stop)
         return [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
 
+    def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
+        raise NotImplementedError("all-gather reduces nothing")
+
     def num_blobs(self, contributors: Sequence[Contributor]) -> int:
         return len(contributors)
 

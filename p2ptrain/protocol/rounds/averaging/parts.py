@@ -44,11 +44,13 @@ class Parts:
         return len(left) == len(plan)
 
     def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
-        codec, averaged = mean_codec(self._run, len(contributors)), bytearray()
+        averaged = bytearray()
         for start, stop in chunk_bounds(part.start, part.stop):
-            encoded = [(chunks[c.peer_id].pop(start), c.weight) for c in contributors]
-            averaged += codec.encode(self._merge(encoded, self._codec, stop - start))
+            averaged += self.merge([(chunks[c.peer_id].pop(start), c.weight) for c in contributors], stop - start)
         return [averaged]
+
+    def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
+        return mean_codec(self._run, len(encoded)).encode(self._merge(encoded, self._codec, num_blocks))
 
     def num_blobs(self, contributors: Sequence[Contributor]) -> int:
         return 1

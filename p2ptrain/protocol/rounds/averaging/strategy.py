@@ -86,6 +86,13 @@ class Averaging(Protocol):
         """
         ...
 
+    def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
+        """The encoded mean of one chunk: the contributors' encoded chunks with their weights. Only if it `reduces`.
+
+        The blob that `reduce` makes of a part is the means of its chunks, in order. Raises WireError likewise.
+        """
+        ...
+
     def num_blobs(self, contributors: Sequence[Contributor]) -> int:
         """How many blobs `reduce` makes from the chunks of these contributors; other reports are refused."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -84,7 +85,7 @@ def test_an_observer_sees_all_that_happens_and_counts_for_nobody() -> None:
 @pytest.mark.slow
 def test_what_was_before_is_told_and_nothing_twice() -> None:
     async def main() -> None:
-        async with swarm(RUN) as s:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0), shapes=[("head", (64, 64))]) as s:
             s.start("a", founder=True)
             s.start("b")
             await s.until(lambda: all(len(p.rounds("committed")) >= 4 for p in s.peers.values()))

@@ -141,7 +141,9 @@ def test_members_that_say_hello_at_one_instant_take_no_more_links_than_there_are
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [MAX_GREETING // MAX_GREETING_OF_ONE, MAX_GREETING])
+@pytest.mark.parametrize(
+    "names", [MAX_GREETING // MAX_GREETING_OF_ONE, pytest.param(MAX_GREETING, marks=pytest.mark.long)]
+)
 def test_a_newcomer_gets_in_while_silent_identities_hold_all_greetings(names: int) -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=SMALL, latency_s=LATENCY_S) as s, trio.open_nursery() as nursery:
@@ -156,7 +158,7 @@ def test_a_newcomer_gets_in_while_silent_identities_hold_all_greetings(names: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [MAX_OBSERVERS, 2 * MAX_OBSERVERS])
+@pytest.mark.parametrize("names", [MAX_OBSERVERS, pytest.param(2 * MAX_OBSERVERS, marks=pytest.mark.long)])
 def test_a_newcomer_gets_in_while_observers_hold_all_their_places(names: int) -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=SMALL, latency_s=LATENCY_S) as s, trio.open_nursery() as nursery:

@@ -328,7 +328,7 @@ def test_a_call_that_comes_at_the_moment_of_joining_is_followed(monkeypatch: pyt
 @pytest.mark.slow
 def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
     async def main() -> None:
-        run = dataclasses.replace(RUN, sync_every=1000)
+        run = dataclasses.replace(RUN, sync_every=1000, fragment_fraction=0.0)
         async with swarm(run) as s:
             start_all(s, "ab")
             await s.until(lambda: common(s, 1, 2), within_s=400)

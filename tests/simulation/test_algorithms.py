@@ -166,7 +166,8 @@ def test_rounds_average_adams_moments_where_the_run_says_so() -> None:
     """
     experiment = Experiment.of(
         peers=3, steps=20, sync_every=10, eval_every=20, fragment_fraction=0.0, round_codec="none",
-        inner_moments="averaged", outer_optimizer="sgd", outer_lr=0.7, step_s=60.0,
+        inner_moments="averaged", outer_optimizer="sgd", outer_lr=0.7, step_s=10.0,
+        batch_size=1,
     )  # fmt: skip
     records = simulate(experiment)
     assert len(records.rounds) == 2

@@ -41,7 +41,7 @@ import sys
 from pathlib import Path
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
-simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, loss=0.2, drop=0.2,
+simulate(Experiment.of(peers=3, steps=25, sync_every=10, eval_every=10, batch_size=1, loss=0.2, drop=0.2,
                        schedule=["12:crash:1", "15:join:3"])).write(Path(sys.argv[1]))
 """
 

@@ -43,10 +43,20 @@ def _note_start(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_note_start)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare `-m "peers ..."` the reading of all other tests, which takes as long as a dozen of them."""
+    if collection_path.is_dir() or not config.option.markexpr.startswith("peers"):
+        return None
+    return not _starts_peers(collection_path) or None
+
+
+def _starts_peers(path: Path) -> bool:
+    return path.relative_to(Path(__file__).parent).as_posix().startswith(STARTS_PEERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).as_posix().startswith(STARTS_PEERS):
+        if _starts_peers(item.path):
             item.add_marker("peers")
             item.add_marker("processes")
 

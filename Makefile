@@ -18,6 +18,8 @@ check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not processes and not slow and not long" $(ARGS)
 
 # First those that start no peers, then the files of those that do, two at a time; with ARGS, what they name.
+# With bytecode kept, whatever the environment says: else each of the hundred peers compiles the package anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)

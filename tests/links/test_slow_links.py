@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.namespaces import Wires
 from tests.links.peers import join_all, losses, wait_for_rounds
 from tests.swarm.processes import Swarm, assert_anchors_agree
 
 
+@pytest.mark.long
 def test_rounds_on_slow_links_and_a_peer_that_was_cut_off_comes_back(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
     machines = [net.machine(mbit=10) for _ in range(3)]
     peers = join_all(swarm, tmp_path / "peers", machines, peer_timeout_s=4)

@@ -109,6 +109,7 @@ def test_one_that_was_stopped_wakes_up_behind_and_catches_up(stopped_s: int, swa
     assert_anchors_agree(*four)
 
 
+@pytest.mark.long
 def test_a_killed_peer_comes_back_as_itself(swarm: Swarm) -> None:
     three = founder, other, victim = three_peers(swarm)
     swarm.until(lambda: victim.remembered)

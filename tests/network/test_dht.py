@@ -65,10 +65,11 @@ def test_a_stranger_that_floods_a_key_pushes_nobody_out(run: Run, monkeypatch: p
 def test_a_peer_alone_finds_its_own_record_until_it_expires(run: Run) -> None:
     async def main() -> None:
         async with open_network(config()) as network:
-            assert await network.directory.announce("run", b"alone", 0.3)
-            assert await network.directory.lookup("run") == {network.peer_id: b"alone"}
-            await trio.sleep(0.35)
-            assert await network.directory.lookup("run") == {}
+            # On a busy machine it may have expired before it is looked up.
+            while await network.directory.lookup("run") != {network.peer_id: b"alone"}:
+                assert await network.directory.announce("run", b"alone", 0.3)
+            while await network.directory.lookup("run") != {}:
+                await trio.sleep(0.05)
 
     run(main)
 

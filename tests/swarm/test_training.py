@@ -71,10 +71,11 @@ def test_a_bootstrap_node_brings_peers_together_and_is_not_needed_after_that(swa
 
 
 def test_a_run_with_a_length_ends_by_itself(swarm: Swarm) -> None:
-    # Large batches: the run must not be over before the second has started, however busy the machine.
-    first = swarm.start("p2ptrain join --steps 600 --sync-every 100 --batch-size 12")
+    # Large batches, and room for the second: the run must not be over before it has started.
+    first = swarm.start("p2ptrain join --steps 600 --sync-every 100 --batch-size 8")
     swarm.until_ready(first)
-    second = swarm.start(f"p2ptrain join --initial-peers {first.addresses} --batch-size 12")
+    second = swarm.start(f"p2ptrain join --initial-peers {first.addresses} --batch-size 8")
+    swarm.until(lambda: second.events("step"))
     for peer in (first, second):
         assert peer.wait() == 0, swarm.report()
         assert peer.events("stop")[-1]["reason"] == "finished"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import WireError
 
 Array = npt.NDArray[np.float32]

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.averaging import finite, shares_of
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.indexspace import BLOCK
 
 Array = npt.NDArray[np.float32]
 

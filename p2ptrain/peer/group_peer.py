@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from p2ptrain.algorithms.indexspace import BLOCK, ParameterView
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer

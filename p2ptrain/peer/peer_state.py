@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2ptrain.algorithms.indexspace import BLOCK
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds.checks import MOST_COUNT

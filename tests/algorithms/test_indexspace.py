@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms.indexspace import BLOCK, BlockPlan, IndexSpace, ParameterView
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
 
 # Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
 SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import fresh_blocks, slot_blocks
-from p2ptrain.algorithms.indexspace import BLOCK, IndexSpace, ParameterView
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.metrics import disagreement
 from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
 

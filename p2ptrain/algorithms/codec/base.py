@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.algorithms.indexspace import BLOCK
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.errors import WireError
 
 Blocks = npt.NDArray[np.float32]

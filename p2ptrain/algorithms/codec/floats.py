@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
-from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import WireError
 
 _FP16_MAX = 65504.0

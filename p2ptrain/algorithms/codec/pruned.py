@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
 from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, SCALE_BYTES
-from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 
 _BITMAP_BYTES = BLOCK // 8

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
-from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import WireError
 
 Scales = npt.NDArray[np.uint16]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Blocks, Codec, chunks
 from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, INF_BITS, SCALE_BYTES
-from p2ptrain.algorithms.indexspace import BLOCK
 from p2ptrain.errors import ConfigError, WireError
 
 # The middle of the range that works in SparseLoCo.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2ptrain.algorithms.averaging import MAX_MEAN
-from p2ptrain.algorithms.indexspace import BLOCK
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.merkle import HASH_BYTES
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.wire.messages import Arrived, Join, Record, Roster

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from msgspec import Struct
@@ -262,6 +263,15 @@ def test_the_program_on_choosing_prints_the_table_beside_it(capsys: pytest.Captu
     rows = capsys.readouterr().out
     assert rows.count("\n") == 9
     assert rows in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+
+
+def test_the_estimates_on_their_page_are_what_the_command_prints() -> None:
+    blocks = [text for _, text in read("docs/estimate.md").fences if text.startswith("$ p2ptrain estimate ")]
+    assert len(blocks) >= 3
+    for block in blocks:
+        command, _, printed = block.partition("\n")
+        result = CliRunner().invoke(cli, shlex.split(command)[2:], catch_exceptions=False)
+        assert result.stdout == printed
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,6 +15,7 @@ from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.demo import demo
 from p2ptrain.cli.doctor import doctor
+from p2ptrain.cli.estimate import estimate
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.key import key
@@ -47,7 +48,7 @@ def cli() -> None:
 
 
 for command in (
-    demo, join, key, bootstrap, peers, dashboard, doctor, generate, simulate, reproduce, config, completion,
+    demo, join, key, bootstrap, peers, dashboard, doctor, estimate, generate, simulate, reproduce, config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 

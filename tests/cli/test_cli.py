@@ -26,7 +26,16 @@ from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.models import build
 from tests.fakes import MADDR, FakeMember, FakeNetworkSession
 
-COMMANDS = (["join"], ["bootstrap"], ["peers"], ["dashboard"], ["doctor"], ["generate"], ["config", "show"])
+COMMANDS = (
+    ["join"],
+    ["bootstrap"],
+    ["peers"],
+    ["dashboard"],
+    ["doctor"],
+    ["estimate"],
+    ["generate"],
+    ["config", "show"],
+)
 
 
 @pytest.fixture
@@ -117,6 +126,34 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.processes
+def test_an_estimate_needs_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['trio'] = None\n"
+        "sys.argv = ['p2ptrain', 'estimate', '--model', 'gpt2-124m']\n"
+        "from p2ptrain.cli.main import main\n"
+        "main()\n"
+    )
+    done = _python("-c", program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("124M parameters, 8 peers, 100 Mbit/s down and 100 up, ")
+
+
+def test_an_estimate_as_json_and_of_models_without_a_size() -> None:
+    given = json.loads(_output("estimate", "--params", "0.1M", "--rate-up", "20", "--json"))
+    assert given["parameters"] == 100_000
+    assert given["rate_up_mbit"] == 20
+    assert given["round_s"] == given["transfer_s"] + given["round_trips_s"] + given["compute_s"]
+    assert given["advice"]
+    assert _output("estimate", "--preset", "diloco").startswith("151M parameters")
+    assert _output("estimate", "--preset", "diloco", "--params", "5M").startswith("5M parameters")
+    Path("mine.py").write_text(
+        "import torch\ndef tiny(vocab_size): return torch.nn.Embedding(vocab_size, vocab_size)\n"
+    )
+    assert _output("estimate", "--model", "mine:tiny").startswith(f"{VOCAB_SIZE**2 / 1000:.4g}k parameters")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +167,11 @@ def test_help_imports_nothing_heavy() -> None:
         (["join", "-c", "none.toml"], "none.toml: cannot be read"),
         (["peers"], "--initial-peers is required; give the address of a peer"),
         (["generate", "none"], "none: no such directory"),
+        (["estimate"], "--params is required; give the number of parameters, such as 124M, or --model"),
+        (["estimate", "--params", "12X"], "--params: '12X' must be a number of parameters up to 1000B"),
+        (["estimate", "--params", "5M", "--rate", "0"], "--rate: 0.0 must be between 0.01 and 1000000"),
+        (["estimate", "--params", "5M", "--rtt", "soon"], "--rtt: 'soon' is not a number"),
+        (["estimate", "--params", "5M", "--sync-every", "0"], "--sync-every: 0 must be a whole number, 1 or more"),
         (["simulate", "--peers", "0"], "--peers: 0 must be from 1 to 1000"),
         (["simulate", "--sync-every", "0"], "--sync-every: 0 must be a whole number, 1 or more"),
         (["simulate", "--step-time", "-1"], "--step-time: -1.0 must be a finite number above 0"),

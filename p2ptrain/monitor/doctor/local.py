@@ -9,17 +9,13 @@ from pathlib import Path
 
 from p2ptrain.monitor.doctor.finding import Finding, Mark
 from p2ptrain.monitor.doctor.machine import Machine, read_machine
+from p2ptrain.monitor.estimate import at_rest_bytes, in_a_round_bytes
 from p2ptrain.monitor.formatting import count, size
 
 logger = logging.getLogger(__name__)
 
 # The minimum versions of setup.cfg; hivemind's daemon and messages change between versions.
 LEAST = {"Python": "3.11", "torch": "2.4", "hivemind": "1.1.12"}
-# In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
-# adds at most (4.30 x measured at 124M, docs/BENCHMARKS.md), in host memory even when training on a GPU.
-AT_REST, IN_A_ROUND = 4.0, 4.3
-# Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
-LIBRARIES_BYTES = 420_000_000
 # Above this share of the free memory, a batch of long windows may not fit (guess).
 TIGHT = 0.8
 # Size of a checkpoint in units of the parameters: weights, AdamW's two moments, anchor and outer momentum. Three
@@ -100,8 +96,7 @@ def check_gpu(machine: Machine, device: str) -> Finding:
 
 def check_memory(machine: Machine, model: str, num_parameters: int, *, on_gpu: bool) -> Finding:
     """Compare host memory with what a peer needs in a round; the memory of a batch is not known here."""
-    factor = IN_A_ROUND + (0.0 if on_gpu else AT_REST)
-    needed = round(4 * factor * num_parameters) + LIBRARIES_BYTES
+    needed = in_a_round_bytes(num_parameters) + (0 if on_gpu else at_rest_bytes(num_parameters))
     text = f"{model} needs {_size(needed)} in a round, plus its batch"
     if machine.memory_bytes is None:
         return Finding("memory", Mark.OK, f"{text}; the free memory of this system is unknown")
@@ -114,7 +109,7 @@ def check_memory(machine: Machine, model: str, num_parameters: int, *, on_gpu: b
 
 
 def check_gpu_memory(machine: Machine, model: str, num_parameters: int) -> Finding:
-    needed = round(4 * AT_REST * num_parameters)
+    needed = at_rest_bytes(num_parameters)
     text = f"{_size(machine.gpu_bytes)} free; {model} needs {_size(needed)}, plus its batch"
     if machine.gpu_bytes is not None and needed > machine.gpu_bytes:
         return Finding("GPU memory", Mark.FAILED, text, "stop other processes on it (nvidia-smi), or give --device cpu")

@@ -1,0 +1,74 @@
+"""`p2ptrain estimate`: what a run will cost on a link, before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from p2ptrain.cli.options import settings_command
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.link import LINK_SETTINGS, Link, parse_params
+from p2ptrain.settings.presets import MODELS
+from p2ptrain.settings.table import Settings
+
+
+def takes_link(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each setting of `Link`; the values stay text, as in `settings_command`."""
+    for setting in reversed(LINK_SETTINGS):
+        text = setting.help_with_default
+        command = click.option(setting.flag, setting.field_name, metavar=setting.metavar, help=text)(command)
+    return command
+
+
+@settings_command(
+    "model", "preset", "sync_every", "round_codec", "round_density", "prune_fraction", "averaging",
+    "fragment_fraction", "fragment_codec", "topology", "fan_out", "outer_optimizer",
+)  # fmt: skip
+@click.option("--params", metavar="SIZE", help="Number of parameters, such as 124M or 1.5B; or give --model.")
+@takes_link
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+def estimate(settings: Settings, params: str | None, as_json: bool, **given: str | None) -> None:
+    """Estimate what a run will cost on your link.
+
+    Prints bytes and seconds of a round, of gossip and of joining, and the memory; then what to change, if anything.
+    Connects to nobody. Assumes that all peers have a link like yours.
+
+    \b
+    GPT-2 small among eight peers, at 100 Mbit/s and 60 ms:
+        p2ptrain estimate --params 124M --rate 100 --rtt 60 --peers 8
+    A home line with a slow uplink, and steps of 0.2 s:
+        p2ptrain estimate --model gpt-small --rate 100 --rate-up 20 --step-ms 200
+    """
+    chosen: dict[str, Any] = {
+        s.field_name: s.parse(given[s.field_name], s.flag) for s in LINK_SETTINGS if given[s.field_name] is not None
+    }
+    link = Link(**chosen)
+    run = settings.resolve_run(None)
+    size = _count_parameters(settings) if params is None else parse_params(params, "--params")
+    # Only here, as numpy takes a moment, too.
+    from p2ptrain.monitor.estimate import advice, estimate_run, texts
+
+    found = estimate_run(run, size, link)
+    if as_json:
+        report = {"parameters": size, **dataclasses.asdict(link), **found.to_dict()}
+        click.echo(json.dumps({**report, "advice": list(advice(run, size, link, found))}, indent=2, ensure_ascii=False))
+    else:
+        for line in texts(run, size, link, found):
+            click.echo(line)
+
+
+def _count_parameters(settings: Settings) -> int:
+    """The parameters of the model that the user gave."""
+    model = str(settings.values["model"])
+    if not settings.explicit("model") and not settings.from_preset("model"):
+        raise ConfigError("--params is required; give the number of parameters, such as 124M, or --model")
+    if model in MODELS:
+        return parse_params(MODELS[model], model)
+    from p2ptrain.training.data import VOCAB_SIZE
+    from p2ptrain.training.models import count_parameters
+
+    return count_parameters(model, vocab_size=VOCAB_SIZE)

@@ -1,0 +1,252 @@
+"""What a run will cost on a link, before it starts: a round, gossip, a joiner's state, memory. Pure.
+
+Bytes are those of the run's own codecs, averaging strategy and topology. Seconds are computed from the link that the
+user describes, and all peers are taken to have such a link. docs/estimate.md compares them with measured rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.codec import codec
+from p2ptrain.algorithms.fragments import Walk
+from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
+from p2ptrain.algorithms.topology import partners
+from p2ptrain.monitor.formatting import count, duration, size
+from p2ptrain.protocol.rounds.averaging import averaging_of
+from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
+from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
+from p2ptrain.protocol.wire.messages import Attempt, Join
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.link import UNITS, Link
+
+# From Call to landed (protocol/test_rounds.py::test_a_round_takes_five_round_trips_from_its_call).
+ROUND_TRIPS = 5
+# Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
+# (docs/BENCHMARKS.md, "Far apart").
+COMPUTE_S = 1 / 25e6
+# A TCP connection begins with ten segments (RFC 6928) and doubles its window in each round trip. It begins anew after a
+# pause, as between two rounds.
+FIRST_WINDOW_BYTES = 14_600
+# In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
+# adds at most (4.30 x measured at 124M, docs/BENCHMARKS.md), in host memory even when training on a GPU.
+AT_REST, IN_A_ROUND = 4.0, 4.3
+# Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
+LIBRARIES_BYTES = 420_000_000
+# What we advise. Landing 5 of 25 steps late cost 0.04 nats (simulated); a tenth is a guess. docs/choosing.md gives a
+# quarter of an uplink to gossip.
+SHARE_OF_INTERVAL, SHARE_OF_UPLINK = 0.1, 0.25
+# The next codec to try, from those that did not raise the loss (docs/choosing.md).
+SMALLER = {"none": "int8", "fp16": "int8", "int8": "int4"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes and seconds of one peer.
+
+    Attributes:
+        round_up_bytes, round_down_bytes: of a round, at the member with the most.
+        transfer_s, round_trips_s, compute_s: the parts of a round's seconds.
+        interval_s: from one round to the next.
+        gossip_bytes_s: of fragments, out; in as many come on average.
+        fragment_bytes: of the fragment of one step.
+        state_bytes, joining_s: what a joiner downloads, and how long that takes.
+        at_rest_bytes: weights, gradients and AdamW's moments, in the GPU's memory if there is one.
+        in_a_round_bytes: what a round adds to that, and the libraries, in host memory.
+    """
+
+    round_up_bytes: int
+    round_down_bytes: int
+    transfer_s: float
+    round_trips_s: float
+    compute_s: float
+    interval_s: float
+    fragment_bytes: int
+    gossip_bytes_s: float
+    state_bytes: int
+    joining_s: float
+    at_rest_bytes: int
+    in_a_round_bytes: int
+
+    @property
+    def round_s(self) -> float:
+        return self.transfer_s + self.round_trips_s + self.compute_s
+
+    @property
+    def share(self) -> float:
+        """Share of the time in which a round is under way."""
+        return self.round_s / self.interval_s
+
+    def to_dict(self) -> dict[str, float]:
+        return {**dataclasses.asdict(self), "round_s": self.round_s, "share": self.share}
+
+
+def at_rest_bytes(params: int) -> int:
+    """Weights, gradients and AdamW's two moments."""
+    return round(4 * AT_REST * params)
+
+
+def in_a_round_bytes(params: int) -> int:
+    """What a round needs in addition, in host memory; with the libraries."""
+    return round(4 * IN_A_ROUND * params) + LIBRARIES_BYTES
+
+
+def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
+    """What this run costs one of its peers, with a model of so many parameters."""
+    num_blocks = -(-params // BLOCK)
+    # AdamW's two moments are averaged like weights.
+    averaged_blocks = num_blocks * (3 if run.inner_moments == "averaged" else 1)
+    up_bytes, down_bytes = round_bytes(run, averaged_blocks, min(link.peers, MAX_CONTRIBUTORS))
+    partners_count = link.peers - 1
+    fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
+    state_bytes = codec("none").size_bytes(averaged_blocks) * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
+    donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * partners_count)
+    return Estimate(
+        round_up_bytes=up_bytes,
+        round_down_bytes=down_bytes,
+        transfer_s=max(
+            transfer_s(up_bytes, link.up_bytes_s, link.rtt_s, partners_count),
+            transfer_s(down_bytes, link.down_bytes_s, link.rtt_s, partners_count),
+        ),
+        round_trips_s=ROUND_TRIPS * link.rtt_s,
+        compute_s=params * COMPUTE_S,
+        interval_s=run.sync_every * link.step_s,
+        fragment_bytes=fragment_bytes,
+        gossip_bytes_s=fragment_bytes * receivers(run, link.peers) / link.step_s,
+        state_bytes=state_bytes,
+        joining_s=transfer_s(state_bytes, donated_bytes_s, link.rtt_s, partners_count),
+        at_rest_bytes=at_rest_bytes(params),
+        in_a_round_bytes=in_a_round_bytes(params),
+    )
+
+
+def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int]:
+    """The most that a member sends and receives in a round, by the plan of the run's averaging strategy."""
+    averaging = averaging_of(run)
+    gradient, mean = gradient_codec(run).size_bytes, mean_codec(run, members).size_bytes
+    plan = averaging.plan(_joins(members), (), num_blocks)
+    sizes = [part.stop - part.start for part in plan]
+    sent, received = [], []
+    for i, own in enumerate(sizes):
+        others = sizes[:i] + sizes[i + 1 :]
+        sent.append(sum(map(gradient, others)) + (members - 1) * mean(own) * averaging.reduces)
+        received.append((members - 1) * gradient(own) + sum(map(mean, others)) * averaging.reduces)
+    return max(sent), max(received)
+
+
+def transfer_s(size_bytes: int, rate_bytes_s: float, rtt_s: float, connections: int) -> float:
+    """Seconds until so many bytes have passed a link, over connections that begin slowly (see `FIRST_WINDOW_BYTES`)."""
+    window, left, seconds = float(FIRST_WINDOW_BYTES * connections), float(size_bytes), 0.0
+    while window < min(left, rate_bytes_s * rtt_s):
+        left, window, seconds = left - window, 2 * window, seconds + rtt_s
+    return seconds + left / rate_bytes_s
+
+
+def fragment_size(run: RunConfig, num_blocks: int) -> int:
+    """Bytes of the fragment of one step."""
+    walk = Walk.of(run.fragment_fraction)
+    return codec(run.fragment_codec).size_bytes(num_blocks * walk.per_step // walk.num_slots)
+
+
+def receivers(run: RunConfig, peers: int) -> int:
+    """How many peers get each fragment: in pairs and groups, where one may be left over, at most."""
+    own, *others = (str(i) for i in range(peers))
+    rng = random.Random(0)
+    return max(
+        len(partners(run.topology, own, others, fan_out=run.fan_out, seed=run.run_seed, step=step, rng=rng))
+        for step in range(8)
+    )
+
+
+def fewest_steps(round_s: float, step_s: float) -> int:
+    """The least H with which a round takes at most a tenth of its interval."""
+    return math.ceil(round_s / SHARE_OF_INTERVAL / step_s - 1e-9)
+
+
+def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
+    """What to change, in the user's words; always the H that suits this link."""
+    steps = fewest_steps(found.round_s, link.step_s)
+    if found.share > SHARE_OF_INTERVAL:
+        yield f"give --sync-every {steps} or more: a round then takes at most a tenth of its interval"
+    else:
+        yield f"H = {run.sync_every} suits this link: a round takes at most a tenth of its interval from {steps} on"
+    smaller = SMALLER.get(run.round_codec)
+    if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
+        other = estimate_run(dataclasses.replace(run, round_codec=smaller), params, link)
+        yield (
+            f"with --round-codec {smaller} a round takes {seconds(other.round_s)} instead of {seconds(found.round_s)}, "
+            f"so --sync-every {fewest_steps(other.round_s, link.step_s)} is enough"
+        )
+    if found.fragment_bytes > MAX_PAYLOAD_BYTES:
+        most = _rounded_down(run.fragment_fraction * MAX_PAYLOAD_BYTES / found.fragment_bytes)
+        yield (
+            f"give --fragment-fraction {most:g} or less: a fragment of {size(found.fragment_bytes)} does not fit into "
+            f"a frame of {size(MAX_PAYLOAD_BYTES)}, and p2ptrain join refuses it"
+        )
+    elif (share := found.gossip_bytes_s / link.up_bytes_s) > SHARE_OF_UPLINK:
+        most = _rounded_down(run.fragment_fraction * SHARE_OF_UPLINK / share)
+        yield f"give --fragment-fraction {most:g} or less: gossip then takes at most a quarter of the uplink"
+    if found.transfer_s > run.round_timeout_s / 2:
+        least = math.ceil(2 * found.transfer_s / 100) * 100
+        yield (
+            f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
+        )
+    if link.peers > MAX_CONTRIBUTORS:
+        yield (
+            f"{MAX_CONTRIBUTORS} of the {link.peers} peers contribute to a round; the others fetch its mean, which is "
+            "not counted here"
+        )
+
+
+def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
+    """The estimate for a terminal."""
+    yield (
+        f"{_short(params)} parameters, {count(link.peers, 'peer')}, {link.rate_mbit:g} Mbit/s down and "
+        f"{link.rate_up_mbit or link.rate_mbit:g} up, {link.rtt_ms:g} ms round trip, {link.step_ms:g} ms a step"
+    )
+    rows = (
+        ("a round", f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({run.round_codec})"),
+        ("", f"{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {seconds(found.round_trips_s)} for "
+             f"{ROUND_TRIPS} round trips, {seconds(found.compute_s)} of compute"),
+        ("", f"{_percent(found.share)} of an interval of {run.sync_every} steps, {seconds(found.interval_s)}; training "
+             "goes on meanwhile"),
+        ("gossip", f"{size(found.gossip_bytes_s)} a second up and down, "
+                   f"{_percent(found.gossip_bytes_s / link.up_bytes_s)} of the uplink"),
+        ("joining", f"{size(found.state_bytes)} down, {seconds(found.joining_s)}"),
+        ("memory", f"{size(found.at_rest_bytes + found.in_a_round_bytes)} in a round, plus the batch; of that "
+                   f"{size(found.at_rest_bytes)} on the GPU if there is one"),
+    )  # fmt: skip
+    yield from (f"{name:<9}{text}" for name, text in rows)
+    yield from (f"→ {text}" for text in advice(run, params, link, found))
+
+
+def seconds(value: float) -> str:
+    """`0.3 s`, `24 s`, `12 min`."""
+    return f"{value:.1f} s" if value < 9.95 else duration(value)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _short(params: int) -> str:
+    unit = next(unit for unit in reversed(UNITS) if params >= UNITS[unit])
+    return f"{params / UNITS[unit]:.4g}{unit}"
+
+
+def _rounded_down(value: float) -> float:
+    digit: float = 10.0 ** math.floor(math.log10(value))
+    return math.floor(value / digit + 1e-9) * digit
+
+
+def _joins(members: int) -> dict[str, Join]:
+    """So many members that are all linked, at the same rate."""
+    names = tuple(f"{i:04}" for i in range(members))
+    attempt = Attempt(0, names[0], "")
+    return {name: Join("", 0, attempt, "", "", True, 0, 0, 0, 1.0, 1.0, names, False, None, None) for name in names}

@@ -1,0 +1,181 @@
+"""What a run will cost on a link: the bytes are those that a swarm sends, the seconds those that were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.memory_network import PacketFault
+from p2ptrain.monitor.estimate import advice, estimate_run, fewest_steps, receivers, round_bytes, texts, transfer_s
+from p2ptrain.protocol.wire.messages import KINDS, Contribution, Fragment, Mean
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.link import Link, parse_params
+from tests.protocol.swarm import SHAPES, run_virtual, swarm
+
+PAGES = Path(__file__).parents[2] / "docs"
+RUN = RunConfig(sync_every=20)
+GPT2 = 124_000_000
+
+
+@pytest.mark.parametrize("averaging", ["parts", "gather"])
+@pytest.mark.parametrize("codec", ["int8", "topk"])
+@pytest.mark.parametrize("peers", [2, 3])
+def test_the_bytes_are_those_that_a_swarm_sends(peers: int, codec: str, averaging: str) -> None:
+    run = dataclasses.replace(RUN, round_codec=codec, averaging=averaging, audit_rate=0.0)
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
+    fragments: list[int] = []
+
+    def watch(source: str, target: str, packet: bytes) -> PacketFault:
+        kind = KINDS[packet[1]]
+        size = int.from_bytes(packet[12:16]) or int.from_bytes(packet[8:12])
+        if kind in (Contribution, Mean):
+            sent[source] += size
+            received[target] += size
+        elif kind is Fragment:
+            fragments.append(size)
+        return PacketFault.NONE
+
+    async def main() -> None:
+        async with swarm(run) as s:
+            for name in "abc"[:peers]:
+                s.start(name)
+            await s.until(lambda: all(len(p.rounds("committed")) >= 1 for p in s.peers.values()), within_s=60)
+            s.network.fault = watch
+            await s.until(lambda: all(len(p.rounds("committed")) >= 2 for p in s.peers.values()), within_s=60)
+            assert all(p.rounds("committed")[1]["group_size"] == peers for p in s.peers.values())
+
+    run_virtual(main)
+    numel = sum(rows * (columns[0] if columns else 1) for _, (rows, *columns) in SHAPES)
+    assert (max(sent.values()), max(received.values())) == round_bytes(run, -(-numel // 64), peers)
+    found = estimate_run(run, numel, Link(peers=peers))
+    assert max(fragments) - 66 <= found.fragment_bytes <= max(fragments)
+
+
+@pytest.mark.parametrize(("topology", "expected"), [("push", 2), ("pairs", 1), ("groups", 2), ("all", 8)])
+def test_how_many_peers_get_a_fragment(topology: str, expected: int) -> None:
+    run = dataclasses.replace(RUN, topology=topology, fan_out=2)
+    assert receivers(run, 9) == expected
+
+
+def test_a_transfer_begins_slowly_and_never_beats_the_rate() -> None:
+    rate, rtt_s, size = 125e6, 0.2, 13_000_000
+    assert transfer_s(size, rate, 0.0, 1) == size / rate
+    # 2.3 s for such a connection on the emulated link (docs/BENCHMARKS.md); more of them begin faster.
+    assert 1.5 < transfer_s(size, rate, rtt_s, 1) < 2.5
+    assert transfer_s(size, rate, rtt_s, 7) < transfer_s(size, rate, rtt_s, 1)
+    assert transfer_s(100 * size, rate, rtt_s, 1) == pytest.approx(100 * size / rate, rel=0.3)
+
+
+def test_the_slower_direction_decides() -> None:
+    both = estimate_run(RUN, GPT2, Link(rate_mbit=20))
+    up = estimate_run(RUN, GPT2, Link(rate_mbit=100, rate_up_mbit=20))
+    assert up.transfer_s == both.transfer_s
+    # A joiner has seven donors.
+    assert up.joining_s == estimate_run(RUN, GPT2, Link(rate_mbit=100)).joining_s
+
+
+def test_averaged_moments_are_sent_like_weights() -> None:
+    run = dataclasses.replace(RUN, round_codec="none")
+    local = estimate_run(run, GPT2, Link())
+    averaged = estimate_run(dataclasses.replace(run, inner_moments="averaged"), GPT2, Link())
+    # Parts consist of whole chunks.
+    assert averaged.round_up_bytes == pytest.approx(3 * local.round_up_bytes, rel=0.01)
+    assert averaged.state_bytes == 3 * local.state_bytes
+    assert averaged.gossip_bytes_s == local.gossip_bytes_s
+
+
+def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
+    link = Link(rate_mbit=20)
+    steps = fewest_steps(estimate_run(RUN, GPT2, link).round_s, link.step_s)
+    for given, words in ((steps, f"H = {steps} suits this link"), (steps - 1, f"give --sync-every {steps} or more")):
+        run = dataclasses.replace(RUN, sync_every=given)
+        found = estimate_run(run, GPT2, link)
+        assert (found.share <= 0.1) == (given == steps)
+        assert next(advice(run, GPT2, link, found)).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "params", "link", "words"),
+    [
+        ({"round_codec": "fp16"}, GPT2, Link(), "with --round-codec int8 a round takes"),
+        ({}, GPT2, Link(), "with --round-codec int4 a round takes"),
+        ({"fragment_fraction": 0.05}, 10**9, Link(), "give --fragment-fraction 0.004 or less: a fragment"),
+        ({"fragment_fraction": 0.02}, GPT2, Link(rate_mbit=20), "give --fragment-fraction 0.004 or less: gossip"),
+        ({}, 390_700_000, Link(rate_mbit=2), "give --round-timeout-s 5700 or more: half of the 1800 s"),
+        ({}, GPT2, Link(peers=65), "64 of the 65 peers contribute to a round"),
+    ],
+)
+def test_advice(changes: dict[str, object], params: int, link: Link, words: str) -> None:
+    run = RunConfig.from_dict({**RUN.to_dict(), **changes})
+    given = list(advice(run, params, link, estimate_run(run, params, link)))
+    assert any(text.startswith(words) for text in given), given
+
+
+def test_good_settings_get_no_advice_to_change_them() -> None:
+    run = dataclasses.replace(RUN, sync_every=1000, round_codec="int4")
+    (only,) = advice(run, GPT2, Link(), estimate_run(run, GPT2, Link()))
+    assert only.startswith("H = 1000 suits this link")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("124M", 124_000_000), ("1.5B", 1_500_000_000), ("0.1M", 100_000), ("110,464", 110_464), ("12k", 12_000)],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_params(text, "--params") == expected
+
+
+@pytest.mark.parametrize("text", ["", "M", "-5M", "124m", "0", "1001B", "1e9", "nan", "١M", "5" * 99])
+def test_what_is_no_size_is_refused_with_what_is_one(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--params: .* must be a number of parameters .* such as 124M"):
+        parse_params(text, "--params")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rate_mbit": 0}, {"rate_up_mbit": float("nan")}, {"rtt_ms": -1}, {"peers": 1}, {"step_ms": 0}]
+)
+def test_impossible_links_are_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} = .*: must be "):
+        Link(**changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [1, 64, 10**12])
+def test_extreme_models(params: int) -> None:
+    for link in (Link(rate_mbit=0.01, rtt_ms=60_000, peers=1000, step_ms=1e6), Link(rate_mbit=1e6, rtt_ms=0, peers=2)):
+        found = estimate_run(RUN, params, link)
+        assert found.round_s > 0
+        assert len(list(texts(RUN, params, link, found))) >= 8
+
+
+def _measured() -> list[tuple[str | float, ...]]:
+    """The rows of "Compared with measured": command, estimated and measured seconds, factor."""
+    rows = re.findall(
+        r"^\| `p2ptrain estimate (.*?)` \| ([\d.]+) s \| ([\d.]+) s \| ([\d.]+) \|$",
+        (PAGES / "estimate.md").read_text(encoding="utf-8"), re.MULTILINE,
+    )  # fmt: skip
+    assert len(rows) >= 5
+    return [
+        (command, float(estimated), float(measured), float(factor)) for command, estimated, measured, factor in rows
+    ]
+
+
+@pytest.mark.parametrize(("command", "estimated", "measured", "factor"), _measured())
+def test_measured_rounds_are_within_the_stated_factor(
+    command: str, estimated: float, measured: float, factor: float
+) -> None:
+    given = dict(zip(command.split()[::2], map(str, command.split()[1::2]), strict=True))
+    params = parse_params(given.pop("--params"), "--params")
+    link = Link(
+        rate_mbit=float(given.pop("--rate")), rtt_ms=float(given.pop("--rtt")), peers=int(given.pop("--peers"))
+    )  # fmt: skip
+    assert not given
+    found = estimate_run(RUN, params, link)
+    assert f"{found.round_s:.1f}" == f"{estimated:.1f}"
+    assert 1 / factor <= measured / found.round_s <= factor
+    assert f"{measured:g} s" in (PAGES / "BENCHMARKS.md").read_text(encoding="utf-8")

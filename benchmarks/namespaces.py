@@ -80,6 +80,25 @@ class Wires:
         self._run(pid, "ip", "route", "add", "default", "dev", "eth0")
         return machine
 
+    def add_interface(self, machine: Machine, name: str, bridge: str = "whole") -> str:
+        """Connect a machine once more, by an interface that its routes do not use. Returns the address.
+
+        `bridge`: "apart" for an interface that leads to no other machine.
+        """
+        number = next(self._numbers)
+        address, port = f"{SUBNET}.{number}", f"port{number}"
+        self._run(
+            machine.pid, "ip", "link", "add", name, "type", "veth", "peer", "name", port, "netns", str(self._switch)
+        )
+        # Each interface answers for its own address only, so that packets come back the way they went.
+        self._run(machine.pid, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore")
+        self._run(machine.pid, "ip", "address", "add", f"{address}/24", "dev", name, "noprefixroute")
+        self._run(machine.pid, "ip", "link", "set", name, "up")
+        self._run(machine.pid, "ip", "route", "add", f"{SUBNET}.0/24", "dev", name, "metric", str(100 + number))
+        self._run(self._switch, "ip", "link", "set", port, "up")
+        self._run(self._switch, "ip", "link", "set", port, "master", bridge)
+        return address
+
     def behind_nat(self, *, mbit: float | None = None) -> Machine:
         """Add a machine behind its own router, which has an address on the switch and does source NAT."""
         router = self.machine(mbit=mbit)

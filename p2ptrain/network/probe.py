@@ -18,6 +18,7 @@ from p2ptrain.network.daemon import peer_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.dialback import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
+from p2ptrain.network.interfaces import Interface, Way, interfaces_of, ways_to
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -33,6 +34,7 @@ class InitialPeer:
         answered_s: seconds of a DHT ping; None if it did not answer.
         clock_ahead_s: least seconds that our clock is ahead of its (negative: behind); None without an answer.
         dialled_back: result of its dial-back, with the address or its explanation.
+        ways: the ways to it through this machine's interfaces, fastest first; none if it is on this machine.
     """
 
     peer_id: str
@@ -42,6 +44,7 @@ class InitialPeer:
     answered_s: float | None = None
     clock_ahead_s: float | None = None
     dialled_back: tuple[DialBack, str] = (DialBack.UNKNOWN, "")
+    ways: list[Way] = field(default_factory=list)
 
 
 @dataclass
@@ -73,6 +76,10 @@ async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
                         nursery.start_soon(_reach, daemon.control_path, p2p, peer)
                     await trio.sleep(mapping_s)
                 found.maddrs = await own_maddrs(daemon.control_path, identity.peer_id)
+                async with trio.open_nursery() as nursery:
+                    for peer in found.peers:
+                        if not peer.failure:
+                            nursery.start_soon(_compare_ways, peer, interfaces_of(found.maddrs))
                 # One after the other, as one dial-back is enough.
                 for peer in found.peers:
                     if peer.answered_s is not None:
@@ -99,3 +106,7 @@ async def _reach(control_path: str, p2p: P2P, peer: InitialPeer) -> None:
     peer.clock_ahead_s = await clock_ahead_s(p2p, peer.peer_id)
     if peer.clock_ahead_s is not None:
         peer.answered_s = trio.current_time() - began_s
+
+
+async def _compare_ways(peer: InitialPeer, interfaces: list[Interface]) -> None:
+    peer.ways = await ways_to(peer.maddrs, interfaces)

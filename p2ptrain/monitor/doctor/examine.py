@@ -63,6 +63,7 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
     yield reach.check_addresses(found.maddrs)
     yield reach.check_reachable(config.network, found)
     yield from reach.check_initial_peers(found.peers)
+    yield from reach.check_interfaces(found.peers)
     yield reach.check_clock(found.peers)
     if run_finding is not None:
         yield run_finding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import math
 from collections.abc import Iterator, Sequence
 
 from p2ptrain.errors import ConfigError
@@ -11,6 +12,7 @@ from p2ptrain.monitor.doctor.finding import Finding, Mark, failed
 from p2ptrain.monitor.formatting import count, short_id
 from p2ptrain.network.dht import MAX_CLOCK_SKEW_S
 from p2ptrain.network.dialback import DialBack
+from p2ptrain.network.interfaces import Interface, Way
 from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.protocol.membership.reachability import Scope, scope_of
 from p2ptrain.settings.config import RunConfig
@@ -18,6 +20,8 @@ from p2ptrain.settings.peer_config import NetworkConfig
 
 # Warn early: clocks without NTP drift by seconds per week.
 UNEASY_SKEW_S = 1.0
+# An interface is reported if another one is better by this factor. Round trips of one path differ by milliseconds.
+FAR_SLOWER, NOISE_S = 2, 0.005
 CLOCK_REMEDY = "sudo timedatectl set-ntp true"
 _CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")
 
@@ -149,6 +153,46 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
                 "initial peer", Mark.OK,
                 f"{where} reached in {1e3 * peer.reached_s:.0f} ms, answers in {1e3 * peer.answered_s:.0f} ms",
             )  # fmt: skip
+
+
+def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
+    """Yield a finding for each initial peer on another machine: the ways to it, and whether the best one is used."""
+    for peer in peers:
+        used = next((way for way in peer.ways if way.used), None)
+        if used is None:
+            continue
+        better = next((way for way in peer.ways if _is_better(way, used)), None)
+        silent = [_interface(way.interface) for way in peer.ways if way.rtt_s is None]
+        text = f"to {short_id(peer.peer_id)}: " + ", ".join(
+            f"{_interface(way.interface)} {1e3 * way.rtt_s:.1f} ms" + (" (used)" if way.used else "")
+            for way in peer.ways
+            if way.rtt_s is not None
+        )
+        if silent:
+            text += f"; no answer through {', '.join(silent)}"
+        if better is None:
+            yield Finding("interfaces", Mark.OK, text)
+        else:
+            chosen = better.interface.name or better.interface.address
+            yield Finding(
+                "interfaces", Mark.WARNING, text,
+                f"the routing table chooses the interface: give {chosen} the lowest metric there (ip route), or turn "
+                "off the one that is used",
+            )  # fmt: skip
+
+
+def _is_better(way: Way, used: Way) -> bool:
+    """Whether a way is plainly better than the one that is used: the round trip, else the card's rate."""
+    if way.rtt_s is None or used.rtt_s is None:
+        return False
+    faster_card = (way.interface.mbit or 0) >= FAR_SLOWER * (used.interface.mbit or math.inf)
+    return used.rtt_s > FAR_SLOWER * way.rtt_s + NOISE_S or (faster_card and way.rtt_s <= used.rtt_s + NOISE_S)
+
+
+def _interface(interface: Interface) -> str:
+    about = [interface.address] if interface.name else []
+    about += [f"{interface.mbit} Mbit/s"] if interface.mbit else []
+    return (interface.name or interface.address) + (f" ({', '.join(about)})" if about else "")
 
 
 def check_clock(peers: Sequence[InitialPeer]) -> Finding:

@@ -13,12 +13,14 @@ from p2ptrain.monitor.doctor.reach import (
     check_addresses,
     check_clock,
     check_initial_peers,
+    check_interfaces,
     check_port,
     check_reachable,
     check_run,
     kind_of,
 )
 from p2ptrain.network.dialback import DialBack
+from p2ptrain.network.interfaces import Interface, Way
 from p2ptrain.network.probe import InitialPeer, Probe
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import NetworkConfig
@@ -138,3 +140,34 @@ def test_runs() -> None:
     assert check_run("r", RunConfig(model="gpt-demo"), 3).text == "'r': 3 peers, model gpt-demo"
     assert check_run("r", None, 0).mark is Mark.WARNING
     assert failed("run", ConfigError("lr: you gave 1; leave it out")).remedy == "leave it out"
+
+
+CABLE, WIFI = Interface("192.168.1.5", "eth0", 1000), Interface("192.168.1.6", "wlan0")
+OLD_CABLE, BRIDGE = Interface("192.168.1.7", "eth1", 100), Interface("172.17.0.1", "docker0")
+
+
+@pytest.mark.parametrize(
+    ("ways", "better"),
+    [
+        ([Way(CABLE, 0.004, True)], ""),
+        ([Way(CABLE, 0.004, True), Way(WIFI, 0.012, False), Way(BRIDGE, None, False)], ""),
+        ([Way(WIFI, 0.004, False), Way(CABLE, 0.006, True)], ""),  # round trips of one path differ as much
+        ([Way(CABLE, 0.004, False), Way(WIFI, 0.2, True)], "eth0"),
+        ([Way(CABLE, 0.005, False), Way(OLD_CABLE, 0.004, True)], "eth0"),
+        ([Way(OLD_CABLE, 0.004, True), Way(CABLE, 0.4, False)], ""),
+        ([Way(Interface("10.0.0.1"), 0.004, False), Way(Interface("10.0.0.2"), 0.4, True)], "10.0.0.1"),
+    ],
+)
+def test_a_better_interface_than_the_one_that_is_used_is_reported(ways: list[Way], better: str) -> None:
+    (finding,) = check_interfaces([replace(THERE, ways=ways)])
+    assert finding.mark is (Mark.WARNING if better else Mark.OK)
+    assert (f"give {better} the lowest metric" in finding.remedy) == bool(better)
+
+
+def test_the_ways_to_a_peer_are_listed_with_the_one_that_is_used() -> None:
+    ways = [Way(CABLE, 0.0042, True), Way(WIFI, 0.0121, False), Way(BRIDGE, None, False)]
+    (finding,) = check_interfaces([replace(THERE, ways=ways), GONE])
+    assert finding.text == (
+        "to …Abcdef: eth0 (192.168.1.5, 1000 Mbit/s) 4.2 ms (used), wlan0 (192.168.1.6) 12.1 ms; "
+        "no answer through docker0 (172.17.0.1)"
+    )

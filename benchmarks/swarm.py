@@ -42,6 +42,7 @@ class Setup:
         fragment_fraction: p; 0 for no gossip.
         sync_every: H, in inner steps.
         machines: where each peer runs; empty: all on this machine.
+        gossip_budget: share of a core that gossip may take; 1: a push at every step.
         round_steps: enough steps for a round to become due and land.
     """
 
@@ -50,6 +51,7 @@ class Setup:
     fragment_fraction: float = 0.0
     sync_every: int = NEVER
     machines: tuple[Machine, ...] = ()
+    gossip_budget: float = 1.0
     round_steps: int = 600
 
 
@@ -175,6 +177,7 @@ def _peer(pipe: Connection, setup: Setup, index: int, peers: int) -> None:
             sparta=p2ptrain.Sparta(fragment_fraction=setup.fragment_fraction),
             diloco=p2ptrain.DiLoCo(sync_every=setup.sync_every),
             host_maddrs=[f"/ip4/{address}/tcp/0"],
+            gossip_budget=setup.gossip_budget,
             metrics=Path(directory) / "metrics.jsonl",
         ) as peer,
     ):

@@ -121,6 +121,7 @@ def join(
     host_maddrs: Sequence[str] = NetworkConfig.host_maddrs,
     announce_maddrs: Sequence[str] = (),
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
+    gossip_budget: float = NetworkConfig.gossip_budget,
     run_key: str | Path | None = None,
     allow: str | Path | None = None,
     deny: str | Path | None = None,
@@ -157,6 +158,7 @@ def join(
         announce_maddrs: addresses that other peers should dial, for example with port forwarding.
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
+        gossip_budget: share of a core that gossip may take; where pushes at every step cost more, there are fewer.
         run_key: key file of a closed run, made by `p2ptrain key`; None: the run is open.
         allow: file of the only peer ids to link with, one per line; read again when it changes.
         deny: file of peer ids to refuse, one per line; read again when it changes.
@@ -209,7 +211,7 @@ def join(
             network = NetworkConfig(
                 initial_peers=tuple(initial_peers), founder=founder, anchor=anchor, host_maddrs=tuple(host_maddrs),
                 announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
-                peer_timeout_s=peer_timeout_s, allow=None if allow is None else str(allow),
+                peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, allow=None if allow is None else str(allow),
                 deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
             )  # fmt: skip
             Access(network).check_allowed(network.initial_peers)

@@ -73,6 +73,7 @@ class Peer:
         incarnation: str,
         may_found: bool,
         peer_timeout_s: float,
+        gossip_budget: float,
         chosen: frozenset[str],
         pins: Pins,
         closed: ClosedRun | None,
@@ -98,8 +99,9 @@ class Peer:
         self._ended = threading.Event()
         averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
-            self._parts.space, self._parts.tensors, self.run, averaged=averaged, clock=time.monotonic, post=thread.post
-        )
+            self._parts.space, self._parts.tensors, self.run, averaged=averaged, clock=time.monotonic, post=thread.post,
+            cpu_clock=time.thread_time,
+        )  # fmt: skip
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
             incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
@@ -114,8 +116,8 @@ class Peer:
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
-                peer_timeout_s=peer_timeout_s, chosen=chosen, closed=closed, refusal=network.access.refusal, pins=pins,
-                errors=self._errors,
+                peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, chosen=chosen, closed=closed,
+                refusal=network.access.refusal, pins=pins, errors=self._errors,
             )  # fmt: skip
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())

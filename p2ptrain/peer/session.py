@@ -58,6 +58,7 @@ class NetworkSession:
         self._chosen = frozenset(by_peer_id(config.initial_peers))
         self.pins = Pins(config.anchor.lower(), config.founder)
         self._peer_timeout_s = config.peer_timeout_s
+        self._gossip_budget = config.gossip_budget
         self._key = config.key
         self.knows_others = bool(ways_in(config)) and not alone
         self._thread = NetworkThread()
@@ -173,8 +174,8 @@ class NetworkSession:
             return Peer(
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._peer_timeout_s, chosen=self._chosen, closed=self._closed_run(run.run_id),
-                pins=self.pins,
+                peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget, chosen=self._chosen,
+                closed=self._closed_run(run.run_id), pins=self.pins,
                 resume_state=resume_state, on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:

@@ -7,6 +7,7 @@ open question). The receiver recomputes the indices from the header.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections import deque
@@ -24,6 +25,7 @@ from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Fragment
@@ -40,18 +42,24 @@ ERROR_PAUSE_S = 1.0
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 
 class Gossip:
     """Plans and sends this peer's fragments, checks and queues those of other peers.
 
     Args:
         admits: whose fragments are merged. Ours are pushed only if that includes us.
+        pace: decides when the next push is due; told what each costs.
 
     Raises ConfigError if the fragments of this model do not fit into a frame.
     """
 
-    def __init__(self, context: RoundContext, rng: random.Random, admits: Callable[[PeerId], bool]) -> None:
+    def __init__(
+        self, context: RoundContext, rng: random.Random, admits: Callable[[PeerId], bool], pace: PushPace
+    ) -> None:
         self._context = context
+        self._pace = pace
         self._admits = admits
         self._run = run = context.run
         self._exchange = exchange = context.exchange
@@ -60,6 +68,7 @@ class Gossip:
         self._walk = Walk.of(run.fragment_fraction)
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
+        self._said_pace = False
         # One: the next plan is offered after the push of the last one.
         self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
         exchange.on_push = self._pushes_send.send_nowait
@@ -83,13 +92,19 @@ class Gossip:
             if not self._context.host.trainers() or not self._admits(self._context.peer_id):
                 await trio.sleep(POLL_S)
                 continue
+            if self._pace.due_s > trio.current_time():
+                self._say_pace()
+                await trio.sleep_until(self._pace.due_s)
+                continue
             try:
                 slots = self._step_count() * self._walk.per_step
-                plan = await self._off_loop(slots * self._blocks_per_slot, self._plan)
+                plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)
                 self._exchange.offer_push(plan)
-                waiting.append(await self._pushes.receive())
+                push = await self._pushes.receive()
+                waiting.append(push)
                 while waiting and self._exchange.steps - waiting[0].steps >= self._run.fragment_delay:
-                    await self._send(waiting.popleft())
+                    cpu_s += await self._send(waiting.popleft())
+                self._pace.note_sent(cpu_s + push.cpu_s, push.gathered_s)
             except Exception as error:
                 self._context.errors.note("pushing a fragment; it is skipped", error)
                 await trio.sleep(ERROR_PAUSE_S)
@@ -114,8 +129,11 @@ class Gossip:
             return
         arrived_s = trio.current_time()
         blocks = message.slot_count * self._blocks_per_slot
-        arrival = await self._off_loop(blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s)
+        arrival, cpu_s = await self._off_loop(
+            blocks, self._decode, link.peer_id, epoch, message, payload, age_s, arrived_s
+        )
         self._exchange.inbox.put(arrival)
+        self._pace.note_received(cpu_s + self._exchange.merge_cpu_s)
 
     def _end_link(self, sender: PeerId) -> None:
         """End the link to a peer whose fragments are refused again and again.
@@ -164,13 +182,24 @@ class Gossip:
         links = (self._context.links.get(peer_id) for peer_id in chosen)
         return [link for link in links if link is not None]
 
-    async def _send(self, push: Push) -> None:
+    def _say_pace(self) -> None:
+        """Say once that fewer pushes are made than there are steps."""
+        pace, step_s = self._pace, self._exchange.step_s
+        if not self._said_pace and step_s > 0 and pace.interval_s > max(step_s, MIN_PUSH_INTERVAL_S):
+            self._said_pace = True
+            logger.info(
+                "gossip pushes every %.2g s instead of at every step (%.2g s): more would take over %.3g %% of a core "
+                "(--gossip-budget)", pace.interval_s, step_s, 100 * pace.budget,
+            )  # fmt: skip
+
+    async def _send(self, push: Push) -> float:
+        """Encode a push and queue it for its receivers. Returns the CPU seconds of encoding."""
         try:
-            payload = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
+            payload, cpu_s = await self._off_loop(len(push.values), self._codec.encode, push.values.numpy())
         except ValueError:
             # Our training has diverged: send nothing.
             self._exchange.inbox.count_skipped("not_finite")
-            return
+            return 0.0
         plan = push.plan
 
         def make() -> Fragment:
@@ -182,6 +211,7 @@ class Gossip:
         until_s = push.gathered_s + self._exchange.max_age_s
         for partner in self._partners(push):
             partner.send_fragment(make, payload, until_s=until_s)
+        return cpu_s
 
     def _check(self, message: Fragment, payload: bytes) -> None:
         if message.selection != self._run.fragment_selection or message.num_slots != self._num_slots:
@@ -202,6 +232,12 @@ class Gossip:
         values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
         return Arrival(sender, epoch, plan, values, age_s, arrived_s)
 
-    async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> T:
-        """Run `work` in the worker thread if it is long, else here."""
-        return await self._context.compute(work, *args) if blocks > INLINE_BLOCKS else work(*args)
+    async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> tuple[T, float]:
+        """Run `work` in the worker thread if it is long, else here. Returns its result and its CPU seconds."""
+
+        def measured() -> tuple[T, float]:
+            start_s = self._exchange.cpu_clock()
+            result = work(*args)
+            return result, self._exchange.cpu_clock() - start_s
+
+        return await self._context.compute(measured) if blocks > INLINE_BLOCKS else measured()

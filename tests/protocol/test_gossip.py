@@ -29,6 +29,7 @@ from p2ptrain.protocol.exchange.types import Epoch
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import Fragment, pack
@@ -60,14 +61,21 @@ class Peer:
     """One peer's gossip and exchange, without a node."""
 
     def __init__(
-        self, run: RunConfig, partners: tuple[str, ...] = ("b",), *, seed: int = 0, shapes: list[Any] = SHAPES
+        self,
+        run: RunConfig,
+        partners: tuple[str, ...] = ("b",),
+        *,
+        seed: int = 0,
+        shapes: list[Any] = SHAPES,
+        cpu_clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.mailboxes = {name: Mailbox(name) for name in partners}
         generator = torch.Generator().manual_seed(seed)
         self.tensors = [torch.randn(shape, generator=generator) for _, shape in shapes]
         self.exchange = Exchange(
-            IndexSpace(shapes), self.tensors, run, clock=trio.current_time, post=lambda work: work()
-        )
+            IndexSpace(shapes), self.tensors, run,
+            clock=trio.current_time, post=lambda work: work(), cpu_clock=cpu_clock,
+        )  # fmt: skip
         self.exchange.epoch = Epoch("L", 3)
         links: Any = SimpleNamespace(get=self.mailboxes.get, peer_timeout_s=30.0)
         host: Any = SimpleNamespace(trainers=lambda: list(self.mailboxes))
@@ -77,7 +85,8 @@ class Peer:
             "a", "1", run, prover, links, self.exchange.new_state(), self.exchange, inline, errors, host
         )
         self.admitted = {"a", "b"}
-        self.gossip = Gossip(context, random.Random(seed), lambda peer_id: peer_id in self.admitted)
+        self.pace = PushPace(0.02)
+        self.gossip = Gossip(context, random.Random(seed), lambda peer_id: peer_id in self.admitted, self.pace)
 
     @property
     def sent(self) -> list[tuple[Fragment, bytes]]:
@@ -100,6 +109,27 @@ class Peer:
 
 def run_of(**changes: Any) -> RunConfig:
     return dataclasses.replace(RUN, **{"fragment_fraction": 0.05, **changes})
+
+
+def test_gossip_keeps_to_its_share_of_a_core(caplog: pytest.LogCaptureFixture) -> None:
+    """Planning, gathering and encoding take 1 ms each here, and receiving 1 ms: 12 ms in all, every 0.6 s."""
+    caplog.set_level(logging.INFO)
+    ticks = itertools.count()
+    peer = Peer(run_of(), cpu_clock=lambda: 0.001 * next(ticks))
+    peer.pace.note_received(0.001)
+    run_virtual(lambda: peer.train(steps=121))
+    assert len(peer.sent) == pytest.approx(20, abs=2)
+    assert len(caplog.records) == 1
+    assert "every 0.6 s instead of at every step (0.1 s)" in caplog.text
+    share = {len(payload) for _, payload in peer.sent}
+    assert share == {len(payload) for _, payload in unhurried_pushes()}
+
+
+def unhurried_pushes() -> list[tuple[Fragment, bytes]]:
+    peer = Peer(run_of())
+    run_virtual(lambda: peer.train(steps=50))
+    assert len(peer.sent) == pytest.approx(50, abs=2)
+    return peer.sent
 
 
 # --- sending -----------------------------------------------------------------------------------------------------

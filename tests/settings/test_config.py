@@ -135,6 +135,13 @@ def test_a_peer_that_shows_life_every_second_cannot_be_lost_sooner() -> None:
         NetworkConfig(peer_timeout_s=2.5)
 
 
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan"), "2 %", True])
+def test_gossip_takes_a_part_of_a_core(share: object) -> None:
+    with pytest.raises(ConfigError, match=r"gossip_budget = .*: must be above 0 and at most 1"):
+        NetworkConfig(gossip_budget=share)
+    assert NetworkConfig(gossip_budget=1).gossip_budget == 1
+
+
 def test_a_peer_relays_for_some_or_none() -> None:
     assert NetworkConfig(relay_peers=0).relay_peers == 0
     with pytest.raises(ConfigError, match="relay_peers = -1"):

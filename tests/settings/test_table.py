@@ -62,6 +62,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "identity": ("id.key", "id.key"),
     "startup_timeout_s": ("3.5", 3.5),
     "peer_timeout_s": ("4.5", 4.5),
+    "gossip_budget": ("0.5", 0.5),
     "relay_peers": ("0", 0),
     "run_key": ("friends.key", "friends.key"),
     "allow": ("members.txt", "members.txt"),

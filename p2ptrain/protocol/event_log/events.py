@@ -79,7 +79,7 @@ KINDS: dict[str, Kind] = {
             "step": Count, "sent": Count, "merged": Count, "skipped": Counts, "bytes_sent": Count,
             "bytes_received": Count, "staleness": Number,
         },
-        {"to": Counts},
+        {"to": Counts, "push_every_s": Number},
     ),
     "round": Kind(
         {

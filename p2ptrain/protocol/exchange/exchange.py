@@ -47,10 +47,12 @@ class Exchange:
         averaged: what rounds average: `tensors` and the inner optimizer's moments; None: only `tensors`.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
+        cpu_clock: CPU seconds of the thread that calls it; simulations leave it out, and gossip costs nothing there.
 
     Attributes:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last included.
+        merge_cpu_s: CPU seconds of merging the last fragment.
         inbox: received fragments, and counts of merged and skipped ones.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
@@ -69,6 +71,7 @@ class Exchange:
         averaged: MomentView | None = None,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
+        cpu_clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.space = space
         self.view = ParameterView(space, tensors)
@@ -76,7 +79,8 @@ class Exchange:
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False
-        self.step_s = 0.0
+        self.step_s = self.merge_cpu_s = 0.0
+        self.cpu_clock = cpu_clock
         self.tokens = 0
         self.on_due: Callable[[], None]
         self.on_push: Callable[[types.Push], None]
@@ -272,6 +276,7 @@ class Exchange:
         return len(covered), self.inbox.settle(held_back, len(covered), skipped, age_steps)
 
     def _mix(self, arrival: types.Arrival, covered: list[np.ndarray]) -> bool:
+        start_s = self.cpu_clock()
         weight = merge_weights(covered, arrival.plan.blocks)
         weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
         own = self.view.gather(arrival.plan)
@@ -283,6 +288,7 @@ class Exchange:
             self._mixed.append(arrival.plan.blocks)
         elif self._clip.is_outlier(arrival.sender):
             self._tell("a peer is an outlier", lambda: self.on_outlier(arrival.sender))
+        self.merge_cpu_s = self.cpu_clock() - start_s
         return mixed
 
     def _gather(self, now: float) -> int:
@@ -294,7 +300,9 @@ class Exchange:
             self._push_plan = None
         # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
-        push = types.Push(plan, self.epoch, self.view.gather(plan.plan), now, self.steps)
+        start_s = self.cpu_clock()
+        values = self.view.gather(plan.plan)
+        push = types.Push(plan, self.epoch, values, now, self.steps, self.cpu_clock() - start_s)
         self._tell("a push was gathered", lambda: self.on_push(push))
         return 1
 

@@ -46,13 +46,14 @@ class PushPlan:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """The values of a plan's blocks at `gathered_s`, (n, 64) float32, owned by the receiver."""
+    """The values of a plan's blocks at `gathered_s`, (n, 64) float32, owned by the receiver. `cpu_s`: of gathering."""
 
     plan: PushPlan
     epoch: Epoch
     values: torch.Tensor
     gathered_s: float
     steps: int
+    cpu_s: float
 
 
 @dataclass(slots=True)

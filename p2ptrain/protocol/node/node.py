@@ -25,6 +25,7 @@ from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.node.requests import RequestServer
+from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.proof import Prover
@@ -35,6 +36,7 @@ from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Node:
         event_log: served to observers.
         rng: source of all random choices of this peer.
         peer_timeout_s: seconds without a message before a peer is considered lost.
+        gossip_budget: share of a core that gossip may take.
         chosen: ids of the user's initial peers.
         pins: what the user knows of the run.
         closed: the run and its key; None if the run is open.
@@ -81,6 +84,7 @@ class Node:
         event_log: EventLog,
         rng: random.Random,
         peer_timeout_s: float = PEER_TIMEOUT_S,
+        gossip_budget: float = NetworkConfig.gossip_budget,
         chosen: Collection[PeerId] = (),
         pins: Pins = NO_PINS,
         closed: ClosedRun | None = None,
@@ -118,7 +122,8 @@ class Node:
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
-        self._gossip = Gossip(context, rng, self._admits) if run.fragment_fraction > 0 else None
+        self._pace = PushPace(gossip_budget)
+        self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
         self._server = RequestServer(self.engine, buffers, event_log)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
@@ -293,6 +298,7 @@ class Node:
                 "fragments", step=self._exchange.run_step, sent=sent, to=to, merged=merged, skipped=skipped,
                 bytes_sent=bytes_sent, bytes_received=bytes_received,
                 staleness=round(self.run.fragment_fraction * age_steps, 6),
+                push_every_s=round(self._pace.interval_s, 6),
             )  # fmt: skip
 
         try:

@@ -1,0 +1,62 @@
+"""How often a peer pushes fragments, so that gossip takes no more than a share of a core. Pure.
+
+A push costs the same whether a step takes a second or a hundredth of one, so where steps are fast, or every core is
+busy, gossip at every step slows training. The fraction of the parameters in a push stays; there are fewer pushes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+# Of the CPU of a push, a third is seen here: gathering, planning, encoding, decoding, mixing. The rest wakes network
+# threads, reads and writes sockets and encrypts. Measured with two peers: see docs/LOG.md.
+WHOLE_FACTOR = 3.0
+# A median over so many: one that had to wait for a cold cache does not count, and a machine that slows down does soon.
+_REMEMBERED = 16
+
+
+def push_interval_s(seen_cpu_s: float, budget: float) -> float:
+    """The seconds from one push to the next at which gossip takes its budget.
+
+    Args:
+        seen_cpu_s: CPU seconds of sending one push and receiving one, as far as they are measured.
+        budget: share of a core.
+    """
+    return WHOLE_FACTOR * seen_cpu_s / budget
+
+
+class PushPace:
+    """Decides when the next push is due.
+
+    Sending one and receiving one are added up, each as a median, because on average a peer receives as many as it
+    sends. So others that push more often do not silence this peer.
+
+    Attributes:
+        budget: share of a core.
+        interval_s: seconds from one push to the next; 0 while a cost is unknown.
+        due_s: when the next push is due, on the caller's clock.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.budget = budget
+        self.interval_s = 0.0
+        self.due_s = 0.0
+        self._sent: deque[float] = deque(maxlen=_REMEMBERED)
+        self._received: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def note_sent(self, cpu_s: float, now: float) -> None:
+        """Note the CPU seconds of a push that was sent at `now`. After a pause one is made up for."""
+        self._sent.append(cpu_s)
+        self._measure()
+        self.due_s = max(self.due_s, now - self.interval_s) + self.interval_s
+
+    def note_received(self, cpu_s: float) -> None:
+        """Note the CPU seconds of a fragment that was received and merged."""
+        self._received.append(cpu_s)
+        self._measure()
+
+    def _measure(self) -> None:
+        if self._sent and self._received:
+            seen_cpu_s = statistics.median(self._sent) + statistics.median(self._received)
+            self.interval_s = push_interval_s(seen_cpu_s, self.budget)

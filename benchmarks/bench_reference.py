@@ -235,6 +235,7 @@ def _peer(pipe: Connection, rank: int, training: Training, way: Way) -> None:
             total_steps=training.steps,
             run_seed=training.seed,
             host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            gossip_budget=1.0,  # the simulator that it is compared with pushes at every step
             metrics=metrics,
         ) as peer:
             if rank == 0:

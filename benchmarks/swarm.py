@@ -42,7 +42,7 @@ class Setup:
         fragment_fraction: p; 0 for no gossip.
         sync_every: H, in inner steps.
         machines: where each peer runs; empty: all on this machine.
-        gossip_budget: share of a core that gossip may take; 1: a push at every step.
+        gossip_budget: share of the CPU time that gossip may take; 1: a push at every step.
         round_steps: enough steps for a round to become due and land.
     """
 

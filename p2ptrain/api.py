@@ -158,7 +158,8 @@ def join(
         announce_maddrs: addresses that other peers should dial, for example with port forwarding.
         peer_timeout_s: longest time without a message before a peer is considered lost; shorter timeouts are derived
             from measurements.
-        gossip_budget: share of a core that gossip may take; where pushes at every step cost more, there are fewer.
+        gossip_budget: share of this machine's CPU time that gossip may take. Where pushes at every step cost more,
+            there are fewer.
         run_key: key file of a closed run, made by `p2ptrain key`; None: the run is open.
         allow: file of the only peer ids to link with, one per line; read again when it changes.
         deny: file of peer ids to refuse, one per line; read again when it changes.

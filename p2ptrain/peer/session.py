@@ -28,6 +28,7 @@ from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_sett
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
+from p2ptrain.settings.cores import usable_cores
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
@@ -174,8 +175,8 @@ class NetworkSession:
             return Peer(
                 model, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
-                peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget, chosen=self._chosen,
-                closed=self._closed_run(run.run_id), pins=self.pins,
+                peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget * usable_cores(),
+                chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,
                 resume_state=resume_state, on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:

@@ -188,8 +188,8 @@ class Gossip:
         if not self._said_pace and step_s > 0 and pace.interval_s > max(step_s, MIN_PUSH_INTERVAL_S):
             self._said_pace = True
             logger.info(
-                "gossip pushes every %.2g s instead of at every step (%.2g s): more would take over %.3g %% of a core "
-                "(--gossip-budget)", pace.interval_s, step_s, 100 * pace.budget,
+                "gossip pushes every %.2g s instead of at every step (%.2g s): more would take over %.3g cores "
+                "(--gossip-budget)", pace.interval_s, step_s, pace.budget,
             )  # fmt: skip
 
     async def _send(self, push: Push) -> float:

@@ -1,4 +1,4 @@
-"""How often a peer pushes fragments, so that gossip takes no more than a share of a core. Pure.
+"""How often a peer pushes fragments, so that gossip keeps no more than a part of the cores busy. Pure.
 
 A push costs the same whether a step takes a second or a hundredth of one, so where steps are fast, or every core is
 busy, gossip at every step slows training. The fraction of the parameters in a push stays; there are fewer pushes.
@@ -21,7 +21,7 @@ def push_interval_s(seen_cpu_s: float, budget: float) -> float:
 
     Args:
         seen_cpu_s: CPU seconds of sending one push and receiving one, as far as they are measured.
-        budget: share of a core.
+        budget: cores that gossip may keep busy.
     """
     return WHOLE_FACTOR * seen_cpu_s / budget
 
@@ -33,7 +33,7 @@ class PushPace:
     sends. So others that push more often do not silence this peer.
 
     Attributes:
-        budget: share of a core.
+        budget: cores that gossip may keep busy.
         interval_s: seconds from one push to the next; 0 while a cost is unknown.
         due_s: when the next push is due, on the caller's clock.
     """

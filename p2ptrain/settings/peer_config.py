@@ -73,11 +73,11 @@ class NetworkConfig:
         number("at least 3 (peers send a heartbeat every second)", lambda seconds: seconds >= 3), metavar="SECONDS",
         help="Seconds without a message before a peer is considered lost.",
         why="Enough for a laptop that swaps or a route that changes (guess). Less on links that are usually quick.")
-    gossip_budget: float = setting(0.02, number("above 0 and at most 1, a whole core", lambda share: 0 < share <= 1),
+    gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
-        help="Share of a core that gossip may take; less: fewer pushes.",
-        why="Where every core is busy, what gossip takes is lost to training: at most 2 %. With it a GPU's host pushes "
-        "at every step that takes half a second or more; give more where the CPU has nothing else to do.")
+        help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",
+        why="Where every core is busy, what gossip takes is lost to training: at most 2 %. With eight cores or more, "
+        "gossip hardly ever needs as much, and pushes at every step.")
     relay_peers: int = setting(32, count(0),
         help="Peers behind NAT to relay traffic for; 0 for none.",
         why="Each circuit takes up to 2 MB of buffers, and its traffic passes twice (guess). Used only with a public "

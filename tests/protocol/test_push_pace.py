@@ -1,4 +1,4 @@
-"""The pace of pushes: gossip takes no more than its share of a core."""
+"""The pace of pushes: gossip takes no more than its share of the cores."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_a_peer_that_shows_life_every_second_cannot_be_lost_sooner() -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan"), "2 %", True])
 def test_gossip_takes_a_part_of_a_core(share: object) -> None:
-    with pytest.raises(ConfigError, match=r"gossip_budget = .*: must be above 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"gossip_budget = .*: must be above 0 and at most 1, all cores"):
         NetworkConfig(gossip_budget=share)
     assert NetworkConfig(gossip_budget=1).gossip_budget == 1
 

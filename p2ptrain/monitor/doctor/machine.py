@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from p2ptrain.settings.cores import usable_cores
 from p2ptrain.version import __version__
 
 # Packages whose versions belong in a bug report.
@@ -57,7 +58,7 @@ def read_machine(out: Path, *, gpu: bool) -> Machine:
     return Machine(
         versions={"Python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
         | {"p2ptrain": __version__},
-        cores=_cores(),
+        cores=usable_cores(),
         threads=torch.get_num_threads(),
         memory_bytes=_memory_bytes(),
         disk_bytes=_disk_bytes(place),
@@ -73,14 +74,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = (_read(Path("/sys/fs/cgroup/cpu.max")) or "max").partition(" ")
-    if quota.isdecimal() and period.strip().isdecimal():
-        cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
 
 
 def _memory_bytes() -> int | None:

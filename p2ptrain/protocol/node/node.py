@@ -59,7 +59,7 @@ class Node:
         event_log: served to observers.
         rng: source of all random choices of this peer.
         peer_timeout_s: seconds without a message before a peer is considered lost.
-        gossip_budget: share of a core that gossip may take.
+        gossip_budget: cores that gossip may keep busy.
         chosen: ids of the user's initial peers.
         pins: what the user knows of the run.
         closed: the run and its key; None if the run is open.

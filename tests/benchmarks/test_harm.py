@@ -30,7 +30,7 @@ def liars(attack: str) -> Liars:
 
 def push(value: float = 1.0) -> Push:
     plan = IndexSpace([("weight", (4, 64))]).plan(np.array([1, 3]))
-    return Push(PushPlan(0, 0, 1, plan), Epoch(), torch.full((2, 64), value), 0.0, 0)
+    return Push(PushPlan(0, 0, 1, plan), Epoch(), torch.full((2, 64), value), 0.0, 0, 0.0)
 
 
 def test_an_attack_on_rounds_replaces_the_outer_gradient() -> None:

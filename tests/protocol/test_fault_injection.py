@@ -368,12 +368,12 @@ def test_a_push_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None
             assert gossip is not None
             send, failures = gossip._send, 0
 
-            async def fail(push: Any) -> None:
+            async def fail(push: Any) -> float:
                 nonlocal failures
                 failures += 1
                 if failures < 5:
                     raise Bug("pushing")
-                await send(push)
+                return await send(push)
 
             gossip._send = fail  # type: ignore[method-assign]
             sent = s.peers["b"].node.links.counters.fragments_sent

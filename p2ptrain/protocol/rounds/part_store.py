@@ -196,7 +196,10 @@ class PartStore:
             start += len(piece)
 
     def receive(self, sender: PeerId, message: Mean, data: bytes) -> None:
-        """Take a pushed piece; stale ones are ignored. Raises WireError if it does not follow the piece before."""
+        """Take a pushed piece. Stale ones are ignored, and all that follow a gap: that mean is requested.
+
+        A gap may be ours: what comes before the roster is not taken. Raises WireError if the mean is too large.
+        """
         pushed = self._pushed.get(sender)
         if pushed is None or message.attempt != self._attempt or (pushed.sha256 and not message.sha256):
             return
@@ -204,10 +207,15 @@ class PartStore:
             # Others contribute than were expected: the mean from the beginning.
             pushed.sha256, pushed.data, pushed.is_another = message.sha256, bytearray(), False
         if message.start != len(pushed.data) or pushed.sha256 != message.sha256:
-            raise WireError("pieces of a mean out of order")
+            del self._pushed[sender]
+            self._note_piece()
+            return
         if len(pushed.data) + len(data) > pushed.most_bytes:
             raise WireError(f"more than {pushed.most_bytes} bytes of a mean")
         pushed.data += data
+        self._note_piece()
+
+    def _note_piece(self) -> None:
         self._piece_arrived.set()
         self._piece_arrived = trio.Event()
 
@@ -308,7 +316,7 @@ class PartStore:
         if pushed is None:
             return None
         had, until_s = -1, 0.0
-        while pushed.sha256 in ("", part.sha256):
+        while self._pushed.get(part.holder) is pushed and pushed.sha256 in ("", part.sha256):
             if len(pushed.data) == size and not pushed.is_another:
                 data = pushed.data
                 # A copy, as more bytes may come if it is another mean.

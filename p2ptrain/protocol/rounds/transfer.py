@@ -52,7 +52,9 @@ class Transfer:
         # Those in the mean that we have made, or make by the leader's order.
         self._averaged: tuple[Contributor, ...] = ()
         self._expected: ExpectedMean | None = None
+        self._expected_push = MeanPush(roster)
         self._expecting = trio.CancelScope()
+        self._has_reported = False
         self._collection: Collection | None = None
         self._inspection: Inspection | None = None
         self._chunk_arrived, self._inspected = trio.Event(), trio.Event()
@@ -199,7 +201,7 @@ class Transfer:
         expected, collection, inspection = self._expected, self._collection, self._inspection
         if expected is None or collection is None or inspection is None:
             return
-        context, mean = self._context, MeanPush(self._roster)
+        context, mean = self._context, self._expected_push
         context.parts.push(mean)
         try:
             with self._expecting:
@@ -243,6 +245,7 @@ class Transfer:
         if any(c.root != inspection.roots[c.peer_id] for c in contributors):
             raise RoundFailedError("told to average a member by another commitment than it gave")
         self._expecting.cancel()
+        self._expected_push.give_up()
         self._averaged = order.contributors
 
         def work() -> tuple[Sequence[Blob], tuple[float, ...]]:
@@ -267,9 +270,9 @@ class Transfer:
                 context.parts.push(MeanPush(self._roster, sha256, blob))
         reduced = Reduced(*self._attempt, collection.number, tuple(sha256s), gram, as_expected)
         self._tell(self._roster.attempt.leader, reduced)
+        self._has_reported = True
 
     def end(self) -> None:
         """The outcome is proposed: drop the chunks that we averaged, which are kept in case others are named."""
-        if self._expected is not None and self._collection is not None:
-            self._expecting.cancel()
+        if self._has_reported and self._collection is not None:
             self._collection.clear()

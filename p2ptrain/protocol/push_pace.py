@@ -12,6 +12,8 @@ from collections import deque
 # Of the CPU of a push, a third is seen here: gathering, planning, encoding, decoding, mixing. The rest wakes network
 # threads, reads and writes sockets and encrypts. Measured with two peers: see docs/LOG.md.
 WHOLE_FACTOR = 3.0
+# Receiving a fragment of the same size costs up to twice as much as sending one (mixing). Larger ones count as four.
+MOST_RECEIVED = 4.0
 # A median over so many: one that had to wait for a cold cache does not count, and a machine that slows down does soon.
 _REMEMBERED = 16
 
@@ -30,7 +32,7 @@ class PushPace:
     """Decides when the next push is due.
 
     Sending one and receiving one are added up, each as a median, because on average a peer receives as many as it
-    sends. So others that push more often do not silence this peer.
+    sends. So others that push more often, or far larger fragments, do not silence this peer.
 
     Attributes:
         budget: cores that gossip may keep busy.
@@ -58,5 +60,6 @@ class PushPace:
 
     def _measure(self) -> None:
         if self._sent and self._received:
-            seen_cpu_s = statistics.median(self._sent) + statistics.median(self._received)
-            self.interval_s = push_interval_s(seen_cpu_s, self.budget)
+            sent_s = statistics.median(self._sent)
+            received_s = min(statistics.median(self._received), MOST_RECEIVED * sent_s)
+            self.interval_s = push_interval_s(sent_s + received_s, self.budget)

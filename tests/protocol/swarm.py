@@ -152,7 +152,8 @@ class Swarm:
 
         async def compute(work: Callable[..., Any], *args: Any) -> Any:
             if self.work_s:
-                await trio.sleep(self.work_s)
+                with trio.CancelScope(shield=True):  # a thread cannot be cancelled
+                    await trio.sleep(self.work_s)
             return await inline(work, *args)
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:

@@ -67,6 +67,7 @@ ROSTER = Roster(
         {"parts": (RosterPart(0, 18, "a", ("b", "a")),)},
         {"parts": (RosterPart(0, 18, "a", ("a",) * 4096),)},
         {"expected": ROSTER.expected[:2]},
+        {"expected": tuple(Contributor(name, f"{name}.1", 0.0, b"") for name in "abx")},
         {"expected": (*ROSTER.expected[:2], Contributor("y", "y.1", 1.0, b""))},
         {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", -1.0, b""))},
         {"expected": (*ROSTER.expected[:2], Contributor("x", "x.1", float("inf"), b""))},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2ptrain.protocol.push_pace import WHOLE_FACTOR, PushPace, push_interval_s
+from p2ptrain.protocol.push_pace import MOST_RECEIVED, WHOLE_FACTOR, PushPace, push_interval_s
 
 
 def test_the_interval_is_the_cost_of_a_push_over_the_budget() -> None:
@@ -65,6 +65,14 @@ def test_fragments_of_others_do_not_silence_a_peer() -> None:
             for _ in range(received):
                 pace.note_received(0.002)
     assert few.interval_s == many.interval_s
+
+
+def test_large_fragments_of_others_do_not_silence_a_peer() -> None:
+    pace = PushPace(0.02)
+    for step in range(20):
+        pace.note_sent(0.001, float(step))
+        pace.note_received(1.0)
+    assert pace.interval_s == push_interval_s((1 + MOST_RECEIVED) * 0.001, 0.02)
 
 
 def test_after_a_pause_one_push_is_made_up_for() -> None:

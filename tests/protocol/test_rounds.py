@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import trio
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
+from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Record, Reduce, Request
 from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
 
@@ -344,6 +348,45 @@ def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
             await s.peers["b"].node.engine.context.parts.fetch(record, ["a"])
 
     run_virtual(main)
+
+
+def test_a_slow_reducer_averages_whom_its_leader_names(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The order comes while the last chunks of the expected mean are in the worker thread, which is not cancelled."""
+    caplog.set_level(logging.DEBUG, "p2ptrain.protocol.rounds")
+    guarded = AveragingLeader._guarded
+    monkeypatch.setattr(
+        AveragingLeader, "_guarded",
+        lambda self, joins, included: guarded(self, joins, [member for member in included if member != "c"]),
+    )  # fmt: skip
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
+            for name in "abc":
+                context = s.start(name).node.engine.context
+
+                worker = trio.Lock()
+
+                async def compute(
+                    work: Callable[..., Any], *args: Any, worker: trio.Lock = worker, compute: Any = context.compute
+                ) -> Any:
+                    name = getattr(work, "__name__", "")
+                    if name == "measure":  # it was before the last chunks in the worker's queue
+                        return await compute(work, *args)
+                    async with worker:
+                        if name == "average":
+                            with trio.CancelScope(shield=True):
+                                await trio.sleep(0.5)
+                            return work(*args)
+                        return await compute(work, *args)
+
+                context.compute = compute
+            await s.until(lambda: common(s, 6, 2), within_s=60)
+            assert all(r["contributors"] == ["a", "b"] for r in s.peers["c"].rounds("committed")[-4:])
+
+    run_virtual(main)
+    assert "attempt" not in caplog.text
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 
@@ -36,7 +37,6 @@ from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Node:
         event_log: served to observers.
         rng: source of all random choices of this peer.
         peer_timeout_s: seconds without a message before a peer is considered lost.
-        gossip_budget: cores that gossip may keep busy.
+        gossip_budget: cores that gossip may keep busy; infinite: a push at every step.
         chosen: ids of the user's initial peers.
         pins: what the user knows of the run.
         closed: the run and its key; None if the run is open.
@@ -84,7 +84,7 @@ class Node:
         event_log: EventLog,
         rng: random.Random,
         peer_timeout_s: float = PEER_TIMEOUT_S,
-        gossip_budget: float = NetworkConfig.gossip_budget,
+        gossip_budget: float = math.inf,
         chosen: Collection[PeerId] = (),
         pins: Pins = NO_PINS,
         closed: ClosedRun | None = None,

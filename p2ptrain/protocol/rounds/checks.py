@@ -66,6 +66,8 @@ def check_roster(roster: Roster, own: PeerId) -> None:
         raise WireError("a roster whose parts are not each for another member")
     if roster.expected and tuple(c.peer_id for c in roster.expected) != members:
         raise WireError("a roster that expects others than its members")
+    if roster.expected and not any(c.weight > 0 for c in roster.expected):
+        raise WireError("a roster whose expected contributors have no weight")
     if any(c.root or not 0 <= c.weight <= MOST_COUNT for c in roster.expected):
         raise WireError("a roster whose expected contributors have Merkle roots, or a weight out of 0 to 2^53")
     for senders in {part.senders for part in roster.parts}:

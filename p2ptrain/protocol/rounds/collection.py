@@ -1,7 +1,7 @@
 """The encoded chunks that a reducer receives for one part of an attempt, checked on arrival.
 
-Chunks stay encoded until the leader has named the contributors. `EarlyChunks` holds chunks that arrive before the
-roster.
+Chunks stay encoded, and are kept until the leader has named the contributors. `EarlyChunks` holds chunks that arrive
+before the roster.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class MeanPush:
     def __init__(self, roster: Roster, sha256: str = "", data: bytes | bytearray = b"") -> None:
         self.roster = roster
         self.sha256 = sha256
-        self.data = bytearray(data)
+        self.data = data if isinstance(data, bytearray) else bytearray(data)
         self.has_ended = bool(sha256)
         self.is_given_up = False
         self.changed = trio.Event()
@@ -322,7 +322,9 @@ class PartStore:
                 # A copy, as more bytes may come if it is another mean.
                 if await self._is_part(part, bytes(data), contributors):
                     # What comes behind it must not change it.
-                    self._pushed.pop(part.holder, None)
+                    if self._pushed.get(part.holder) is pushed:
+                        del self._pushed[part.holder]
+                    del data[size:]
                     return data
                 pushed.is_another = pushed.data is data
                 continue

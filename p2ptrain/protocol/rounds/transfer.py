@@ -211,21 +211,32 @@ class Transfer:
                         mean.extend(await context.compute(expected.average, received))
                     else:
                         await arrived.wait()
-                mean.end()
-                while any(c.peer_id not in inspection.norms for c in expected.contributors):
-                    await self._inspected.wait()
-                roots = inspection.roots
-                contributors = self._averaged = tuple(
-                    Contributor(c.peer_id, c.incarnation, c.weight, roots[c.peer_id]) for c in expected.contributors
-                )
-                gram = await context.compute(collection.gram, contributors, context.state.num_stepped)
-                await self._serve(contributors, [mean.data], gram, as_expected=True)
+                if self._ordered is None:
+                    mean.end()
+                    await self._measured(expected.contributors)
+                # The worker thread's result comes although the order has cancelled us.
+                if self._ordered is None:
+                    roots = inspection.roots
+                    contributors = self._averaged = tuple(
+                        Contributor(c.peer_id, c.incarnation, c.weight, roots[c.peer_id]) for c in expected.contributors
+                    )
+                    gram = await context.compute(collection.gram, contributors, context.state.num_stepped)
+                    await self._serve(contributors, [mean.data], gram, as_expected=True)
         except WireError:
+            mean.give_up()
             # Whoever sent such values is refused when they are measured, and the leader names the others.
-            pass
+            await self._measured(expected.contributors)
+            if self._ordered is None:
+                raise
         finally:
             if not mean.has_ended:
                 mean.give_up()
+
+    async def _measured(self, contributors: Sequence[Contributor]) -> None:
+        """Return once the chunks of all these are here, measured and not refused."""
+        assert self._inspection is not None
+        while any(c.peer_id not in self._inspection.norms for c in contributors):
+            await self._inspected.wait()
 
     async def reduce(self, order: Reduce) -> None:
         """Combine the chunks of the contributors that the leader names, and serve the result."""

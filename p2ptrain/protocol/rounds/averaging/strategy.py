@@ -1,9 +1,10 @@
 """The interface of averaging strategies: who sends what to whom, how chunks are combined, how the mean is decoded.
 
 Every attempt has the same steps. The leader makes a *plan*: parts, each a range of blocks, its reducer and its senders.
-Every sender sends its encoded chunks of the part to the reducer. When the leader has named the contributors, each
-reducer *reduces* its part to blobs of bytes, serves them by hash, and reports the hashes. From enough reports the
-leader *concludes* the parts of the record. Members fetch the blobs in the record, and *decode* the mean chunk by chunk.
+Every sender sends its encoded chunks of the part to the reducer. Each reducer *reduces* its part to blobs of bytes, as
+chunks arrive or when the leader has named the contributors, serves them by hash, and reports the hashes. From enough
+reports the leader *concludes* the parts of the record. Members fetch the blobs in the record, and *decode* the mean
+chunk by chunk.
 
 Strategies are pure. Peers that decode the same record get the same bits.
 """

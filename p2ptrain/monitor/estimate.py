@@ -26,7 +26,8 @@ from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.link import UNITS, Link
 
-# From Call to landed (protocol/test_rounds.py::test_a_round_takes_five_round_trips_from_its_call).
+# From due to landed: four from the Call (protocol/test_rounds.py::test_a_round_takes_four_round_trips_from_its_call),
+# and one until enough voters are known to be due.
 ROUND_TRIPS = 5
 # Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
 # (docs/BENCHMARKS.md, "Far apart").

@@ -2,7 +2,7 @@
 
 Phases with and without `peer.step()` alternate on the same live peers, so that heartbeats and the DHT cancel out of the
 difference. For the slowdown every core is busy, so all CPU time of gossip is taken from training, and gossip keeps to
-its default share of a core.
+its default share of it.
 """
 
 from __future__ import annotations

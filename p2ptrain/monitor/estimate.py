@@ -94,7 +94,7 @@ def at_rest_bytes(params: int) -> int:
 
 
 def in_a_round_bytes(params: int) -> int:
-    """What a round needs in addition, in host memory; with the libraries."""
+    """Host memory that a round and the libraries need beyond that."""
     return round(4 * IN_A_ROUND * params) + LIBRARIES_BYTES
 
 
@@ -171,7 +171,7 @@ def fewest_steps(round_s: float, step_s: float) -> int:
 
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
-    """What to change, in the user's words; always the H that suits this link."""
+    """Yield what the user should change, and always the H that suits this link."""
     steps = fewest_steps(found.round_s, link.step_s)
     if found.share > SHARE_OF_INTERVAL:
         yield f"give --sync-every {steps} or more: a round then takes at most a tenth of its interval"

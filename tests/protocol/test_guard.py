@@ -190,7 +190,7 @@ def test_of_two_members_the_other_is_left_out_of_the_rounds_that_we_lead() -> No
     run_virtual(main)
 
 
-# A part for each of five members, so that whoever lies as a reducer is one.
+# A part for each of five members, so that the liar reduces one.
 FIVE_CHUNKS: Shapes = [("head", (5000, 64))]
 
 

@@ -311,7 +311,7 @@ class PartStore:
         return await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256
 
     async def _take_pushed(self, part: Part, size: int, contributors: Sequence[Contributor]) -> bytearray | None:
-        """What its holder has pushed, or pushes now, checked; None if it is another mean, or stops coming."""
+        """The part as its holder pushes it, once its hash is right; None if it is another mean or stops coming."""
         pushed = self._pushed.get(part.holder)
         if pushed is None:
             return None

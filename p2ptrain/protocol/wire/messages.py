@@ -493,7 +493,7 @@ class Mean(_Struct, frozen=True):
     """From a reducer to the members of its attempt: a piece of a part's encoded mean (payload), in order.
 
     Attributes:
-        sha256: names the part; empty while its bytes are not all known, and no order has changed them.
+        sha256: names the part; empty for the mean of the contributors that the roster expects.
         start: bytes of the part before this piece.
     """
 

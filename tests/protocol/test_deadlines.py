@@ -21,7 +21,6 @@ from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, R
 from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
 from p2ptrain.protocol.rounds.timeouts import (
-    FIRST_CHUNK_S,
     MARGIN,
     MIN_ATTEMPT_S,
     REPORT_S,
@@ -204,18 +203,24 @@ def timeouts(peer_timeout_s: float = 30.0, round_timeout_s: float = 1800.0) -> T
 
 def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
     measured = timeouts()
-    assert measured.stall_s("a", 0.0, first=False) == STALL_S
-    assert measured.stall_s("a", 0.0, first=True) == FIRST_CHUNK_S
-    assert measured.stall_s("a", 1.5, first=False) == 6.0  # four round trips
+    assert measured.stall_s("a", 0.0) == STALL_S
+    assert measured.stall_s("a", 1.5) == 6.0  # four round trips
     measured.note_wait("a", 3.0)
     measured.note_wait("a", 1.0)
-    assert measured.stall_s("a", 0.0, first=False) == 3.0 * MARGIN
-    assert measured.stall_s("b", 0.0, first=False) == STALL_S
+    assert measured.stall_s("a", 0.0) == 3.0 * MARGIN
+    assert measured.stall_s("b", 0.0) == STALL_S
     measured.note_wait("a", 100.0)
-    assert measured.stall_s("a", 0.0, first=True) == 30.0
+    assert measured.stall_s("a", 0.0) == 30.0
     for _ in range(20):
         measured.note_round(1.0)
-    assert measured.stall_s("a", 0.0, first=False) == STALL_S
+    assert measured.stall_s("a", 0.0) == STALL_S
+
+
+def test_a_reducer_does_not_give_up_its_own_outer_gradient() -> None:
+    codec = gradient_codec(RunConfig())
+    collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a", "b"], codec, timeouts(), 0.0)
+    assert collection.give_up_stalled(STALL_S + 1.0, {})
+    assert collection.failed == {"a"}
 
 
 def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> None:
@@ -224,12 +229,12 @@ def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> N
     chunk = bytes(codec.size_bytes(1024))
 
     def attempt() -> Collection:
-        """Two chunks, the second of which takes three seconds."""
+        """Two chunks, the second of which takes six seconds."""
         collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a"], codec, measured, 0.0)
         collection.add("a", 0, 1024, chunk, 0.5)
-        for now in (1.0, 2.0, 3.0):
+        for now in (2.0, 4.0, 6.0):
             collection.give_up_stalled(now, {})
-        collection.add("a", 1024, 2048, chunk, 3.5)
+        collection.add("a", 1024, 2048, chunk, 6.5)
         return collection
 
     assert attempt().failed == {"a"}

@@ -97,11 +97,15 @@ class Collection:
         self.chunks, self._progress_at = {}, {}
 
     def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
-        """Exclude awaited senders that made no progress for too long; True if there were any."""
+        """Exclude awaited senders that made no progress for too long, except the reducer; True if there were any.
+
+        Our own chunks come when our worker thread has time for them: they cannot be lost, and without them nobody else
+        gets ours either.
+        """
         stalled = [
             sender
             for sender, at in self._progress_at.items()
-            if now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0), first=not self.chunks[sender])
+            if sender != self.part.reducer and now - at > self._timeouts.stall_s(sender, rtt_s.get(sender, 0.0))
         ]
         for sender in stalled:
             self._timeouts.note_wait(sender, now - self._progress_at[sender])

@@ -18,6 +18,8 @@ from benchmarks.workloads import Pause
 
 ROUNDS = 3
 STEP_S = 0.05
+# What a round takes besides its bytes, at most: compute, round trips (guess).
+MOST_COMPUTE_S = 12.0
 # What a member of k sends in a round: (k − 1) / k of its outer gradient to reducers, and its part's mean to the k − 1
 # others; each 66 bytes for 64 values.
 BYTES = 25_481_216 * 66 / 64
@@ -68,7 +70,9 @@ def run(networks: Sequence[Network] = NETWORKS) -> list[Row]:
 
 
 def _row(network: Network, machines: Sequence[Machine]) -> Row:
-    setup = Setup(gpt_25m, Pause(STEP_S), sync_every=100, machines=tuple(machines), round_steps=2000)
+    # Longer than a round takes, so that none is due while peers still wait for each other after the last one.
+    sync_every = round((2 * network.bytes_s + MOST_COMPUTE_S) / STEP_S)
+    setup = Setup(gpt_25m, Pause(STEP_S), sync_every=sync_every, machines=tuple(machines), round_steps=2000)
     ours = bench_round.measure(setup, len(machines), ROUNDS)
     gloo = {
         name: _seconds(rival_gloo.measure(machines, dtype, rounds=ROUNDS))

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from p2ptrain.errors import CheckpointError, ConfigError
 
-FORMAT = 1
+FORMAT = 2
 KEEP = 3
 _NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST = "manifest.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ import trio
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
-from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, chunk_hash
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -410,8 +409,7 @@ def test_a_state_of_more_than_2_billion_parameters_can_be_had() -> None:
         block = np.zeros((1, 64), np.float32)
         whole = np.lib.stride_tricks.as_strided(block, (num_blocks, 64), (0, block.strides[1]))
         state.anchor, state.moments = whole, [whole]
-        sha256 = hashlib.sha256(bytes(STATE_CHUNK_BLOCKS * 64 * 4)).hexdigest()
-        state.hashes = state.combine([sha256] * state.num_chunks)
+        state.hashes = state.combine([chunk_hash(bytes(STATE_CHUNK_BLOCKS * 64 * 4))] * state.num_chunks)
         return state
 
     async def main() -> None:

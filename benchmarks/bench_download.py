@@ -31,7 +31,7 @@ CUT_S = 15.0
 # Anchor and momentum, float32.
 STATE_BYTES_PER_PARAMETER = 8
 TIMEOUT_S = 400.0
-# A donor's training steps, as if a GPU did the work, and so many of them between rounds that none is due during a download.
+# A donor trains as if a GPU did the work, with so many steps between rounds that none is due during a download.
 STEP_S = 0.03
 SYNC_EVERY = 2000
 

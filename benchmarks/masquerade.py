@@ -1,7 +1,11 @@
 """Source NAT in a network namespace, set up over netlink, because not every machine has the program nft.
 
-Run as `nsenter --net … python -S masquerade.py` in the namespace of the router; needs no package. It has the effect of
-`nft add rule ip nat postrouting oifname OUTSIDE masquerade`.
+Run as `nsenter --net … python -S masquerade.py OUTSIDE` in the namespace of the router; needs no package. It has the
+effect of `nft add rule ip nat postrouting oifname OUTSIDE masquerade`. Linux keeps the inner port if it is free, so a
+machine has one outer port for all destinations. Further words on the command line:
+
+    random  another outer port for each destination, as some companies' and providers' routers give
+    silent  the router does not answer packets to itself, as RFC 5382 demands of routers
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ NFT_MSG_NEWTABLE, NFT_MSG_NEWCHAIN, NFT_MSG_NEWRULE = 0, 3, 6
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_CREATE, NLM_F_APPEND = 1, 4, 0x400, 0x800
 NLMSG_ERROR = 2
 NESTED = 0x8000
-NF_INET_POST_ROUTING = 4
-NF_IP_PRI_NAT_SRC = 100
+NF_INET_LOCAL_IN, NF_INET_POST_ROUTING = 1, 4
+NF_IP_PRI_FILTER, NF_IP_PRI_NAT_SRC = 0, 100
+NF_DROP = 0
+NF_NAT_RANGE_PROTO_RANDOM_FULLY = 16
 NFT_REG_1 = 1
 NFT_META_OIFNAME = 7
 INTERFACE_NAME_BYTES = 16
@@ -52,7 +58,7 @@ def message(kind: int, flags: int, family: int, resource: int, *attributes: byte
     return struct.pack("=IHHII", 16 + len(body), kind, NLM_F_REQUEST | flags, 1, 0) + body
 
 
-def masquerade(outside: str) -> None:
+def masquerade(outside: str, *, random: bool = False, silent: bool = False) -> None:
     """Replace the source address of packets that leave by the interface `outside` by its address. Raises OSError."""
     nftables = NFNL_SUBSYS_NFTABLES << 8
     create = NLM_F_CREATE | NLM_F_ACK
@@ -62,7 +68,13 @@ def masquerade(outside: str) -> None:
         expression("meta", number(2, NFT_META_OIFNAME), number(1, NFT_REG_1)),
         expression("cmp", number(1, NFT_REG_1), number(2, 0), nested(3, attribute(1, name))),
     ]
-    rule = nested(4, *leaves_by, expression("masq"))
+    how = [number(1, NF_NAT_RANGE_PROTO_RANDOM_FULLY)] if random else []
+    rule = nested(4, *leaves_by, expression("masq", *how))
+    to_itself = nested(4, number(1, NF_INET_LOCAL_IN), number(2, NF_IP_PRI_FILTER))
+    drop = message(
+        nftables | NFT_MSG_NEWCHAIN, create, socket.AF_INET, 0,
+        text(1, "nat"), text(3, "input"), to_itself, number(5, NF_DROP), text(7, "filter"),
+    )  # fmt: skip
     batch = [
         message(NFNL_MSG_BATCH_BEGIN, 0, 0, NFNL_SUBSYS_NFTABLES),
         message(nftables | NFT_MSG_NEWTABLE, create, socket.AF_INET, 0, text(1, "nat")),
@@ -74,6 +86,7 @@ def masquerade(outside: str) -> None:
             nftables | NFT_MSG_NEWRULE, create | NLM_F_APPEND, socket.AF_INET, 0,
             text(1, "nat"), text(2, "postrouting"), rule,
         ),
+        *([drop] if silent else []),
         message(NFNL_MSG_BATCH_END, 0, 0, NFNL_SUBSYS_NFTABLES),
     ]  # fmt: skip
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER) as netlink:
@@ -81,7 +94,7 @@ def masquerade(outside: str) -> None:
         netlink.settimeout(5)
         netlink.send(b"".join(batch))
         answers = 0
-        while answers < 3:
+        while answers < len(batch) - 2:  # not for its first and last message
             data = netlink.recv(65536)
             while data:
                 size, kind = struct.unpack_from("=IH", data)
@@ -93,4 +106,4 @@ def masquerade(outside: str) -> None:
 
 
 if __name__ == "__main__":
-    masquerade(sys.argv[1])
+    masquerade(sys.argv[1], random="random" in sys.argv[2:], silent="silent" in sys.argv[2:])

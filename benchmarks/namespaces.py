@@ -99,8 +99,11 @@ class Wires:
         self._run(self._switch, "ip", "link", "set", port, "master", bridge)
         return address
 
-    def behind_nat(self, *, mbit: float | None = None) -> Machine:
-        """Add a machine behind its own router, which has an address on the switch and does source NAT."""
+    def behind_nat(self, *how: str, mbit: float | None = None) -> Machine:
+        """Add a machine behind its own router, which has an address on the switch and does source NAT.
+
+        `how`: words that `masquerade.py` explains.
+        """
         router = self.machine(mbit=mbit)
         inside = f"192.168.{next(self._numbers)}"
         machine = Machine(self._enter(pid := self._namespace()), f"{inside}.2", "inside", pid)
@@ -108,7 +111,7 @@ class Wires:
         self._run(router.pid, "ip", "address", "add", f"{inside}.1/24", "dev", "inside")
         self._run(pid, "ip", "route", "add", "default", "via", f"{inside}.1")
         self._run(router.pid, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
-        self._run(router.pid, sys.executable, "-S", masquerade.__file__, "eth0")
+        self._run(router.pid, sys.executable, "-S", masquerade.__file__, "eth0", *how)
         return machine
 
     def cut(self, *machines: Machine) -> None:

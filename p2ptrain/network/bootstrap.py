@@ -13,9 +13,9 @@ from pathlib import Path
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError, UnreachableError
-from p2ptrain.network._hivemind import PeerID, p2pd_pb2
+from p2ptrain.network._hivemind import p2pd_pb2
 from p2ptrain.network.addresses import by_peer_id, hints, peer_id_bytes
-from p2ptrain.network.control import ask
+from p2ptrain.network.control import ask, connections
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -92,8 +92,7 @@ def ways_in(config: NetworkConfig) -> tuple[str, ...]:
 
 async def connected_peers(control_path: str) -> list[str]:
     """Ids of all peers that p2pd is connected to. Raises PeerLostError when p2pd does not answer."""
-    response = await ask(control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), DIAL_TIMEOUT_S)
-    return list(dict.fromkeys(PeerID(info.id).to_base58() for info in response.peers))
+    return list(dict.fromkeys(peer_id for peer_id, _ in await connections(control_path, DIAL_TIMEOUT_S)))
 
 
 async def refuse_taken_identity(

@@ -11,6 +11,7 @@ trio task: there is no asyncio task per read, and peers get backpressure.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network._hivemind import p2pd_pb2
+from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.messages import read_varint, send_message
@@ -237,3 +238,19 @@ async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) 
     _, stream = await _ask(path, request, timeout_s)
     stream.remote = peer_id
     return stream
+
+
+async def connections(path: str, timeout_s: float) -> list[tuple[str, str]]:
+    """All connections of p2pd: peer ids, and the multiaddrs of the other ends. Raises PeerLostError.
+
+    The multiaddr is empty if hivemind's parser does not know its type.
+    """
+    response = await ask(path, p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS), timeout_s)
+    return [(PeerID(info.id).to_base58(), maddr_text(info.addrs[0])) for info in response.peers]
+
+
+def maddr_text(maddr: bytes) -> str:
+    """A multiaddr of p2pd as text; empty if hivemind's parser does not know its type."""
+    with contextlib.suppress(Exception):  # it raises many types
+        return str(Multiaddr(maddr))
+    return ""

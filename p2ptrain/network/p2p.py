@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import trio
@@ -20,6 +20,7 @@ from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity
+from p2ptrain.network.punch import PUNCH, Puncher
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
 from p2ptrain.network.signatures import Signatures
@@ -83,8 +84,16 @@ class LibP2P:
         self._streams_path = str(directory / "streams.sock")
         self._errors = ErrorLog(logger)
         self._reservations = None if is_public else Reservations(self.control_path, refusal)
-        relays = is_public and relay_peers
-        self._relay = Relay(self.control_path, relay_peers, relay_mbit, refusal) if relays else None
+        is_relay = is_public and relay_peers
+        self._relay = Relay(self.control_path, relay_peers, relay_mbit, refusal) if is_relay else None
+        self._puncher: Puncher | None = None
+        self._takes: dict[str, Callable[[DaemonSocket], None]] = {}
+        if self._reservations is not None:
+            relays = self._reservations.relays
+            self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
+            self._takes = {PUNCH: self._puncher.take}
+        if self._relay is not None:
+            self._takes = {HOP: self._relay.take, PUNCH: self._relay.take_punch}
         self._online = trio.Event()
         self._streams: set[DaemonSocket] = set()
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)
@@ -112,6 +121,8 @@ class LibP2P:
         with trio.move_on_after(OPEN_TIMEOUT_S):
             await self._online.wait()
             if maddrs:
+                if self._puncher is not None:
+                    await self._puncher.reach(peer_id, maddrs)
                 await dial(self.control_path, peer_id, maddrs, OPEN_TIMEOUT_S)
             stream = await open_stream(self.control_path, peer_id, PROTOCOL_NAME, OPEN_TIMEOUT_S)
             self._own(stream)
@@ -128,9 +139,8 @@ class LibP2P:
 
         Raises PeerLostError if the daemon does not answer.
         """
-        protocols = [PROTOCOL_NAME] if self._relay is None else [PROTOCOL_NAME, HOP]
         handler = p2pd_pb2.StreamHandlerRequest(
-            addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=protocols, balanced=False
+            addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=[PROTOCOL_NAME, *self._takes], balanced=False
         )
         request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
         try:
@@ -144,6 +154,8 @@ class LibP2P:
                     background.start_soon(self._keep_reservations, self._reservations)
                 if self._relay is not None:
                     background.start_soon(self._relay.serve)
+                if self._puncher is not None:
+                    background.start_soon(self._puncher.serve)
                 background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()
@@ -157,12 +169,12 @@ class LibP2P:
         stream.on_lost = self._streams.discard
 
     def _take(self, stream: DaemonSocket, message: bytes) -> None:
-        """Take an incoming stream, for `accept` or for the relay. `message` names the peer."""
+        """Take an incoming stream, for `accept`, the relay or the puncher. `message` names the peer."""
         info = p2pd_pb2.StreamInfo.FromString(message)
         stream.remote = PeerID(info.peer).to_base58()
         self._own(stream)
-        if info.proto == HOP and self._relay is not None:
-            self._relay.take(stream)
+        if (take := self._takes.get(info.proto)) is not None:
+            take(stream)
             return
         try:
             self._waiting.send_nowait(stream)

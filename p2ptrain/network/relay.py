@@ -1,4 +1,4 @@
-"""A libp2p circuit relay (v2): forwards bytes between peers that cannot dial each other.
+"""A libp2p circuit relay (v2): forwards bytes between peers that cannot dial each other, or helps them to (`punch`).
 
 A peer that wants to be dialled through a relay reserves a place there ("hop" protocol). A dialling peer asks the relay
 for a connection ("hop"), the relay asks the target ("stop" protocol), and then forwards bytes both ways.
@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -21,9 +22,10 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.control import DaemonSocket, open_stream
+from p2ptrain.network.control import DaemonSocket, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
+from p2ptrain.network.punch import PUNCH, Outer, outer_of, peer_at
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 
@@ -44,6 +46,9 @@ CIRCUIT_SHARE = 0.25
 BURST_S = 0.5
 BYTES_PER_MBIT = 125_000
 
+Connect = Callable[[DaemonSocket, str], Awaitable[None]]
+"""What is done for a peer that asks to be connected to another one."""
+
 
 class Relay:
     """Grants at most `max_reservations` reservations at a time, and carries circuits to peers that have one.
@@ -63,27 +68,34 @@ class Relay:
         self._circuits: Counter[str] = Counter()
         self._streams = 0
         self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_STREAMS)
+        self._waiting, self._incoming = trio.open_memory_channel[tuple[DaemonSocket, Connect]](MAX_STREAMS)
 
     def take(self, stream: DaemonSocket) -> None:
         """Take a stream for the hop protocol from a peer. Called in the event loop."""
+        self._take(stream, self._connect)
+
+    def take_punch(self, stream: DaemonSocket) -> None:
+        """Take a stream from a peer that wants a direct connection, see `punch`. Called in the event loop."""
+        self._take(stream, self._introduce)
+
+    def _take(self, stream: DaemonSocket, connect: Connect) -> None:
         if self._streams == MAX_STREAMS:
             stream.fail("too many requests at once")
             return
         self._streams += 1
-        self._waiting.send_nowait(stream)
+        self._waiting.send_nowait((stream, connect))
 
     async def serve(self) -> None:
         """Answer requests and carry circuits, until cancelled."""
         async with trio.open_nursery() as nursery:
-            async for stream in self._incoming:
-                nursery.start_soon(self._serve, stream)
+            async for stream, connect in self._incoming:
+                nursery.start_soon(self._serve, stream, connect)
 
-    async def _serve(self, stream: DaemonSocket) -> None:
+    async def _serve(self, stream: DaemonSocket, connect: Connect) -> None:
         with self._errors.containing("relaying"):
-            await self._answer(stream)
+            await self._answer(stream, connect)
 
-    async def _answer(self, stream: DaemonSocket) -> None:
+    async def _answer(self, stream: DaemonSocket, connect: Connect) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
                 request, _ = await receive_message(stream, HopMessage)
@@ -94,7 +106,11 @@ class Relay:
                 case HopMessage.RESERVE:
                     await send_message(stream, self._reserve(stream.remote))
                 case HopMessage.CONNECT:
-                    await self._connect(stream, _target_of(request))
+                    target = _target_of(request)
+                    if self._until_s.get(target, 0.0) < trio.current_time() or self._refusal(target) is not None:
+                        await send_message(stream, _status(Status.NO_RESERVATION))
+                    else:
+                        await connect(stream, target)
                 case _:
                     await send_message(stream, _status(Status.MALFORMED_MESSAGE))
         except (PeerLostError, trio.TooSlowError) as error:
@@ -114,9 +130,6 @@ class Relay:
 
     async def _connect(self, source: DaemonSocket, target: str) -> None:
         """Open a circuit and carry it until it ends."""
-        if self._until_s.get(target, 0.0) < trio.current_time() or self._refusal(target) is not None:
-            await send_message(source, _status(Status.NO_RESERVATION))
-            return
         ends = (source.remote, target)
         if any(self._circuits[end] >= self._max_reservations for end in ends):
             await send_message(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
@@ -124,7 +137,8 @@ class Relay:
         self._circuits.update(ends)
         try:
             try:
-                stop, read_ahead = await self._ask_target(source.remote, target)
+                request = StopMessage(type=StopMessage.CONNECT, peer=Peer(id=peer_id_bytes(source.remote)))
+                stop, read_ahead = await self._ask_target(target, STOP, request)
             except PeerLostError:
                 await send_message(source, _status(Status.CONNECTION_FAILED))
                 raise
@@ -141,25 +155,57 @@ class Relay:
         finally:
             self._circuits -= Counter(ends)  # forgets those at zero
 
+    async def _introduce(self, source: DaemonSocket, target: str) -> None:
+        """Tell two peers each other's outer address, and to dial now.
+
+        Both are told at once. What one sends to the other takes longer than the difference between their ways to us,
+        so each router has seen its own peer's packet when the other's arrives. Routers that refuse instead of ignoring
+        what they do not expect need that.
+        """
+        outer = await self._outer_addresses()
+        ours, theirs = outer.get(source.remote), outer.get(target)
+        if ours is None or theirs is None or ours[0] == theirs[0]:  # behind one router they use their own addresses
+            await send_message(source, _status(Status.CONNECTION_FAILED))
+            return
+        request = StopMessage(type=StopMessage.CONNECT, peer=peer_at(source.remote, ours))
+        try:
+            stop, _ = await self._ask_target(target, PUNCH, request)
+        except PeerLostError:
+            await send_message(source, _status(Status.CONNECTION_FAILED))
+            raise
+        try:
+            await send_message(stop, StopMessage(type=StopMessage.STATUS, status=Status.OK))
+            told = HopMessage(type=HopMessage.STATUS, status=Status.OK, peer=peer_at(target, theirs))
+            await send_message(source, told)
+        finally:
+            await stop.aclose()
+
+    async def _outer_addresses(self) -> dict[str, Outer]:
+        """Where the connections of our peers come from, as far as another peer may dial that."""
+        found: dict[str, Outer] = {}
+        for peer_id, maddr in await connections(self._control_path, REQUEST_TIMEOUT_S):
+            if (outer := outer_of(maddr)) is not None:
+                found[peer_id] = outer
+        return found
+
     async def _end_when_refused(self, source: DaemonSocket, stop: DaemonSocket, target: str) -> None:
         while self._refusal(source.remote) is None and self._refusal(target) is None:
             await trio.sleep(ASK_REFUSAL_EVERY_S)
         for stream in (source, stop):
             stream.fail("its peer is refused")
 
-    async def _ask_target(self, source: str, target: str) -> tuple[DaemonSocket, bytes]:
-        """Ask a peer with a reservation to accept a circuit.
+    async def _ask_target(self, target: str, protocol: str, request: StopMessage) -> tuple[DaemonSocket, bytes]:
+        """Ask a peer with a reservation to accept a circuit, or to dial.
 
         Returns the stream to it, and the bytes that it has already sent. Raises PeerLostError.
         """
-        stream = await open_stream(self._control_path, target, STOP, REQUEST_TIMEOUT_S)
-        request = StopMessage(type=StopMessage.CONNECT, peer=Peer(id=peer_id_bytes(source)))
+        stream = await open_stream(self._control_path, target, protocol, REQUEST_TIMEOUT_S)
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
                 await send_message(stream, request)
                 answer, read_ahead = await receive_message(stream, StopMessage)
             if answer.status != Status.OK:
-                raise PeerLostError(f"{target} accepts no circuit")
+                raise PeerLostError(f"{target} does not accept")
         except BaseException as error:
             stream.fail("not connected")
             if isinstance(error, trio.TooSlowError):

@@ -9,14 +9,14 @@ after three minutes. A reservation takes one message, so we send it to any conne
 
 from __future__ import annotations
 
-import contextlib
 import logging
+from collections.abc import Collection
 
 import trio
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
-from p2ptrain.network.control import ask, open_stream
+from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network.control import connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Status
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.relay import HOP
@@ -49,6 +49,10 @@ class Reservations:
         self._told: set[str] = set()
         self._reserved: dict[str, str] = {}
         self._refused_until_s: dict[str, float] = {}
+
+    def relays(self) -> Collection[str]:
+        """Where we have a place."""
+        return self._reserved.keys()
 
     async def renew(self) -> None:
         """Renew our reservations, and ask for more while there are fewer than two.
@@ -88,15 +92,11 @@ class Reservations:
 
     async def _public_peers(self) -> dict[str, str]:
         """Peers that we are connected to at a public address, with that address."""
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
-        response = await ask(self._control_path, request, ASK_TIMEOUT_S)
-        found: dict[str, str] = {}
-        for connection in response.peers:
-            with contextlib.suppress(Exception):  # an address type that hivemind's parser does not know
-                maddr = str(Multiaddr(connection.addrs[0]))
-                if scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr):
-                    found[PeerID(connection.id).to_base58()] = maddr
-        return found
+        return {
+            peer_id: maddr
+            for peer_id, maddr in await connections(self._control_path, ASK_TIMEOUT_S)
+            if maddr and scope_of(maddr) is Scope.PUBLIC and not is_relayed(maddr)
+        }
 
     async def _reserve(self, relay: str) -> None:
         """Ask for a reservation or its renewal. Raises PeerLostError if the relay is gone or refuses."""

@@ -44,3 +44,27 @@ def test_two_private_peers_train_together_over_a_bootstrap_node(net: Wires, swar
         assert any(f"{helper.address}/tcp/4001/p2p/" in maddr for maddr in peer.events("start")[0]["maddrs"])
         assert sum(event["merged"] for event in peer.events("fragments")) > 0
         assert "peers behind NAT reach it through a relay" in peer.errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "direct"), [(["silent"], True), (["silent", "random"], False)])
+def test_two_private_peers_dial_each_other_at_once_where_their_routers_let_them(
+    net: Wires, swarm: Swarm, tmp_path: Path, how: list[str], direct: bool
+) -> None:
+    """Routers with one outer port for all destinations let them; with another one for each, the relay carries all."""
+    helper = net.machine()
+    bootstrap = swarm.start(
+        "p2ptrain bootstrap --host-maddrs /ip4/0.0.0.0/tcp/4001", directory=tmp_path / "bootstrap", enter=helper.enter
+    )
+    swarm.until(bootstrap.addresses.exists)
+    initial = f"--initial-peers {bootstrap.addresses}"
+    founder = join(swarm, tmp_path / "0", net.behind_nat(*how), f"{RUN} {initial}")
+    swarm.until_ready(founder)
+    peers = [founder, join(swarm, tmp_path / "1", net.behind_nat(*how), f"{MODEL} {initial}")]
+    swarm.until_ready(*peers)
+    before = helper.received_bytes()
+    wait_for_rounds(swarm, peers, by=2, count=3)
+    assert_anchors_agree(*peers)
+    # A round sends 0.27 MB each way.
+    assert (helper.received_bytes() - before < 500_000) is direct
+    assert any("connected directly to" in peer.errors for peer in peers) is direct

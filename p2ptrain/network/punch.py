@@ -1,0 +1,286 @@
+"""Direct connections between two peers that are each behind a router (TCP hole punching).
+
+Both dial each other's outer address at once, from the port that they listen on. A router lets in what it takes for an
+answer, so the first packet of each peer opens its own router for the other. A relay sees the outer addresses of both,
+and tells both to dial at one moment (`relay.Relay`); the protocol has the messages of the circuit relay.
+
+Packets that cross make a TCP connection without a listening end (RFC 9293, simultaneous open). Two p2pds would then
+both be the client of the handshake, which fails. So only the peer with the lower id has its p2pd dial. The other one
+dials here, and passes all bytes on to its own p2pd, for which it is a connection that it accepted.
+
+It works between routers that give a machine one outer port for all destinations, as most home routers do. Otherwise
+each peer dials a port that the other's router does not open, both dials end after 4 s, and the peers use the relay.
+p2pd's own hole punching (DCUtR) needs four peers with different public addresses before it believes an outer address,
+and a circuit before it starts; p2pd does not dial again a peer that it is connected with, so ours comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Collection, Iterable
+
+import trio
+
+from p2ptrain.error_log import ErrorLog
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network._hivemind import Multiaddr, PeerID
+from p2ptrain.network.addresses import peer_id_bytes
+from p2ptrain.network.bootstrap import dial
+from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.control import DaemonSocket, connections, open_stream
+from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
+from p2ptrain.network.messages import receive_message, send_message
+from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
+from p2ptrain.protocol.wire.transport import Refusal
+
+logger = logging.getLogger(__name__)
+
+PUNCH = "p2ptrain/punch/1"
+# Three round trips through the relay, on a slow path (RTT 0.5 s) with a lost packet.
+ASK_TIMEOUT_S = 3.0
+# A second packet goes out after one second, a third after three; the handshake takes four round trips.
+DIAL_TIMEOUT_S = 4.0
+# A router that failed once will fail again, and each try delays the link by DIAL_TIMEOUT_S.
+FAILED_S = 600.0
+# More requests are refused, so that a relay cannot make us send many packets to strangers.
+MAX_AT_ONCE = 8
+CONNECTED_EVERY_S = 0.05
+
+Outer = tuple[str, int]
+"""IPv4 address and TCP port of a router, from which it forwards to a peer."""
+
+
+def meeting_points(maddrs: Iterable[str]) -> list[str]:
+    """Addresses of the relays of a peer with these addresses; none if it can be dialled without."""
+    direct = [maddr for maddr in maddrs if not is_relayed(maddr)]
+    relayed = [maddr for maddr in maddrs if is_relayed(maddr)]
+    return [] if is_public(direct) else [maddr.partition("/p2p-circuit")[0] for maddr in relayed]
+
+
+def outer_of(maddr: str) -> Outer | None:
+    """The outer address that a connection's multiaddr shows; None if it is relayed, private, or not TCP over IPv4."""
+    match maddr.split("/"):
+        case ["", "ip4", host, "tcp", port] if scope_of(maddr) is Scope.PUBLIC:
+            return host, int(port)
+    return None
+
+
+def peer_at(peer_id: str, outer: Outer) -> Peer:
+    """A peer with its outer address, for a message."""
+    host, port = outer
+    return Peer(id=peer_id_bytes(peer_id), addrs=[Multiaddr(f"/ip4/{host}/tcp/{port}").to_bytes()])
+
+
+def read_peer(peer: Peer) -> tuple[str, Outer]:
+    """A peer and its outer address, from a message. Raises PeerLostError."""
+    try:
+        peer_id, (address,) = PeerID(peer.id).to_base58(), peer.addrs
+        outer = outer_of(str(Multiaddr(address)))
+    except Exception:  # the parsers raise many types
+        outer = None
+    if outer is None:
+        raise PeerLostError("malformed address of a peer")
+    return peer_id, outer
+
+
+class Puncher:
+    """Makes direct connections to peers behind other routers, on our request or on theirs."""
+
+    def __init__(
+        self,
+        control_path: str,
+        peer_id: str,
+        maddrs: Callable[[], Iterable[str]],
+        relays: Callable[[], Collection[str]],
+        refusal: Refusal,
+    ) -> None:
+        """`maddrs` gives our own addresses, `relays` those peers that may ask us to dial: where we have a place."""
+        self._control_path = control_path
+        self._peer_id = peer_id
+        self._maddrs = maddrs
+        self._relays = relays
+        self._refusal = refusal
+        self._failed_until_s: dict[str, float] = {}
+        self._asking: set[str] = set()
+        self._asked: dict[str, trio.Event] = {}
+        self._errors = ErrorLog(logger)
+        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_AT_ONCE)
+
+    def take(self, stream: DaemonSocket) -> None:
+        """Take a stream from a relay. Called in the event loop."""
+        try:
+            self._waiting.send_nowait(stream)
+        except trio.WouldBlock:
+            stream.fail("too many requests at once")
+
+    async def serve(self) -> None:
+        """Answer requests of relays, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            for _ in range(MAX_AT_ONCE):
+                nursery.start_soon(self._serve)
+
+    async def _serve(self) -> None:
+        async for stream in self._incoming:
+            with self._errors.containing("dialling a peer behind another router"):
+                try:
+                    await self._answer(stream)
+                except (PeerLostError, trio.TooSlowError) as error:
+                    logger.debug("no direct connection was made for relay %s: %s", stream.remote, error)
+                finally:
+                    await stream.aclose()
+
+    async def _answer(self, relay: DaemonSocket) -> None:
+        with trio.fail_after(ASK_TIMEOUT_S):
+            request, _ = await receive_message(relay, StopMessage)
+            peer_id, outer = read_peer(request.peer)
+            # When both ask at once, the request of the lower id counts.
+            ours_counts = peer_id in self._asking and self._peer_id < peer_id
+            refused = relay.remote not in self._relays() or self._refusal(peer_id) is not None
+            if refused or ours_counts or peer_id in self._asked:
+                await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
+                return
+        done = self._asked[peer_id] = trio.Event()
+        try:
+            with trio.fail_after(ASK_TIMEOUT_S):
+                await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
+                now, _ = await receive_message(relay, StopMessage)
+            if now.status == Status.OK:
+                await self._punch(peer_id, outer)
+        finally:
+            del self._asked[peer_id]
+            done.set()
+
+    async def reach(self, peer_id: str, maddrs: list[str]) -> None:
+        """Try to connect to a peer that is behind another router. Does nothing if it is not, or is connected."""
+        points = meeting_points(maddrs)
+        now = trio.current_time()
+        self._failed_until_s = {peer: until_s for peer, until_s in self._failed_until_s.items() if until_s > now}
+        if not points or peer_id in self._failed_until_s or peer_id in await self._connected():
+            return
+        self._asking.add(peer_id)
+        try:
+            with trio.fail_after(ASK_TIMEOUT_S):
+                outer = await self._ask(points[0], peer_id)
+        except (PeerLostError, trio.TooSlowError) as error:
+            logger.debug("%s is not asked to dial at the same time: %s", peer_id, error)
+            if (done := self._asked.get(peer_id)) is not None:
+                await done.wait()
+            return
+        finally:
+            self._asking.discard(peer_id)
+        await self._punch(peer_id, outer)
+
+    async def _ask(self, point: str, peer_id: str) -> Outer:
+        """Ask a relay to have a peer dial us at once. Returns where to dial it, now. Raises PeerLostError."""
+        relay = point.rpartition("/p2p/")[2]
+        await dial(self._control_path, relay, [point], ASK_TIMEOUT_S)
+        stream = await open_stream(self._control_path, relay, PUNCH, ASK_TIMEOUT_S)
+        try:
+            await send_message(stream, HopMessage(type=HopMessage.CONNECT, peer=Peer(id=peer_id_bytes(peer_id))))
+            answer, _ = await receive_message(stream, HopMessage)
+        finally:
+            stream.fail("asked")
+        if answer.status != Status.OK:
+            raise PeerLostError(f"the relay refused, with status {answer.status}")
+        named, outer = read_peer(answer.peer)
+        if named != peer_id:
+            raise PeerLostError("the relay answered for another peer")
+        return outer
+
+    async def _punch(self, peer_id: str, outer: Outer) -> None:
+        """Dial a peer that is told to dial us at the same time."""
+        try:
+            if self._peer_id < peer_id:
+                host, port = outer
+                await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
+            else:
+                with trio.fail_after(DIAL_TIMEOUT_S):
+                    await _join(_listening(self._maddrs()), outer)
+                    while not (await self._connected()).get(peer_id):
+                        await trio.sleep(CONNECTED_EVERY_S)
+        except (PeerLostError, trio.TooSlowError) as error:
+            self._failed_until_s[peer_id] = trio.current_time() + FAILED_S
+            logger.info("no direct connection to %s, which is behind another router", peer_id)
+            logger.debug("dialling %s at the same time: %s", peer_id, error)
+        else:
+            logger.info("connected directly to %s, which is behind another router", peer_id)
+
+    async def _connected(self) -> dict[str, bool]:
+        """All connected peers, and whether they are so without a relay."""
+        found: dict[str, bool] = {}
+        for peer_id, maddr in await connections(self._control_path, ASK_TIMEOUT_S):
+            found[peer_id] = found.get(peer_id, False) or not is_relayed(maddr)
+        return found
+
+
+def _listening(maddrs: Iterable[str]) -> Outer:
+    """Where our p2pd listens, on loopback if it does. Raises PeerLostError."""
+    for maddr in reversed(list(maddrs)):
+        match maddr.split("/"):
+            case ["", "ip4", host, "tcp", port, "p2p", _] if scope_of(maddr) is not Scope.PUBLIC:
+                return host, int(port)
+    raise PeerLostError("this peer listens on no TCP port")
+
+
+async def _join(listening: Outer, outer: Outer) -> None:
+    """Connect to an outer address from the port on which p2pd listens, and join that connection to one to p2pd.
+
+    It lasts until one end closes it. Raises PeerLostError.
+    """
+    remote, own = _End(), _End()
+    remote.other, own.other = own, remote
+    with socket.socket() as dialled, socket.socket() as local:
+        try:
+            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as p2pd does
+                dialled.setsockopt(socket.SOL_SOCKET, option, 1)
+            dialled.bind(("", listening[1]))
+            await from_asyncio(_connect(dialled, outer, remote))
+            await from_asyncio(_connect(local, listening, own))
+        except OSError as error:
+            raise PeerLostError(f"dialling from our own port: {error}") from None
+        finally:
+            if own.transport is None and remote.transport is not None:
+                remote.transport.abort()
+
+
+async def _connect(unconnected: socket.socket, to: Outer, end: _End) -> None:
+    unconnected.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(unconnected, to)
+    await loop.create_connection(lambda: end, sock=unconnected.dup())
+
+
+class _End(asyncio.Protocol):
+    """One of two joined connections: sends on the other one what it receives."""
+
+    def __init__(self) -> None:
+        self.other = self
+        self.transport: asyncio.Transport | None = None
+        self._early = b""
+
+    def send(self, data: bytes) -> None:
+        if self.transport is None:
+            self._early += data
+        else:
+            self.transport.write(data)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.write(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        self.other.send(data)
+
+    def pause_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.other.transport is not None:
+            self.other.transport.close()

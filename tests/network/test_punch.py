@@ -1,0 +1,197 @@
+"""Direct connections between two peers behind routers: when they are tried, and what a relay may make us do.
+
+With routers: `tests/links/test_nat.py`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network import punch
+from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
+from p2ptrain.network.messages import framed, receive_message
+from p2ptrain.network.punch import Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
+from p2ptrain.protocol.wire.transport import Refusal, no_refusal
+from tests.network.local import Given
+
+Run = Callable[..., Any]
+LOW, HIGH = "QmT39SiCLsihBULmKLj45vkEnKHZMs3ks2ExyC7NERCZAY", "QmZ9wqi8bezKNB4JpHXKTA7ZpbuH2QNWWPcHRRSefoEtsz"
+RELAY = "QmUSMyzY55Bey5YDUqZbiVHG2T37JZRZEqFnNkhpKewoEt"
+AT_RELAY = f"/ip4/5.188.7.1/tcp/4001/p2p/{RELAY}"
+PRIVATE = f"/ip4/192.168.1.5/tcp/4001/p2p/{LOW}"
+OUTER = ("5.188.7.2", 4001)
+
+
+@pytest.mark.parametrize(
+    ("maddrs", "points"),
+    [
+        ([PRIVATE, f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], [AT_RELAY]),
+        ([f"{AT_RELAY}/p2p-circuit/p2p/{LOW}", f"/ip4/127.0.0.1/tcp/1/p2p/{LOW}"], [AT_RELAY]),
+        ([f"/ip4/5.188.7.9/tcp/4001/p2p/{LOW}", f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], []),
+        ([f"/dns4/example.org/tcp/4001/p2p/{LOW}", f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"], []),
+        ([PRIVATE], []),
+        ([], []),
+    ],
+)
+def test_a_peer_is_met_at_its_relays_if_it_has_no_public_address(maddrs: list[str], points: list[str]) -> None:
+    assert meeting_points(maddrs) == points
+
+
+@pytest.mark.parametrize(
+    ("maddr", "outer"),
+    [
+        ("/ip4/5.188.7.2/tcp/4001", OUTER),
+        ("/ip4/192.168.1.5/tcp/4001", None),
+        ("/ip4/127.0.0.1/tcp/4001", None),
+        ("/ip4/5.188.7.2/udp/4001/quic-v1", None),
+        ("/ip6/2001:4860:4860::8888/tcp/4001", None),
+        (f"{AT_RELAY}/p2p-circuit", None),
+        ("", None),
+    ],
+)
+def test_an_outer_address_is_a_public_tcp_port(maddr: str, outer: Outer | None) -> None:
+    assert outer_of(maddr) == outer
+
+
+def test_a_peer_and_its_address_survive_the_message() -> None:
+    assert read_peer(peer_at(LOW, OUTER)) == (LOW, OUTER)
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        Peer(),
+        Peer(id=peer_at(LOW, OUTER).id),
+        Peer(id=peer_at(LOW, OUTER).id, addrs=[b"junk"]),
+        Peer(id=peer_at(LOW, OUTER).id, addrs=[Multiaddr("/ip4/10.0.0.1/tcp/22").to_bytes()]),
+        Peer(id=peer_at(LOW, OUTER).id, addrs=2 * list(peer_at(LOW, OUTER).addrs)),
+    ],
+)
+def test_only_one_public_address_of_a_peer_is_dialled(peer: Peer) -> None:
+    with pytest.raises(PeerLostError, match="malformed"):
+        read_peer(peer)
+
+
+@given(st.binary(max_size=64), st.binary(max_size=64))
+def test_a_relays_bytes_are_an_address_or_none(peer_id: bytes, address: bytes) -> None:
+    try:
+        _, (host, port) = read_peer(Peer(id=peer_id, addrs=[address]))
+    except PeerLostError:
+        return
+    assert outer_of(f"/ip4/{host}/tcp/{port}") == (host, port)
+
+
+class FromRelay(Given):
+    """A relay's stream, with all that it sends."""
+
+    remote = RELAY
+
+    def __init__(self, *messages: StopMessage) -> None:
+        super().__init__(b"".join(map(framed, messages)))
+
+    def statuses(self) -> list[int]:
+        async def main() -> list[int]:
+            message, rest = await receive_message(Given(self.sent), StopMessage)  # type: ignore[arg-type]
+            assert not rest
+            return [message.status]
+
+        return trio.run(main) if self.sent else []
+
+
+def asked(
+    me: str, *messages: StopMessage, relays: tuple[str, ...] = (RELAY,), asking: str = "", refusal: Refusal = no_refusal
+) -> tuple[list[int], list[tuple[str, Outer]]]:
+    """What a peer answers when a relay sends it these messages, and whom it dials where."""
+    dialled: list[tuple[str, Outer]] = []
+    puncher, stream = Puncher("", me, lambda: [], lambda: relays, refusal), FromRelay(*messages)
+    if asking:
+        puncher._asking.add(asking)
+
+    async def note(peer_id: str, outer: Outer) -> None:
+        dialled.append((peer_id, outer))
+
+    async def main() -> None:
+        puncher._punch = note  # type: ignore[method-assign]
+        await puncher._answer(stream)  # type: ignore[arg-type]
+        assert not puncher._asked
+
+    try:
+        trio.run(main)
+    except PeerLostError:
+        assert not dialled
+    return stream.statuses(), dialled
+
+
+NOW = StopMessage(type=StopMessage.STATUS, status=Status.OK)
+
+
+def request_of(peer_id: str) -> StopMessage:
+    return StopMessage(type=StopMessage.CONNECT, peer=peer_at(peer_id, OUTER))
+
+
+def test_a_peer_dials_when_its_relay_says_so() -> None:
+    assert asked(HIGH, request_of(LOW), NOW) == ([Status.OK], [(LOW, OUTER)])
+    assert asked(HIGH, request_of(LOW)) == ([Status.OK], [])
+    not_now = StopMessage(type=StopMessage.STATUS, status=Status.CONNECTION_FAILED)
+    assert asked(HIGH, request_of(LOW), not_now) == ([Status.OK], [])
+
+
+def test_a_peer_dials_for_no_other_relay_and_no_refused_peer() -> None:
+    denied: tuple[list[int], list[Any]] = ([Status.PERMISSION_DENIED], [])
+    assert asked(HIGH, request_of(LOW), NOW, relays=(LOW,)) == denied
+    assert asked(HIGH, request_of(LOW), NOW, refusal=lambda peer_id: "no" if peer_id == LOW else None) == denied
+    assert asked(HIGH, StopMessage(type=StopMessage.CONNECT, peer=Peer(id=b"x")), NOW) == ([], [])
+
+
+def test_when_both_ask_the_lower_ids_request_counts() -> None:
+    assert asked(HIGH, request_of(LOW), NOW, asking=LOW) == ([Status.OK], [(LOW, OUTER)])
+    assert asked(LOW, request_of(HIGH), NOW, asking=HIGH) == ([Status.PERMISSION_DENIED], [])
+
+
+def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: Run) -> None:
+    """From the port on which another socket listens, as p2pd does."""
+
+    async def main() -> None:
+        with trio.socket.socket() as p2pd, trio.socket.socket() as far:
+            for listening in (p2pd, far):
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                await listening.bind(("127.0.0.1", 0))
+                listening.listen()
+            await punch._join(p2pd.getsockname(), far.getsockname())
+            (theirs, address), (ours, _) = await far.accept(), await p2pd.accept()
+            assert address == p2pd.getsockname()
+            data = bytes(range(256)) * 8192
+            async with trio.open_nursery() as nursery:
+                for sender, receiver in ((theirs, ours), (ours, theirs)):
+                    nursery.start_soon(trio.SocketStream(sender).send_all, data)
+                    received = bytearray()
+                    while len(received) < len(data):
+                        received += await receiver.recv(65536)
+                    assert received == data
+            theirs.close()
+            assert await ours.recv(1) == b""
+            ours.close()
+
+    run(main)
+
+
+def test_a_port_that_nobody_listens_on_is_a_lost_peer(run: Run) -> None:
+    async def main() -> None:
+        with trio.socket.socket() as p2pd, trio.socket.socket() as silent:
+            p2pd.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            for bound in (p2pd, silent):
+                await bound.bind(("127.0.0.1", 0))
+            with pytest.raises(PeerLostError, match="dialling from our own port"):
+                await punch._join(p2pd.getsockname(), silent.getsockname())
+
+    run(main)

@@ -96,6 +96,7 @@ class FakeMember:
     lineage: str = "0-00"
     speed: float = 12.34
     strikes: tuple[Struck, ...] = ()
+    relayed: Mapping[str, str] = field(default_factory=dict)
 
 
 class FakeNetworkSession:

@@ -26,8 +26,8 @@ SPLIT = (
 def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run, with status, speed and addresses.
 
-    Below the table: whether the swarm is split into several lineages; and whom each peer has struck in the last ten
-    minutes, for broken rules or false work.
+    Below the table: whether the swarm is split into several lineages; which peers are linked through a relay only; and
+    whom each peer has struck in the last ten minutes, for broken rules or false work.
 
     \b
     As a table, and as JSON for scripts:
@@ -56,6 +56,7 @@ def peers(settings: Settings, as_json: bool) -> None:
         _print_table(run_id, members, is_split=is_split)
         if is_split:
             click.echo(SPLIT.format(len(lineages)))
+        _print_relayed(members)
         _print_strikes(members)
 
 
@@ -81,6 +82,17 @@ def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) 
         table.add_row(*(Text(cells[title]) for title in titles))
     # A file or a pipe has no width: use enough for one line per peer.
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
+
+
+def _print_relayed(members: list[dict[str, Any]]) -> None:
+    """One line for each pair of members without a direct link, as one of the two says."""
+    told = {
+        tuple(sorted((member["peer_id"], other))): relay
+        for member in members
+        for other, relay in member["relayed"].items()
+    }
+    for (one, other), relay in sorted(told.items()):
+        click.echo(f"{one} and {other}: relayed through {relay}")
 
 
 def _print_strikes(members: list[dict[str, Any]]) -> None:

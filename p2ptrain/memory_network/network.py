@@ -43,12 +43,14 @@ class MemoryNetwork:
         bandwidth_bytes_s: bandwidth of every peer's uplink, which its streams share in the order of their packets and
             which has a buffer of 4 MiB; infinite by default.
         fault: chooses what happens to each packet.
+        relays: the relay between two peers, if any; only its name.
     """
 
     def __init__(self, *, latency_s: float = 0.001, bandwidth_bytes_s: float = math.inf) -> None:
         self.latency_s = latency_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.fault: PacketFaultRule = lambda source, target, packet: PacketFault.NONE
+        self.relays: dict[frozenset[PeerId], PeerId] = {}
         self.transports: dict[PeerId, MemoryTransport] = {}
         self._narrow: dict[PeerId, float] = {}
         self._groups: dict[PeerId, int] = {}
@@ -117,6 +119,9 @@ class MemoryTransport:
         ours.other, theirs.other = theirs, ours
         await target._incoming_send.send(theirs)
         return ours
+
+    def relay_to(self, peer_id: PeerId) -> PeerId:
+        return self.network.relays.get(frozenset((self.peer_id, peer_id)), "")
 
     async def accept(self) -> MemoryStream:
         return await self._incoming.receive()

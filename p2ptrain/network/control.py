@@ -23,6 +23,7 @@ from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.messages import read_varint, send_message
+from p2ptrain.protocol.membership.reachability import relay_of
 from p2ptrain.protocol.wire.text import escaped
 
 # Received bytes that are not read yet. At this limit reading stops, which stops p2pd and then the peer.
@@ -46,12 +47,14 @@ class DaemonSocket:
 
     Attributes:
         remote: the authenticated identity of the peer, base58; "" until it is known.
+        relay: the identity of the relay between us; "" if there is none.
         on_lost: called with the socket, in the event loop, when its connection has ended.
     """
 
     def __init__(self, on_message: Callable[[DaemonSocket, bytes], None] | None = None) -> None:
         """`on_message` is called once, in the event loop, with p2pd's first message."""
         self.remote = ""
+        self.relay = ""
         self.on_lost: Callable[[DaemonSocket], object] = lambda _: None
         self._on_message = on_message
         self._message: bytes | None = None
@@ -65,6 +68,10 @@ class DaemonSocket:
         self._receivers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
         self._transport: asyncio.Transport | None = None
+
+    def identify(self, info: Any) -> None:
+        """Take remote and relay from p2pd's StreamInfo."""
+        self.remote, self.relay = PeerID(info.peer).to_base58(), relay_of(maddr_text(info.addr))
 
     # The interface `Stream`.
 
@@ -235,8 +242,8 @@ async def open_stream(path: str, peer_id: str, protocol: str, timeout_s: float) 
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol], timeout=math.ceil(timeout_s))
     request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-    _, stream = await _ask(path, request, timeout_s)
-    stream.remote = peer_id
+    response, stream = await _ask(path, request, timeout_s)
+    stream.identify(response.streamInfo)
     return stream
 
 

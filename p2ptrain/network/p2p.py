@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network._hivemind import Multiaddr, PeerID, p2pd_pb2
+from p2ptrain.network._hivemind import Multiaddr, p2pd_pb2
 from p2ptrain.network.addresses import dialable, peer_id_bytes
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial
@@ -129,6 +129,10 @@ class LibP2P:
             return stream
         raise PeerLostError(f"timeout: {peer_id} was not reached within {OPEN_TIMEOUT_S:g} s")
 
+    def relay_to(self, peer_id: str) -> str:
+        """The peer that carries all streams with this one; empty if there is a direct one, or none."""
+        return min((stream.relay for stream in self._streams if stream.remote == peer_id), default="")
+
     async def accept(self) -> DaemonSocket:
         """Wait for the next stream that another peer opened."""
         return await self._incoming.receive()
@@ -171,7 +175,7 @@ class LibP2P:
     def _take(self, stream: DaemonSocket, message: bytes) -> None:
         """Take an incoming stream, for `accept`, the relay or the puncher. `message` names the peer."""
         info = p2pd_pb2.StreamInfo.FromString(message)
-        stream.remote = PeerID(info.peer).to_base58()
+        stream.identify(info)
         self._own(stream)
         if (take := self._takes.get(info.proto)) is not None:
             take(stream)

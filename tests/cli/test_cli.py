@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import queue
@@ -320,6 +321,18 @@ def test_peers_shows_a_split_swarm(session: type[FakeNetworkSession]) -> None:
     lineages = [row.strip("│").split("│")[column].strip() for row in rows]
     assert lineages == ["0-00", "1-[b]beef", ""]
     assert said.startswith("2 lineages: the swarm is split. Peers of one lineage commit rounds with each other only.")
+
+
+def test_peers_prints_which_links_are_relayed(session: type[FakeNetworkSession]) -> None:
+    first, second = FakeMember(peer_id="QmB", relayed={"QmA": "QmRelay"}), FakeMember(peer_id="QmA")
+    arguments = ("peers", "--initial-peers", MADDR)
+    session.present = (first, second)
+    assert _output(*arguments).splitlines()[-1] == "QmA and QmB: relayed through QmRelay"
+    assert json.loads(_output(*arguments, "--json"))[0]["relayed"] == {"QmA": "QmRelay"}
+    session.present = (first, dataclasses.replace(second, relayed={"QmB": "QmRelay"}))
+    assert _output(*arguments).count("relayed through") == 1
+    session.present = (second,)
+    assert "relayed" not in _output(*arguments)
 
 
 def test_peers_prints_who_struck_whom(session: type[FakeNetworkSession]) -> None:

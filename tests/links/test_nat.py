@@ -62,9 +62,12 @@ def test_two_private_peers_dial_each_other_at_once_where_their_routers_let_them(
     swarm.until_ready(founder)
     peers = [founder, join(swarm, tmp_path / "1", net.behind_nat(*how), f"{MODEL} {initial}")]
     swarm.until_ready(*peers)
-    before = helper.received_bytes()
     wait_for_rounds(swarm, peers, by=2, count=3)
     assert_anchors_agree(*peers)
-    # A round sends 0.27 MB each way.
-    assert (helper.received_bytes() - before < 500_000) is direct
+    command = f"p2ptrain peers --initial-peers {bootstrap.addresses}"
+    at = {"host_maddrs": f"/ip4/{helper.address}/tcp/0"}
+    listed = swarm.start(command, directory=tmp_path / "peers", enter=helper.enter, settings=at)
+    assert listed.wait() == 0
+    assert "run p2ptrain: 2 peers" in listed.output
+    assert ("relayed through" in listed.output) is not direct
     assert any("connected directly to" in peer.errors for peer in peers) is direct

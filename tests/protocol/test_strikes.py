@@ -11,7 +11,7 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links import strikes
 from p2ptrain.protocol.links.strikes import MAX_STRIKES, STRIKE_S, Strikes, Struck
-from p2ptrain.protocol.membership.lookup import list_members, parse_strikes
+from p2ptrain.protocol.membership.lookup import list_members, parse_relayed, parse_strikes
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 from tests.protocol.wiring import linked_pair, until
@@ -90,6 +90,29 @@ def test_observers_are_told_whom_each_member_has_struck() -> None:
             assert 30 <= infos[0].strikes[0].age_s < 40
 
     run_virtual(main)
+
+
+def test_observers_are_told_which_links_are_relayed() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as s:
+            s.network.relays[frozenset("ab")] = "r"
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            infos = await list_members(s.network.transport("observer"), s.network.directory("observer"), "test")
+            assert {info.peer_id: info.relayed for info in infos} == {"a": {"b": "r"}, "b": {"a": "r"}, "c": {}}
+
+    run_virtual(main)
+
+
+def test_relayed_links_that_a_member_tells_are_made_safe_to_print() -> None:
+    told = parse_relayed(json.dumps({"x\n": "\x1b[2J" + 500 * "y"}).encode())
+    assert told == {r"x\n": (r"\x1b[2J" + 500 * "y")[:128]}
+
+
+@pytest.mark.parametrize("payload", [b"", b"[]", b"{", b'{"x":1}', b"\xff", b"[" * 100_000, b" " * 70_000])
+def test_what_is_no_list_of_relayed_links_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError):
+        parse_relayed(payload)
 
 
 STRUCK = {"peer_id": "x", "count": 1, "reason": "lied", "age_s": 3.0}

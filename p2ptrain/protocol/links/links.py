@@ -216,6 +216,11 @@ class Links:
         """How many strikes each peer has that have not expired."""
         return self._strikes.counts(trio.current_time())
 
+    def relayed(self) -> dict[PeerId, PeerId]:
+        """The linked trainers that are reached through a relay, and which one."""
+        relays = {link.peer_id: self._transport.relay_to(link.peer_id) for link in self.trainers()}
+        return {peer_id: relay for peer_id, relay in relays.items() if relay}
+
     def struck(self, most: int) -> list[Struck]:
         """The peers struck last, the newest first."""
         return self._strikes.latest(most, trio.current_time())

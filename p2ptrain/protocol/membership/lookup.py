@@ -9,9 +9,10 @@ import json
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import trio
@@ -43,21 +44,23 @@ from p2ptrain.protocol.membership.membership import (
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
 from p2ptrain.protocol.membership.settings_answers import SettingsAnswers
 from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.messages import Beat, Hello, Message
+from p2ptrain.protocol.wire.messages import MAX_PEER_ID, Beat, Hello, Message
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # New records are found within about a second; after this long without any, the run is assumed not to exist.
 LOOK_S = 2.0
 # A linked peer sends its first heartbeat at once.
 FIRST_BEAT_S = 3.0
 MAX_SETTINGS_BYTES = 64 * 1024
-# A member with a full link may take long; its strikes are left out then.
-STRIKES_TIMEOUT_S = 2.0
-MAX_STRIKES_BYTES = 64 * 1024
+# A member with a full link may take long; its strikes and relayed links are left out then.
+LIST_TIMEOUT_S = 2.0
+MAX_STRIKES_BYTES = MAX_RELAYED_BYTES = 64 * 1024
 # Usually a peer behind NAT, or one that ended before its record expired.
 UNREACHABLE = "cannot be reached from here"
 # To open a stream to an initial peer, and to exchange two frames. A bootstrap node of an earlier version never answers.
@@ -75,7 +78,8 @@ Members = dict[PeerId, tuple[tuple[str, ...], str]]
 class MemberInfo:
     """A member's status, as it reports it, safe to print. `speed` is in inner steps per second.
 
-    `strikes`: whom it has struck, the newest first; also empty if it did not answer.
+    `strikes`: whom it has struck, the newest first. `relayed`: the members that it is linked with through a relay, and
+    which one. Both are also empty if it did not answer.
     """
 
     peer_id: PeerId
@@ -87,6 +91,7 @@ class MemberInfo:
     lineage: str
     speed: float
     strikes: tuple[Struck, ...] = ()
+    relayed: Mapping[PeerId, PeerId] = field(default_factory=dict)
 
 
 async def ask_settings(
@@ -247,7 +252,7 @@ async def list_members(
     infos: list[MemberInfo] = []
 
     async def visit(peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
-        with trio.move_on_after(2 * FIRST_BEAT_S):
+        with trio.move_on_after(2 * FIRST_BEAT_S + LIST_TIMEOUT_S):
             try:
                 link = await links.connect(peer_id, list(maddrs))
             except NotAllowedError:
@@ -260,7 +265,9 @@ async def list_members(
                 await trio.sleep(0.02)
             if (beat := link.beat) is not None:
                 state = shown(beat.status), beat.step, beat.round, shown(beat.lineage), beat.speed
-                infos.append(MemberInfo(peer_id, maddrs, role, *state, await _ask_strikes(links, link)))
+                strikes = await _ask_list(links, link, "strikes", parse_strikes) or ()
+                relayed = await _ask_list(links, link, "relayed", parse_relayed) or {}
+                infos.append(MemberInfo(peer_id, maddrs, role, *state, strikes, relayed))
 
     async with observer_links(transport, run_id, closed) as links:
         members = await find_members(directory, run_id, transport.peer_id)
@@ -321,14 +328,14 @@ async def find_members(directory: Directory, run_id: str, me: PeerId) -> Members
     return found
 
 
-async def _ask_strikes(links: Links, link: Link) -> tuple[Struck, ...]:
-    """Whom a member has struck."""
+async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes], T]) -> T | None:
+    """What a member tells observers about itself; None if it does not answer."""
     try:
-        answer, payload = await links.request(link, "strikes", timeout_s=STRIKES_TIMEOUT_S)
-        return parse_strikes(payload) if answer.found else ()
+        answer, payload = await links.request(link, what, timeout_s=LIST_TIMEOUT_S)
+        return parse(payload) if answer.found else None
     except (PeerLostError, WireError) as error:
-        logger.debug("no strikes from %s: %s", link.peer_id, error)
-        return ()
+        logger.debug("no %s from %s: %s", what, link.peer_id, error)
+        return None
 
 
 def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
@@ -345,6 +352,17 @@ def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
         Struck(shown(struck.peer_id, 128), struck.count, shown(struck.reason, MAX_REASON), struck.age_s)
         for struck in told
     )
+
+
+def parse_relayed(payload: bytes) -> dict[PeerId, PeerId]:
+    """The answer to a request for relayed links, made safe to print. Raises WireError."""
+    if len(payload) > MAX_RELAYED_BYTES:
+        raise WireError("list of relayed links too large")
+    try:
+        told = msgspec.json.decode(payload, type=dict[str, str])
+    except ValueError as error:
+        raise WireError(f"bad list of relayed links: {error}") from None
+    return {shown(peer_id, MAX_PEER_ID): shown(relay, MAX_PEER_ID) for peer_id, relay in told.items()}
 
 
 def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:

@@ -37,6 +37,11 @@ def is_relayed(maddr: str) -> bool:
     return "p2p-circuit" in maddr.split("/")
 
 
+def relay_of(maddr: str) -> str:
+    """The peer id of the relay through which a multiaddr leads; empty if there is none."""
+    return maddr.partition("/p2p-circuit")[0].rpartition("/p2p/")[2] if is_relayed(maddr) else ""
+
+
 def is_public(maddrs: Iterable[str]) -> bool:
     """Whether a peer with these addresses can be dialled from anywhere."""
     return any(scope_of(maddr) is Scope.PUBLIC for maddr in maddrs)

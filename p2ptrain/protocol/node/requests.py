@@ -26,13 +26,13 @@ MAX_PAGES = 128
 MAX_PIECES = 512
 MAX_STATE_ANSWERS = 128
 # What observers may ask for.
-FOR_OBSERVERS = ("settings", "events", "strikes")
+FOR_OBSERVERS = ("settings", "events", "strikes", "relayed")
 # Peers in an answer about strikes: 64 of 400 bytes.
 MAX_STRUCK_TOLD = 64
 
 
 class RequestServer:
-    """Serves this peer's state, parts of the last round, settings, events and strikes.
+    """Serves this peer's state, parts of the last round, settings, events, strikes and relayed links.
 
     `buffers` serializes the model's buffers.
     """
@@ -84,6 +84,9 @@ class RequestServer:
             case "strikes":
                 struck = json.dumps([dataclasses.asdict(s) for s in self._context.links.struck(MAX_STRUCK_TOLD)])
                 await link.send_bulk(messages.Answer(request.request, True, "strikes"), struck.encode(), Traffic.STATE)
+            case "relayed":
+                relayed = json.dumps(self._context.links.relayed()).encode()
+                await link.send_bulk(messages.Answer(request.request, True, "relayed"), relayed, Traffic.STATE)
             case "part":
                 await self._context.parts.serve(link, request)
             case "contribution":

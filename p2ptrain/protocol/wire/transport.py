@@ -76,6 +76,10 @@ class Transport(Signer, Protocol):
         """Open a stream; `maddrs` are hints and may be empty. Raises PeerLostError."""
         ...
 
+    def relay_to(self, peer_id: PeerId) -> PeerId:
+        """The peer that carries all streams with this one; empty if there is a direct one, or none."""
+        ...
+
     async def accept(self) -> Stream:
         """Wait for the next stream that another peer opened."""
         ...

@@ -29,6 +29,7 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message, varint
 from p2ptrain.network.p2p import PROTOCOL_NAME
+from p2ptrain.network.punch import Outer, Puncher
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import check_answer
 from p2ptrain.network.scratch import scratch_directory
@@ -359,6 +360,43 @@ def test_what_is_no_request_is_refused_and_costs_the_relay_nothing(run: Run, loo
                 await stream.aclose()
             await dial(probe, other.peer_id, [circuit], 10)
 
+    run(main)
+
+
+@pytest.mark.processes
+def test_a_relay_tells_two_peers_to_dial_each_other_where_it_sees_them(
+    run: Run, loopback_is_the_internet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, Outer]] = []
+
+    async def note(self: Puncher, peer_id: str, outer: Outer) -> None:
+        told.append((peer_id, outer))
+
+    async def main() -> None:
+        async with open_relay() as (_, at), open_network(config(initial_peers=(at,))) as one:
+            async with open_network(config(initial_peers=(at,))) as other:
+                puncher = one.transport._puncher
+                assert puncher is not None
+                # The relay sees both at one address, and so behind one router.
+                await puncher.reach(other.peer_id, other.maddrs)
+                assert not told
+                outer = {one.peer_id: ("5.188.7.2", 4001), other.peer_id: ("5.188.7.4", 4002)}
+
+                async def outer_addresses(self: Relay) -> dict[str, Outer]:
+                    return outer
+
+                monkeypatch.setattr(Relay, "_outer_addresses", outer_addresses)
+                await puncher.reach(other.peer_id, other.maddrs)
+                while len(told) < 2:
+                    await trio.sleep(0.01)
+                assert sorted(told) == sorted(outer.items())
+
+    async def connected(self: Puncher) -> dict[str, bool]:
+        """Without routers they find each other through libp2p's DHT."""
+        return {}
+
+    monkeypatch.setattr(Puncher, "_punch", note)
+    monkeypatch.setattr(Puncher, "_connected", connected)
     run(main)
 
 

@@ -27,7 +27,7 @@ BENCHMARKS = {
     "reference": "training beside SPARTA's authors' simulator: loss, bytes, time blocked (rival: exo gym's algorithm)",
     "simulate": "CPU of the simulator beside that of the bare training steps; 64 peers",
     "download": "a joiner's download on a link of 100 Mbit/s, whole and resumed (network namespaces, root)",
-    "wan": "a round over wide-area links: 2, 4 and 8 peers (namespaces, root; rival: gloo)",
+    "wan": "a round over wide-area links: 2, 4 and 8 peers (namespaces, root; rivals: gloo, hivemind)",
     "start": "start to first step, join to first step, with the demo model",
     "churn": "one of three peers is killed: time to the others' next round, and to its own after a restart",
 }

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import cpu_s
+from benchmarks.namespaces import Machine, enter
 from benchmarks.processes import Workers
 from benchmarks.shapes import gpt_25m
 
@@ -46,7 +48,10 @@ class HivemindRounds:
     failed: int
 
 
-def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> HivemindRounds:
+def measure(
+    *, state_sharing: bool, peers: int = 4, rounds: int = 5, machines: Sequence[Machine] = (),
+    round_timeout_s: float = ROUND_TIMEOUT_S,
+) -> HivemindRounds:  # fmt: skip
     """Average 25M fp32 parameters over `peers` processes, after one warm-up round.
 
     Args:
@@ -54,6 +59,8 @@ def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> Hivemind
             the DHT delay matchmaking: without it rounds take half as long.
         peers: number of processes, and the target group size.
         rounds: number of measured rounds.
+        machines: where each peer runs; empty: all on this machine.
+        round_timeout_s: a round that takes longer has failed.
 
     Raises:
         WorkerError: a process failed or was too slow.
@@ -61,7 +68,13 @@ def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> Hivemind
     seconds, cpu, failed = [], [], 0
     with (
         tempfile.TemporaryDirectory(prefix="p2ptrain-") as directory,
-        Workers(_peer, [(index, peers, state_sharing, directory) for index in range(peers)]) as swarm,
+        Workers(
+            _peer,
+            [
+                (index, peers, state_sharing, directory, machines[index] if machines else None, round_timeout_s)
+                for index in range(peers)
+            ],
+        ) as swarm,
     ):
         swarm.tell_one(0, [])
         first_address = swarm.hear_from(0, timeout_s=60.0)
@@ -73,7 +86,7 @@ def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> Hivemind
             swarm.hear(timeout_s=ROUND_TIMEOUT_S)
             cpu_before_s = cpu_s(swarm.pids)
             swarm.tell("round")
-            took_s = swarm.hear(timeout_s=2 * ROUND_TIMEOUT_S)
+            took_s = swarm.hear(timeout_s=round_timeout_s + ROUND_TIMEOUT_S)
             cpu_round_s = cpu_s(swarm.pids) - cpu_before_s
             swarm.tell("check")
             averaged = all(swarm.hear(timeout_s=ROUND_TIMEOUT_S))
@@ -89,7 +102,12 @@ def measure(*, state_sharing: bool, peers: int = 4, rounds: int = 5) -> Hivemind
     return HivemindRounds(seconds, cpu, failed)
 
 
-def _peer(pipe: Connection, index: int, peers: int, state_sharing: bool, directory: str) -> None:
+def _peer(
+    pipe: Connection, index: int, peers: int, state_sharing: bool, directory: str, machine: Machine | None,
+    round_timeout_s: float,
+) -> None:  # fmt: skip
+    if machine is not None:
+        enter(machine.pid)
     os.environ["HIVEMIND_LOGLEVEL"] = "CRITICAL"  # hivemind logs its own shutdown as errors
     import hivemind
     from hivemind.averaging import DecentralizedAverager
@@ -99,7 +117,10 @@ def _peer(pipe: Connection, index: int, peers: int, state_sharing: bool, directo
     P2P._UNIX_SOCKET_PREFIX = f"/unix{directory}/"  # hivemind does not remove its sockets
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes cannot be spawned
     initial_peers = pipe.recv()
-    dht = hivemind.DHT(initial_peers, start=True, startup_timeout=60.0, shutdown_timeout=15.0)
+    address = machine.address if machine is not None else "127.0.0.1"
+    dht = hivemind.DHT(
+        initial_peers, start=True, startup_timeout=60.0, shutdown_timeout=15.0, host_maddrs=[f"/ip4/{address}/tcp/0"]
+    )
     if not initial_peers:
         pipe.send([str(maddr) for maddr in dht.get_visible_maddrs()])
     model = gpt_25m()
@@ -111,14 +132,14 @@ def _peer(pipe: Connection, index: int, peers: int, state_sharing: bool, directo
         target_group_size=peers,
         compression=Float16Compression(),
         allow_state_sharing=state_sharing,
-        allreduce_timeout=ROUND_TIMEOUT_S,
+        allreduce_timeout=round_timeout_s,
     )
     pipe.send("ready")
     while (order := pipe.recv()) != "stop":
         if order == "prepare":
             pipe.send(_prepare(averager, model, offset=_OFFSET * (index - (peers - 1) / 2)))
         elif order == "round":
-            pipe.send(_average(averager))
+            pipe.send(_average(averager, round_timeout_s))
         else:
             pipe.send(_holds(averager, model))
     averager.shutdown()
@@ -134,12 +155,12 @@ def _prepare(averager: DecentralizedAverager, mean: nn.Module, offset: float) ->
             tensor.copy_(expected + offset)
 
 
-def _average(averager: DecentralizedAverager) -> float:
+def _average(averager: DecentralizedAverager, timeout_s: float) -> float:
     """Take part in a round. Returns its seconds on this peer, also if it failed."""
     started = time.perf_counter()
-    control = averager.step(timeout=ROUND_TIMEOUT_S, wait=False)
+    control = averager.step(timeout=timeout_s, wait=False)
     try:
-        control.result(timeout=ROUND_TIMEOUT_S)
+        control.result(timeout=timeout_s)
     except Exception:  # hivemind raises its own, asyncio's and concurrent.futures' errors: all mean "no round"
         control.cancel()
     return time.perf_counter() - started

@@ -14,15 +14,20 @@ the paper's bytes. Momentum is plain, not Nesterov's, in their code too.
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float32]
 
+# As the limit of an outer gradient's norm in a round (guess).
+MOST_TIMES = 3.0
+
 
 def pairwise_step(
-    anchor: Array, moment: Array, own: Array, partner: Array | None, *, lr: float, momentum: float
+    anchor: Array, moment: Array, own: Array, partner: Array | None, *, lr: float, momentum: float, scale: float = 1.0
 ) -> None:
     """Take one step, in place: m ← μ m + η (mean(θ) − φ); φ ← φ + m. Elementwise, so chunks can be updated separately.
 
@@ -33,17 +38,39 @@ def pairwise_step(
         partner: the partner's θ; None if we take the step alone, and overwritten otherwise.
         lr: η.
         momentum: μ, in [0, 1).
+        scale: of the partner's difference from φ (see `clip_scale`).
     """
+    update = np.zeros_like(own) if partner is None else partner
+    own -= anchor
     if partner is None:
-        partner = own.copy()
-    partner += own
-    partner *= np.float32(0.5)
-    partner -= anchor
-    partner *= np.float32(lr)
+        update += own
+    else:
+        update -= anchor
+        update *= np.float32(scale)
+        update += own
+        update *= np.float32(0.5)
+    update *= np.float32(lr)
     moment *= np.float32(momentum)
-    moment += partner
+    moment += update
+    # φ + m − θ, without rounding to the size of φ in between.
+    np.subtract(moment, own, out=own)
     anchor += moment
-    np.subtract(anchor, own, out=own)
+
+
+def clip_scale(own: float, before: Sequence[float], partner: float) -> float:
+    """By how much to scale a partner's difference from our anchor, so that one liar does not move us far.
+
+    Self-centred clipping (He, Karimireddy and Jaggi, 2022). The limit is `MOST_TIMES` × the larger of ours and
+    the median of the last partners'. Ours alone falls with the learning rate, while anchors stay apart. An honest
+    partner that is far brings us nearer all the same; refusing it would keep the two apart for ever.
+
+    Args:
+        own: the Euclidean norm of θ − φ, both ours.
+        before: those of the last partners' θ − our φ, one for each, as scaled then.
+        partner: that of this partner's.
+    """
+    usual = max(own, statistics.median_low(before) if before else 0.0)
+    return min(1.0, MOST_TIMES * usual / partner) if partner > 0 else 1.0
 
 
 def squared_distance(own: Array, partner: Array) -> float:

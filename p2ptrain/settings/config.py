@@ -36,7 +36,7 @@ BASELINE: Mapping[str, Any] = {}
 # Sent and hashed even if at the baseline.
 ALWAYS_STATED = ("run_id", "protocol_version")
 
-AVERAGINGS = ("parts", "gather")
+AVERAGINGS = ("parts", "gather", "pairwise")
 ROUND_MEANS = ("weighted", "disjoint", "clipped", "trimmed", "geometric")
 # A run's texts come from other peers, and are shown on the terminal.
 RUN_ID = text(
@@ -109,9 +109,10 @@ class RunConfig:
         help="Number of peers that get each fragment.",
         why="The fewest bytes: two peers take twice as many.")
     averaging: str = setting("parts", choice(*AVERAGINGS),
-        help="Each peer averages one part, or every peer averages everything.",
+        help="Each peer averages one part, all average everything, or pairs average.",
         why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
-        "Gather suits two or three peers, and topk.")
+        "Gather suits two or three peers, and topk. Pairwise (NoLoCo) is for swarms beyond what a round can hold: "
+        "random pairs, no rounds but the last, and peers that are close, not equal.")
     round_codec: str = setting("int8", choice("int8", "int4", "fp16", "none", "topk"),
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
@@ -193,6 +194,18 @@ class RunConfig:
         exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
         rule = "local unless round_codec = 'none' and round_mean = 'weighted'"
         check(exact, "inner_moments", self.inner_moments, rule)
+        if self.averaging == "pairwise":
+            self._check_pairwise()
+
+    def _check_pairwise(self) -> None:
+        """Raises ConfigError unless pairwise steps can have the other settings."""
+        # Partners send their weights themselves, which int4, topk and pruning would spoil.
+        for name, allowed in (
+            ("outer_optimizer", ("sgdm",)), ("round_codec", ("int8", "fp16", "none")), ("prune_fraction", (0,)),
+            ("sync_schedule", ("fixed",)), ("outer_lr_schedule", ("constant",)), ("inner_moments", ("local",)),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            check(value in allowed, name, value, f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'")
 
     @property
     def digest(self) -> str:

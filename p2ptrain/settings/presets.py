@@ -47,4 +47,14 @@ PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
         "outer_lr": 0.7,
         "outer_momentum": 0.9,
     },
+    # NoLoCo (arXiv 2506.10911): random pairs instead of rounds. The model is up to the user.
+    "noloco": {
+        "averaging": "pairwise",
+        # Half of the paper's DiLoCo: a pair's step sends one encoded model, a round two.
+        "sync_every": 50,
+        "fragment_fraction": 0.0,
+        "outer_optimizer": "sgdm",
+        "outer_lr": 0.7,
+        "outer_momentum": 0.5,
+    },
 }

@@ -51,7 +51,7 @@ class Records:
     @property
     def bytes_sent(self) -> int:
         """Bytes of fragments and rounds on the wire, all peers together."""
-        return sum(event["bytes_sent"] for _, event in self.of("fragments", "round"))
+        return sum(event["bytes_sent"] for _, event in self.of("fragments", "round", "pair"))
 
     @property
     def final_loss(self) -> float:
@@ -88,7 +88,7 @@ class Records:
         """A row for each step with evaluations; see COLUMNS. None where nothing was measured."""
         rows = []
         losses, samples, training = self.by_step("eval"), self.by_step("sample"), self.by_step("step")
-        sent = [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round")]
+        sent = [(event["t"], event["bytes_sent"]) for _, event in self.of("fragments", "round", "pair")]
         since = 0
         for step, events in losses.items():
             values = [event["values"] for event in samples.get(step, [])]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from p2ptrain.algorithms.pairwise import pairwise_step, spread, squared_distance
+from p2ptrain.algorithms.pairwise import MOST_TIMES, clip_scale, pairwise_step, spread, squared_distance
 
 ETA, MU = 0.7, 0.5
 
@@ -78,3 +78,19 @@ def test_spread_estimates_how_far_a_peer_is_from_the_mean_of_all() -> None:
     assert spread(*peers) == pytest.approx(0.1, rel=0.05)
     assert spread(mean, mean) == 0 == spread(np.zeros_like(mean), mean)
     assert squared_distance(mean, mean + 1) == pytest.approx(mean.size, rel=1e-5)
+
+
+def test_a_first_partner_that_is_far_counts_as_three_times_what_we_moved() -> None:
+    anchor, own, liar = np.zeros((2, 64), np.float32), randn(2, 64, seed=1), 1e9 * randn(2, 64, seed=2)
+    scale = clip_scale(float(np.linalg.norm(own)), [], float(np.linalg.norm(liar)))
+    moment = np.zeros_like(anchor)
+    pairwise_step(anchor, moment, own.copy(), liar, lr=1.0, momentum=0.0, scale=scale)
+    assert np.linalg.norm(2 * anchor - own) == pytest.approx(MOST_TIMES * np.linalg.norm(own), rel=1e-5)
+    assert clip_scale(1.0, [], 2.9) == 1 == clip_scale(0.0, [], 0.0)
+
+
+def test_what_most_partners_have_in_common_is_not_scaled_and_one_liar_is() -> None:
+    # Late in a run peers move little, and their anchors are still apart.
+    assert clip_scale(0.1, [5.0, 6.0, 7.0], 8.0) == 1
+    assert clip_scale(0.1, [5.0, 1e9, 6.0], 1e9) == pytest.approx(18 / 1e9)
+    assert clip_scale(0.1, [5.0, 1e9], 1e9) == pytest.approx(15 / 1e9)

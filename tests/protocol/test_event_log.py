@@ -197,6 +197,10 @@ EXTREMES: dict[str, dict[str, Any]] = {
         "bytes_sent": 10**15, "bytes_received": 10**15, "wall_s": math.nan, "stall_s": 1e300, "tokens_discarded": 2**53,
         "reason": "x" * 5000, "cosine": -math.inf, "mean_norm": 1e300,
     },
+    "pair": {
+        "step": 2**53, "status": "paired", "partner": IDS[0], "reason": "x" * 5000, "bytes_sent": 10**15,
+        "bytes_received": 10**15, "wall_s": math.inf, "distance": math.nan, "spread": 1e300,
+    },
     "eval": {"step": 2**53, "loss": -(10**7)},
     "sample": {"step": 2**53, "every": 2**53, "values": [np.float64(1e17)] * 5000},
     "peers": {"alive": IDS},

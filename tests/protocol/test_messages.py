@@ -154,9 +154,10 @@ def test_the_numbers_on_the_wire_stay_what_they_are() -> None:
     assert names == [
         "Hello", "Beat", "Ack", "Leave", "Fragment", "Due", "Call", "Join", "Refuse", "Roster", "Contribution",
         "Arrived", "Reduce", "Reduced", "Propose", "Ready", "Commit", "Abort", "Withdraw", "Request", "Answer",
-        "Landed", "Accuse", "Challenge", "Proof", "Mean",
+        "Landed", "Accuse", "Challenge", "Proof", "Mean", "PairOffer", "PairAnswer",
+        "PairWeights",
     ]  # fmt: skip
-    assert list(KINDS) == list(range(1, 27))
+    assert list(KINDS) == list(range(1, 30))
 
 
 def test_attempts_are_ordered_by_counter_then_leader_then_incarnation() -> None:

@@ -312,5 +312,5 @@ def test_a_joiners_preset_contradicts_nothing() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"--preset: 'dilocco' must be one of diloco, sparta-124m"):
+    with pytest.raises(ConfigError, match=r"--preset: 'dilocco' must be one of diloco, sparta-124m, noloco"):
         merge({"preset": "dilocco"}, {})

@@ -25,7 +25,7 @@ FOLD_S = 2.0
 # Limit for all observers together: a hundredth of a fast link, a third of a slow one (guess).
 RATE_BYTES_S = 512 * 1024
 # Entries kept of each kind of event: 1024 steps cover a day at 84 s each.
-MOST = {"step": 1024, "fragments": 1024, "round": 1024, "eval": 512, "sample": 128}
+MOST = {"step": 1024, "fragments": 1024, "round": 1024, "pair": 1024, "eval": 512, "sample": 128}
 MOST_OF_OTHERS = 256
 # Share of the newest entries, which are not merged.
 FRESH = 0.25
@@ -158,6 +158,9 @@ def _merge(older: Entry, newer: Entry) -> Entry:
             for name in ("skipped", "to"):
                 event[name] = dict(Counter(a[name]) + Counter(b[name]))
             event["staleness"] = _mean(a["staleness"], a["merged"], b["staleness"], b["merged"])
+        case "pair":
+            for name in ("bytes_sent", "bytes_received"):
+                event[name] = a[name] + b[name]
         case "round":
             # Bytes that this peer sent for merged rounds.
             event["earlier_bytes_sent"] = (

@@ -90,6 +90,10 @@ KINDS: dict[str, Kind] = {
         },
         {"record_sha256": Text, "cosine": Number | None, "mean_norm": Number | None, "earlier_bytes_sent": Count},
     ),
+    "pair": Kind({
+        "step": Count, "status": Text, "partner": Name, "reason": Text, "bytes_sent": Count, "bytes_received": Count,
+        "wall_s": Number | None, "distance": Number | None, "spread": Number | None,
+    }),
     "eval": Kind({"step": Count, "loss": Loss}),
     "sample": Kind({"step": Count, "every": Annotated[int, Meta(ge=1, lt=LARGEST)], "values": Numbers}),
     "peers": Kind({"alive": Names}),

@@ -53,6 +53,7 @@ class Exchange:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last included.
         merge_cpu_s: CPU seconds of merging the last fragment.
+        pairwise: whether outer steps are taken in pairs, and a round at the end of the run only.
         inbox: received fragments, and counts of merged and skipped ones.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
@@ -92,7 +93,9 @@ class Exchange:
         self.loses_gradient: Callable[[], bool] = lambda: False
         # Tokens in this peer's shard, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
-        self._num_moments = OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
+        self.pairwise = run.averaging == "pairwise"
+        # What rounds agree on has no moments with pairwise steps: each peer has its own, and rounds are plain averages.
+        self._num_moments = 0 if self.pairwise else OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
         self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
         self._slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._fragment_schedule = run.fragment_schedule
@@ -171,6 +174,16 @@ class Exchange:
     @property
     def due(self) -> bool:
         return self._position.due
+
+    @property
+    def round_due(self) -> bool:
+        """Whether a round is due. With pairwise steps, only the one at the end of the run is."""
+        return self._position.at_length if self.pairwise else self._position.due
+
+    @property
+    def of_interval(self) -> float:
+        """Completed fraction of the interval between two outer steps; above 1 if this one is overdue."""
+        return self._position.of_interval
 
     @property
     def fragment_rate(self) -> float:
@@ -321,7 +334,7 @@ class Exchange:
         def tell() -> None:
             # Otherwise the request was withdrawn or replaced while the weights were read.
             if self._wish is wanted:
-                self.on_snapshot(snapshot)
+                (wanted.take or self.on_snapshot)(snapshot)
 
         self._tell("a snapshot was taken", tell)
 

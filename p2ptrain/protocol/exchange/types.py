@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,10 +72,14 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWanted:
-    """A request to copy the weights into `buffer` when the round is due, or at `latest_s` at the latest."""
+    """A request to copy the weights into `buffer` when the round is due, or at `latest_s` at the latest.
+
+    `take` gets the snapshot; None: the exchange's `on_snapshot`.
+    """
 
     buffer: torch.Tensor
     latest_s: float
+    take: Callable[[Snapshot], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

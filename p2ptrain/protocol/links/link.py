@@ -22,7 +22,18 @@ from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
-from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Hello, Leave, Mean, Message
+from p2ptrain.protocol.wire.messages import (
+    Ack,
+    Answer,
+    Beat,
+    Contribution,
+    Fragment,
+    Hello,
+    Leave,
+    Mean,
+    Message,
+    PairWeights,
+)
 from p2ptrain.protocol.wire.transport import PeerId, Stream
 from p2ptrain.settings.peer_config import NetworkConfig
 
@@ -277,7 +288,7 @@ class Link:
             raise
 
     async def _take(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
-        if payload and not isinstance(message, Answer | Contribution | Fragment | Mean):
+        if payload and not isinstance(message, Answer | Contribution | Fragment | Mean | PairWeights):
             raise WireError(f"{type(message).__name__} with a payload")
         size, acked_before = frames.PREFIX_BYTES + prefix.body_bytes, self.flow.acked
         if self.flow.note_acked(prefix.acked_bytes, trio.current_time()):
@@ -336,6 +347,6 @@ def _traffic_of(message: Message, payload: bytes) -> Traffic:
     match message:
         case Fragment():
             return Traffic.FRAGMENT
-        case Contribution() | Mean() | Answer(note="part"):
+        case Contribution() | Mean() | PairWeights() | Answer(note="part"):
             return Traffic.ROUND
     return Traffic.STATE if payload else Traffic.CONTROL

@@ -23,7 +23,7 @@ from __future__ import annotations
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.links.flow_control import ACK_EVERY_BYTES
 from p2ptrain.protocol.token_bucket import TokenBucket
-from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Mean, Message
+from p2ptrain.protocol.wire.messages import Ack, Answer, Beat, Contribution, Fragment, Mean, Message, PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 
 BEATS_PER_S = 5.0
@@ -53,7 +53,7 @@ class MessageRates:
             newly_acked_bytes: by how much its frame advanced the count of bulk bytes that the peer has received.
         """
         match message:
-            case Answer() | Contribution() | Mean():
+            case Answer() | Contribution() | Mean() | PairWeights():
                 return
             case Ack() if newly_acked_bytes >= ACK_EVERY_BYTES:
                 return

@@ -26,6 +26,7 @@ from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.node.requests import RequestServer
+from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
@@ -124,7 +125,8 @@ class Node:
         )  # fmt: skip
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
-        self._server = RequestServer(self.engine, buffers, event_log)
+        self.pairwise = Pairwise(self.engine, rng, events) if run.averaging == "pairwise" else None
+        self._server = RequestServer(self.engine, self.pairwise, buffers, event_log)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
 
@@ -141,6 +143,9 @@ class Node:
             await self.state_sync.joining.establish()
             self.membership.settle()
             await nursery.start(self.engine.run_forever)
+            if self.pairwise is not None:
+                await self.pairwise.begin()
+                nursery.start_soon(self.pairwise.run_forever)
             if self._gossip is not None:
                 nursery.start_soon(self._gossip.run_forever)
             nursery.start_soon(self._record_fragments)
@@ -171,7 +176,9 @@ class Node:
     @property
     def status(self) -> str:
         """What this peer is doing now, as text."""
-        return self.engine.status if self.ready.is_set() else self.state_sync.joining.status
+        if not self.ready.is_set():
+            return self.state_sync.joining.status
+        return (self.pairwise.status if self.pairwise is not None else "") or self.engine.status
 
     @property
     def others(self) -> list[PeerStatus]:
@@ -238,6 +245,8 @@ class Node:
         if not self._leaving:
             logger.info("lost %s: %s", link.peer_id, link.lost_reason)
         self.engine.note_lost(link.peer_id)
+        if self.pairwise is not None:
+            self.pairwise.note_lost(link.peer_id)
         self._record_peers()
 
     async def on_message(self, link: Link, message: messages.Message, payload: bytes) -> None:
@@ -266,6 +275,11 @@ class Node:
             case messages.Contribution() | messages.Mean():
                 if self.ready.is_set():
                     self.engine.deliver(link.peer_id, message, payload)
+            case messages.PairOffer() | messages.PairAnswer() | messages.PairWeights():
+                if self.pairwise is None:
+                    raise WireError(f"{type(message).__name__} in a run without pairwise steps")
+                if self.ready.is_set():
+                    self.pairwise.deliver(link, message, payload)
             case messages.Ack():
                 pass
             case _ if self.ready.is_set():

@@ -12,6 +12,7 @@ import trio
 from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire import messages
@@ -37,8 +38,11 @@ class RequestServer:
     `buffers` serializes the model's buffers.
     """
 
-    def __init__(self, engine: RoundDriver, buffers: Callable[[], bytes], event_log: EventLog) -> None:
+    def __init__(
+        self, engine: RoundDriver, pairwise: Pairwise | None, buffers: Callable[[], bytes], event_log: EventLog
+    ) -> None:
         self._engine = engine
+        self._pairwise = pairwise
         self._context = engine.context
         self._state = StateServer(engine, buffers)
         self._event_log = event_log
@@ -87,6 +91,8 @@ class RequestServer:
             case "relayed":
                 relayed = json.dumps(self._context.links.relayed()).encode()
                 await link.send_bulk(messages.Answer(request.request, True, "relayed"), relayed, Traffic.STATE)
+            case "anchor" if self._pairwise is not None:
+                await self._pairwise.serve(link, request)
             case "part":
                 await self._context.parts.serve(link, request)
             case "contribution":

@@ -125,6 +125,13 @@ class RoundDriver:
         return f"round {self.round_state.round}: {stage}" if stage else "training"
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a round uses the weights: an attempt runs, our snapshot is taken, or a round is being applied."""
+        state = self.round_state
+        deciding = state.member is not None or state.proposer is not None or state.learned is not None
+        return deciding or self.committer.resolving or self._taker.own is not None
+
+    @property
     def _takes_part(self) -> bool:
         """Not while a round is applied or the state replaced, after the run's last round, or when we leave."""
         finished = 0 < self.context.run.total_steps <= self.head.run_step
@@ -293,7 +300,9 @@ class RoundDriver:
         elif state.member is None and state.proposer is None and not self._schedule.waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
-        if not self.committer.interrupted and self._lineage_watch.has_ended(self.head, three_intervals_s, now):
+        ended = self._lineage_watch.has_ended(self.head, three_intervals_s, now)
+        # Pairs need no voters: with them, a lineage is not missed before its round is due.
+        if ended and not self.committer.interrupted and (not self._exchange.pairwise or self._exchange.round_due):
             self.found_lineage(self.head, self.history)
         return wake_s
 

@@ -75,14 +75,17 @@ def record_of(
 
 def most_run_step(run: RunConfig, head: Head) -> int:
     """The furthest that the round after `head` may bring the run, whatever steps its members claim."""
+    if run.averaging == "pairwise" and run.total_steps:
+        return run.total_steps
     furthest = head.run_step + MOST_INTERVALS * run.sync_every
     return min(furthest, run.total_steps) if run.total_steps else furthest
 
 
 def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:
     """Outer optimizer, learning rate and momentum of a round that brings the run to this step."""
-    if 0 < run.total_steps <= run_step:
-        # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323).
+    if 0 < run.total_steps <= run_step or run.averaging == "pairwise":
+        # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323). Pairwise
+        # steps are the outer optimizer of their runs.
         return "sgd", 1.0, 0.0
     progress = run_step / run.total_steps if run.total_steps else 0.0
     return run.outer_optimizer, run.outer_lr * outer_lr_scale(run.outer_lr_schedule, progress), run.outer_momentum

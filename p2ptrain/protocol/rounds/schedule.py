@@ -22,6 +22,11 @@ DUE_AGAIN_S = 3.0
 # A peer that is alone delays a round by at most this for joiners that make progress. 124M parameters and a moment take
 # 90 s at 100 Mbit/s, a quarter of an hour at 10 Mbit/s.
 JOINERS_PATIENCE_S = 1000.0
+# A peer that has begun a lineage for the last round of a run with pairwise steps waits this long for one other to
+# follow: partners compare histories every 10 s.
+FOLLOWERS_PATIENCE_S = 30.0
+# In such a run the last round waits this long for half of the linked members to be due (guess).
+MEMBERS_PATIENCE_S = 60.0
 # A Join is sent by the end of the window; on a busy machine it may take this long to arrive (guess).
 JOIN_GRACE_S = 0.5
 # Two leaders that interrupted each other wait for different times before they call again.
@@ -82,6 +87,7 @@ class Schedule:
         self._counters: dict[PeerId, int] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = 0.0
+        self._began_s: float | None = None
         self._sent_s = 0.0
         self._sent_for = ("", -2, 0)
         self._called_s = self._delayed_until_s = 0.0
@@ -90,6 +96,7 @@ class Schedule:
         """After a new head: forget Dues of earlier rounds."""
         self.counter = 0
         self._counters = {}
+        self._began_s = self._began_s if same_lineage else None
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
 
     def skip(self, round_: int) -> None:
@@ -99,11 +106,17 @@ class Schedule:
     def waits(self, now: float) -> bool:
         """Whether to delay a round for joiners, as it would change the state that they download.
 
-        Only if this peer is alone: a slow joiner must not delay other members.
+        Only if this peer is alone: a slow joiner must not delay other members. With pairwise steps, also for peers of
+        another lineage, which follow.
         """
         exchange, host = self._context.exchange, self._context.host
-        if not exchange.due:
+        if not exchange.round_due:
             self._due_from_s = now
+        if self._began_s is None:
+            self._began_s = now
+        if exchange.pairwise and not host.trainers() and self._context.links.trainers():
+            # The one round of the run is not for us alone, because we have founded a lineage for it.
+            return now - self._began_s < FOLLOWERS_PATIENCE_S
         if exchange.at_length or host.trainers() or not host.joiners():
             return False
         return now - self._due_from_s < JOINERS_PATIENCE_S
@@ -111,7 +124,7 @@ class Schedule:
     def due(self, head: Head, attempts_failed: int, now: float) -> Due | None:
         """The Due to send to all peers, including ourselves; None if we are not due or have just sent it."""
         this = (head.lineage, head.round, attempts_failed)
-        if not self._context.exchange.due or (this == self._sent_for and now - self._sent_s <= DUE_AGAIN_S):
+        if not self._context.exchange.round_due or (this == self._sent_for and now - self._sent_s <= DUE_AGAIN_S):
             return None
         self.counter += this == self._sent_for
         self._sent_s, self._sent_for = now, this
@@ -135,6 +148,10 @@ class Schedule:
         liveness, ignored = self._context.liveness, self.leaders.backed_off(now)
         present = {voter for voter in liveness.present() if voter[0] not in ignored}
         due = self._due.get(head.round + 1, set())
+        # With pairwise steps its only voter, who founded the run, may be far ahead of most.
+        few = self._context.exchange.pairwise and 2 * len(due) < len(present)
+        if few and now - self._due_from_s < MEMBERS_PATIENCE_S:
+            return False
         return leader_of(head, self.counter, due, present, liveness.reaches(head)) == self._context.peer_id
 
     def delay_s(self, now: float) -> float:

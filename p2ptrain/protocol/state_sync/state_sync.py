@@ -197,14 +197,17 @@ class StateSync:
             if not self._prefers(donor, head, entries):
                 self._download = None
                 return False
+            run_step: int | None = None
             if head.state_sha256 != engine.head.state_sha256:
                 if self._download is None:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)
+            elif context.exchange.pairwise:
+                run_step = context.exchange.run_step  # Pairs have brought us further than the head's round.
             self._download = None
             kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"
             engine.adopt(signed, History(signed.genesis, merged(engine.history.entries, entries)))
-            await self._arrivals.land(kind, reason)
+            await self._arrivals.land(kind, reason, run_step)
         return True
 
     def _prefers(self, donor: Link | None, head: Head, entries: Sequence[Entry]) -> bool:

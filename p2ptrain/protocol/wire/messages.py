@@ -504,6 +504,38 @@ class Mean(_Struct, frozen=True):
     start: Int
 
 
+class PairOffer(_Struct, frozen=True):
+    """The sender looks for a partner for its outer step `number`, its own count. Answered with PairAnswer."""
+
+    lineage: Lineage
+    number: Count
+
+
+class PairAnswer(_Struct, frozen=True):
+    """The answer to an offer, or (not accepted) the end of an exchange that was agreed on.
+
+    Attributes:
+        offer: of the receiver's step, as in its offer.
+        number: of the sender's own step, if accepted.
+    """
+
+    offer: Count
+    number: Count
+    accepted: bool
+
+
+class PairWeights(_Struct, frozen=True):
+    """To a partner: a chunk of the sender's weights (payload, encoded), in order; last a sample of its anchor.
+
+    Attributes:
+        number: of the sender's step.
+        start: the first block of the chunk.
+    """
+
+    number: Count
+    start: Count
+
+
 class Request(_Struct, frozen=True):
     """A request; `docs/protocol.md` lists each `what` with its `subject` and `index`."""
 
@@ -527,7 +559,7 @@ class Answer(_Struct, frozen=True):
 Message = (
     Hello | Beat | Ack | Leave | Fragment | Due | Call | Join | Refuse | Roster | Contribution | Arrived | Reduce
     | Reduced | Propose | Ready | Commit | Abort | Withdraw | Request | Answer | Landed | Accuse | Challenge | Proof
-    | Mean
+    | Mean | PairOffer | PairAnswer | PairWeights
 )  # fmt: skip
 
 # The numbers on the wire: add at the end, never reorder.

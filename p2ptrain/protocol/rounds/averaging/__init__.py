@@ -1,7 +1,8 @@
 """Averaging strategies: how the members' outer gradients become one mean.
 
 `strategy` has the interface, and every other file one strategy. A new one is a file here, a line in `STRATEGIES`, and
-its name in `config.AVERAGINGS`. Weights and contributors are decided in `rounds/policy.py`.
+its name in `config.AVERAGINGS`. Weights and contributors are decided in `rounds/policy.py`. With pairwise steps
+(`protocol/pairwise`), the one round of a run is averaged as with "parts".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.settings.config import RunConfig
 
-STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gather": Gather}
+STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gather": Gather, "pairwise": Parts}
 
 
 def averaging_of(run: RunConfig) -> Averaging:

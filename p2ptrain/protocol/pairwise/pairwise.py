@@ -1,0 +1,422 @@
+"""The outer steps of one peer with random partners, and what a joiner needs to take part.
+
+A peer whose step is due looks for a partner while it trains on. Once there is one, both copy their weights at their
+next inner step and send them to each other. Each then takes its own step, and adds the change of its copy to its live
+weights. A peer that finds no partner within a quarter of an interval, or whose partner falls silent, takes the step
+alone: waiting for a third one would cost more of the interval than one step without a partner.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import trio
+
+from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.pairwise import clip_scale, pairwise_step, spread, squared_distance
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
+from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.nursery import nursery_raising
+from p2ptrain.protocol.pairwise.matching import Matching, on_answer, on_offer
+from p2ptrain.protocol.pairwise.partner import PartnerWeights, sample_blocks
+from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.part_store import fetch_pipelined
+from p2ptrain.protocol.rounds.snapshot import touched_buffer
+from p2ptrain.protocol.wire.messages import Answer, PairAnswer, PairOffer, PairWeights, Request
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# How often we look whether a step is due.
+POLL_S = 0.1
+# A peer accepts a partner from this share of its interval on, and looks for one until the other (guesses).
+WILLING_FROM, LOOK_UNTIL = 0.75, 1.25
+# An offer is answered at once by a peer that has read it; with a slow link, after some round trips (guess).
+ANSWER_S = 1.0
+# Between two offers, so that peers that are due at one moment do not all wait for each other's answers.
+LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
+# Partners by whose distances a far one is told (guess).
+PARTNERS_REMEMBERED = 8
+# A chunk of a donor's anchor, as one of the state in `state_sync`.
+CHUNK_TIMEOUT_S = 60.0
+# Before an anchor is asked of another donor, and after an unexpected error.
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """Of one step: why it was taken alone or left out, and how far the partner was."""
+
+    status: str
+    partner: PeerId = ""
+    reason: str = ""
+    distance: float | None = None
+    spread: float | None = None
+
+
+class Pairwise:
+    """Takes this peer's outer steps, and serves its anchor to joiners.
+
+    Args:
+        record: takes a name of an event and its fields.
+    """
+
+    def __init__(self, engine: RoundDriver, rng: random.Random, record: Callable[..., None]) -> None:
+        self._engine = engine
+        self._context = context = engine.context
+        self._exchange = context.exchange
+        self._run = context.run
+        self._rng = rng
+        self._record = record
+        num_blocks = context.state.num_blocks
+        self.anchor = np.zeros((num_blocks, 64), np.float32)
+        self.moment = np.zeros_like(self.anchor)
+        self._bounds = chunk_bounds(0, num_blocks)
+        self._sampled = sample_blocks(num_blocks)
+        self._state = ""
+        self._matching = Matching()
+        self._incoming: PartnerWeights | None = None
+        # Of the last partners' weights from our anchor, as scaled.
+        self._distances: dict[PeerId, float] = {}
+        self._stepping = False
+        self._changed = trio.Event()
+        self._traffic_before = (0, 0)
+
+    @property
+    def status(self) -> str:
+        """What this peer is doing, for people; "" between two steps."""
+        if self._matching.partner:
+            return "outer step with a partner"
+        return "looking for a partner" if self._matching.asked else ""
+
+    # At the start.
+
+    async def begin(self) -> None:
+        """Get our first anchor: that of a peer that is more than an interval ahead, else our own weights."""
+        while (donors := self._ahead()) and not await self._copy_anchor(self._rng.choice(donors)):
+            await trio.sleep(RETRY_S)
+        if not donors:
+            await self._restart()
+
+    def _ahead(self) -> list[Link]:
+        """Linked peers to copy the anchor of: those where the others are, if that is more than an interval ahead."""
+        step, interval = self._others_step(), self._run.sync_every
+        if step <= self._exchange.run_step + interval:
+            return []
+        near = [link for link in self._partners() if link.beat and abs(link.beat.step - step) <= interval]
+        return [link for link in near if link.peer_id in self._context.links.chosen] or near
+
+    def _others_step(self) -> int:
+        """A step of the run that a third of the linked peers of our lineage have reached; 0 without any.
+
+        Steps are claims. Fewer liars than that cannot raise it, nor can new members, that are at 0, hide it.
+        """
+        steps = sorted(link.beat.step for link in self._partners() if link.beat is not None)
+        return steps[(2 * len(steps) - 1) // 3] if steps else 0
+
+    def _partners(self) -> list[Link]:
+        links = (self._context.links.get(peer_id) for peer_id in self._context.host.trainers())
+        return [link for link in links if link is not None]
+
+    async def _restart(self) -> None:
+        """Go on from our weights: they become the anchor, and the momentum is zero."""
+        self._state = self._engine.head.state_sha256
+        snapshot = await self._snapshot()
+        if snapshot is not None:
+            self.anchor[:] = snapshot.weights.numpy()
+            self.moment[:] = 0
+
+    async def _copy_anchor(self, donor: Link) -> bool:
+        """Take a donor's anchor as ours, and as our weights. False if it does not give it."""
+        assert donor.beat is not None
+        run_step, buffer = donor.beat.step, await self._context.compute(np.empty_like, self.anchor)
+
+        async def fetch(index: int) -> None:
+            answer, payload = await self._context.links.request(donor, "anchor", "", index, timeout_s=CHUNK_TIMEOUT_S)
+            chunk = buffer[index * STATE_CHUNK_BLOCKS : (index + 1) * STATE_CHUNK_BLOCKS]
+            if not answer.found:
+                raise PeerLostError(f"{donor.peer_id}: gives no anchor")
+            if len(payload) != chunk.nbytes:
+                raise WireError(f"{len(payload)} bytes for a chunk of an anchor of {chunk.nbytes}")
+            chunk[:] = np.frombuffer(payload, "<f4").reshape(chunk.shape)
+            if not is_within(chunk, MAX_GRADIENT):
+                raise WireError(f"an anchor with values that are NaN or beyond {MAX_GRADIENT:g}")
+
+        with self._context.links.containing(donor, "copying its anchor"):
+            try:
+                await fetch_pipelined(self._context.state.num_slices, fetch)
+            except PeerLostError as error:
+                logger.info("copying the anchor of %s: %s", donor.peer_id, error)
+                return False
+            self._state = self._engine.head.state_sha256
+            self.anchor[:], self.moment[:] = buffer, 0
+            await self._land("write", torch.from_numpy(buffer), run_step, None)
+            self._record_step(_Outcome("joined", donor.peer_id), trio.current_time())
+            return True
+        return False
+
+    async def serve(self, link: Link, request: Request) -> None:
+        """Answer a request for a chunk of our anchor. While a step changes it, chunks may be of before and after."""
+        found = 0 <= request.index < self._context.state.num_slices
+        start = request.index * STATE_CHUNK_BLOCKS
+        payload = self.anchor[start : start + STATE_CHUNK_BLOCKS].astype("<f4").tobytes() if found else b""
+        await link.send_bulk(Answer(request.request, found, "anchor"), payload, Traffic.STATE)
+
+    # Messages and links.
+
+    def deliver(self, link: Link, message: PairOffer | PairAnswer | PairWeights, payload: bytes) -> None:
+        """Take one message. Raises WireError where it breaks the protocol; stale ones are ignored."""
+        reply: PairAnswer | None = None
+        match message:
+            case PairOffer():
+                willing = self._is_willing and message.lineage == self._engine.head.lineage
+                self._matching, reply = on_offer(self._matching, link.peer_id, message, willing=willing)
+            case PairAnswer():
+                self._matching, reply = on_answer(self._matching, link.peer_id, message)
+            case PairWeights():
+                if (link.peer_id, message.number) == self._sender:
+                    self._partner_weights().add(message, payload, trio.current_time())
+        if reply is not None:
+            link.send(reply)
+        self._wake()
+
+    def note_lost(self, peer_id: PeerId) -> None:
+        """The link to a peer broke."""
+        self._matching = self._matching.without(peer_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _partner_weights(self) -> PartnerWeights:
+        """What our partner has sent; its first chunk may come before our copy is taken."""
+        if self._incoming is None or self._incoming.sender != self._sender:
+            context = self._context
+            self._incoming = PartnerWeights(
+                self._sender, context.codec, context.state.num_blocks, trio.current_time()
+            )  # fmt: skip
+        return self._incoming
+
+    @property
+    def _sender(self) -> tuple[PeerId, int]:
+        """Our partner, and the number of its step."""
+        return self._matching.partner, self._matching.partner_number
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the weights are a round's now, or soon: inner steps must follow the last outer one."""
+        total = self._run.total_steps
+        ends = total > 0 and total - self._exchange.run_step < self._run.sync_every / 2
+        return ends or self._engine.is_busy
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether a step may begin: no round has changed the weights since our anchor was taken, and none is on."""
+        return self._state == self._engine.head.state_sha256 and not self._waits
+
+    @property
+    def _is_willing(self) -> bool:
+        return self._is_free and not self._stepping and self._exchange.of_interval >= WILLING_FROM
+
+    # Steps.
+
+    async def run_forever(self) -> None:
+        """Take outer steps until cancelled."""
+        while True:
+            try:
+                if self._state != self._engine.head.state_sha256 and not self._waits:
+                    # A round has changed the weights.
+                    await self._restart()
+                elif self._is_free and (self._exchange.due or self._matching.partner):
+                    await self._step()
+                else:
+                    with trio.move_on_after(POLL_S):
+                        await self._changed.wait()
+            except Exception as error:
+                self._context.errors.note("an outer step with a partner; it is left out", error)
+                await trio.sleep(RETRY_S)
+
+    async def _step(self) -> None:
+        began_s = trio.current_time()
+        outcome = _Outcome("skipped", reason="a round began")
+        try:
+            await self._find_partner()
+            if self._is_free:
+                outcome = await self._step_with(self._matching.partner)
+        finally:
+            if self._matching.partner and outcome.status != "paired":
+                link = self._context.links.get(self._matching.partner)
+                if link is not None:
+                    link.send(PairAnswer(self._matching.partner_number, 0, False))
+            self._matching, self._incoming, self._stepping = self._matching.stepped(), None, False
+        if outcome.status == "skipped" and not self._exchange.at_length:
+            self._exchange.postpone()
+        self._record_step(outcome, began_s)
+
+    async def _find_partner(self) -> None:
+        """Offer to one random peer after the other, until one accepts, or we have looked for long enough."""
+        declined: set[PeerId] = set()
+        while not self._matching.partner and self._is_free and self._exchange.of_interval < LOOK_UNTIL:
+            rtt_s = self._context.liveness.round_trip_s()
+            pause_s = self._rng.uniform(0, max(LEAST_PAUSE_S, PAUSE_ROUND_TRIPS * rtt_s))
+            await self._until(lambda: bool(self._matching.partner), pause_s)
+            partners = self._partners()
+            if not partners or self._matching.partner:
+                return
+            fresh = [link for link in partners if link.peer_id not in declined]
+            if not fresh:
+                declined.clear()
+                continue
+            link = self._rng.choice(fresh)
+            self._matching = self._matching.offering(link.peer_id)
+            link.send(PairOffer(self._engine.head.lineage, self._matching.number))
+            await self._until(lambda: not self._matching.asked, max(ANSWER_S, 4 * rtt_s))
+            self._matching = self._matching.without(self._matching.asked)
+            declined.add(link.peer_id)
+
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        with trio.move_on_after(timeout_s):
+            while not condition():
+                await self._changed.wait()
+
+    async def _step_with(self, partner: PeerId) -> _Outcome:
+        """Take the step with a partner, or ("") alone."""
+        self._stepping = True
+        snapshot = await self._snapshot()
+        if snapshot is None:
+            return _Outcome("skipped", partner, "a round began")
+        # A slow peer's schedule follows the others'.
+        run_step, own = max(snapshot.run_step, self._others_step()), snapshot.weights.numpy()
+        if not is_within(own, MAX_GRADIENT):
+            return _Outcome("skipped", partner, "its weights are not finite, or far too large")
+        outcome, theirs, scale = _Outcome("alone", reason="found no partner"), None, 1.0
+        if partner:
+            outcome, theirs, scale = await self._with_partner(partner, snapshot)
+        if not self._is_current(snapshot):
+            return _Outcome("skipped", partner, "a round began")
+        step = functools.partial(pairwise_step if theirs is None else theirs.step, self.anchor, self.moment, own)
+        settings = {"lr": self._run.outer_lr, "momentum": self._run.outer_momentum}
+        if theirs is None:
+            await self._context.compute(functools.partial(step, None, **settings))
+        else:
+            await self._context.compute(functools.partial(step, **settings, scale=scale))
+        await self._land("add", snapshot.weights, run_step, snapshot)
+        return outcome
+
+    async def _with_partner(self, partner: PeerId, snapshot: Snapshot) -> tuple[_Outcome, PartnerWeights | None, float]:
+        """Exchange weights with a partner. Returns them, and their scale; or None, and why the step is taken alone."""
+        link, theirs = self._context.links.get(partner), self._partner_weights()
+        if link is None:
+            return _Outcome("alone", partner, f"{partner} left"), None, 1.0
+        reason = f"{partner} took too long, or sent what cannot be"
+        with self._context.links.containing(link, "an outer step with it"):
+            try:
+                with trio.move_on_after(self._run.round_timeout_s):
+                    async with nursery_raising(PeerLostError) as nursery:
+                        nursery.start_soon(self._send, link, snapshot)
+                        nursery.start_soon(self._receive, partner, theirs)
+                    return await self._measured(partner, snapshot, theirs)
+            except PeerLostError as error:
+                reason = str(error)
+        return _Outcome("alone", partner, reason), None, 1.0
+
+    async def _measured(
+        self, partner: PeerId, snapshot: Snapshot, theirs: PartnerWeights
+    ) -> tuple[_Outcome, PartnerWeights, float]:
+        """How far complete weights of a partner are. Raises WireError if they cannot be any."""
+        own = snapshot.weights.numpy()
+        moved = math.sqrt(await self._context.compute(squared_distance, self.anchor, own))
+        distance = await self._context.compute(theirs.distance, self.anchor)
+        scale = clip_scale(moved, list(self._distances.values()), distance)
+        # As scaled, so that one partner alone cannot raise the limit by more than that factor a step.
+        self._distances.pop(partner, None)
+        self._distances[partner] = scale * distance
+        if len(self._distances) > PARTNERS_REMEMBERED:
+            del self._distances[next(iter(self._distances))]
+        reason = f"scaled by {scale:.2g}, as {partner} is too far away" if scale < 1 else ""
+        apart = spread(self.anchor[self._sampled], theirs.anchor_sample())
+        return _Outcome("paired", partner, reason, distance / moved if moved else None, apart), theirs, scale
+
+    async def _send(self, link: Link, snapshot: Snapshot) -> None:
+        codec, own, number = self._context.codec, snapshot.weights.numpy(), self._matching.number
+        for start, stop in self._bounds:
+            payload = await self._context.compute(codec.encode, own[start:stop])
+            await link.send_bulk(PairWeights(number, start), payload, Traffic.ROUND)
+        sample = codec.encode(self.anchor[self._sampled])
+        await link.send_bulk(PairWeights(number, len(own)), sample, Traffic.ROUND)
+
+    async def _receive(self, partner: PeerId, theirs: PartnerWeights) -> None:
+        """Wait until the partner's weights are complete. Raises PeerLostError if it leaves or falls silent."""
+        while not theirs.complete.is_set():
+            if self._matching.partner != partner:
+                raise PeerLostError(f"{partner} left the exchange")
+            silent_s = trio.current_time() - theirs.heard_s
+            if silent_s >= self._context.links.peer_timeout_s:
+                raise PeerLostError(f"{partner} sent nothing for {silent_s:.0f} s")
+            with trio.move_on_after(self._context.links.peer_timeout_s - silent_s):
+                await self._changed.wait()
+
+    # The training thread.
+
+    async def _snapshot(self) -> Snapshot | None:
+        """A copy of the weights at the next inner step; None if a round needs them first."""
+        buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
+        taken: list[Snapshot] = []
+
+        def take(snapshot: Snapshot) -> None:
+            taken.append(snapshot)
+            self._wake()
+
+        if self._engine.is_busy:
+            return None
+        self._exchange.want_snapshot(SnapshotWanted(buffer, 0.0, take))
+        while not taken and not self._engine.is_busy:
+            with trio.move_on_after(POLL_S):
+                await self._changed.wait()
+        return taken[0] if taken else None
+
+    def _is_current(self, snapshot: Snapshot) -> bool:
+        """Whether the weights have gone on from a snapshot by training alone."""
+        same = self._state == self._engine.head.state_sha256
+        return same and snapshot.epoch == self._exchange.epoch and not self._engine.is_busy
+
+    async def _land(self, kind: LandingKind, buffer: torch.Tensor, run_step: int, snapshot: Snapshot | None) -> None:
+        """Change the weights, unless a round does so now; then the anchor is taken anew after it."""
+        if snapshot is not None and not self._is_current(snapshot):
+            self._state = ""
+            return
+        total = self._run.total_steps
+        landing = Landing(
+            kind=kind, buffer=buffer, epoch=self._exchange.epoch, sync_every=self._run.sync_every,
+            run_step=min(run_step, total) if total else run_step, included_tokens=0,
+            snapshot_steps=None if snapshot is None else snapshot.steps, report=None, finished=False,
+        )  # fmt: skip
+        async with self._engine.committer.suspended():
+            await self._engine.committer.land(landing)
+
+    def _record_step(self, outcome: _Outcome, began_s: float) -> None:
+        counters = self._context.links.counters
+        traffic = counters.sent[Traffic.ROUND], counters.received[Traffic.ROUND]
+        sent, received = (now - then for now, then in zip(traffic, self._traffic_before, strict=True))
+        self._traffic_before = traffic
+        self._record(
+            "pair", step=self._exchange.run_step, status=outcome.status, partner=outcome.partner,
+            reason=outcome.reason, bytes_sent=sent, bytes_received=received,
+            wall_s=round(trio.current_time() - began_s, 6), distance=_rounded(outcome.distance),
+            spread=_rounded(outcome.spread),
+        )  # fmt: skip
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 6)

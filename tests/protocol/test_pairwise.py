@@ -1,0 +1,298 @@
+"""Outer steps between random pairs, in whole swarms: no quorum, no barrier, and one exact round at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import trio
+
+from p2ptrain.algorithms.codec import codec
+from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.pairwise.pairwise import Pairwise
+from p2ptrain.protocol.pairwise.partner import PartnerWeights, sample_blocks
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.state_sync.joining import Restored
+from p2ptrain.protocol.wire.messages import PairWeights
+from p2ptrain.settings.config import RunConfig
+from tests.protocol.swarm import Swarm, TestPeer, run_virtual, swarm
+
+RUN = RunConfig(
+    run_id="test", averaging="pairwise", sync_every=20, fragment_fraction=0.0, total_steps=0, outer_optimizer="sgdm",
+    outer_lr=0.7, outer_momentum=0.5,
+)  # fmt: skip
+INT8 = codec("int8")
+BLOCKS = 2100
+
+
+def pairs(peer: TestPeer, *statuses: str) -> list[dict[str, Any]]:
+    return [e for e in peer.events if e["event"] == "pair" and (not statuses or e["status"] in statuses)]
+
+
+def pairwise_of(peer: TestPeer) -> Pairwise:
+    assert peer.current.pairwise is not None
+    return peer.current.pairwise
+
+
+def grow(members: Swarm, count: int) -> list[TestPeer]:
+    return [members.start(f"p{i}", founder=i == 0) for i in range(count)]
+
+
+def weights(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((BLOCKS, 64)).astype(np.float32)
+
+
+def messages_of(values: np.ndarray) -> list[tuple[PairWeights, bytes]]:
+    chunks = [(PairWeights(0, start), INT8.encode(values[start:stop])) for start, stop in chunk_bounds(0, BLOCKS)]
+    return [*chunks, (PairWeights(0, BLOCKS), INT8.encode(values[sample_blocks(BLOCKS)]))]
+
+
+def test_a_partners_weights_are_taken_in_order_and_checked() -> None:
+    theirs, good = PartnerWeights(("b", 0), INT8, BLOCKS, 0.0), messages_of(weights(1))
+    for bad in (
+        good[1],
+        (good[0][0], good[0][1][:-1]),
+        (good[0][0], b"\xff" * len(good[0][1])),
+        (good[0][0], b""),
+    ):
+        with pytest.raises(WireError):
+            theirs.add(*bad, 1.0)
+    for message, payload in good:
+        assert not theirs.complete.is_set()
+        theirs.add(message, payload, 2.0)
+    assert (theirs.complete.is_set(), theirs.heard_s) == (True, 2.0)
+    with pytest.raises(WireError, match="beyond the last chunk"):
+        theirs.add(*good[0], 1.0)
+    assert theirs.distance(weights(1)) < 0.01 * np.linalg.norm(weights(1))
+    assert theirs.distance(weights(2)) == pytest.approx(np.linalg.norm(weights(1) - weights(2)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("outer_optimizer", "nesterov"), ("round_codec", "int4"), ("round_codec", "topk"), ("prune_fraction", 0.5),
+        ("sync_schedule", "grow"), ("outer_lr_schedule", "cosine"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_with_pairs_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} = .*averaging = 'pairwise'"):
+        dataclasses.replace(RUN, **{name: value})
+
+
+def test_peers_pair_and_stay_close_without_a_round() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 5)
+            await members.until(lambda: all(len(pairs(peer, "paired")) >= 6 for peer in peers))
+            assert not any(peer.rounds() for peer in peers)
+            partners = {event["partner"] for event in pairs(peers[0], "paired")}
+            assert len(partners) > 1
+            # The anchors differ, by less than those of peers that walk alone.
+            anchors = [pairwise_of(peer).anchor for peer in peers]
+            start = peers[0].node.state.anchor
+            apart = np.linalg.norm(anchors[0] - anchors[1]) / np.linalg.norm(anchors[0] - start)
+            assert 0 < apart < 1, apart
+            for event in pairs(peers[1], "paired"):
+                assert 0 < event["spread"] < 1.5
+                assert event["bytes_sent"] > INT8.size_bytes(2140)
+
+    run_virtual(main)
+
+
+def test_a_step_with_a_partner_is_that_of_the_algorithm() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, round_codec="none")) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: all(peer.node.ready.is_set() for peer in peers))
+            start = [pairwise_of(peer).anchor.copy() for peer in peers]
+            assert start[0].tobytes() == start[1].tobytes()
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            after = [pairwise_of(peer) for peer in peers]
+            # From equal anchors and no momentum, two peers make the same step.
+            np.testing.assert_allclose(after[0].anchor, after[1].anchor, atol=1e-6)
+            np.testing.assert_allclose(after[0].anchor, start[0] + after[0].moment, atol=1e-6)
+            assert np.abs(after[0].moment).max() > 0.001
+
+    run_virtual(main)
+
+
+def test_a_peer_alone_takes_its_steps_alone() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            (peer,) = grow(members, 1)
+            await members.until(lambda: len(pairs(peer)) >= 3)
+            assert {event["status"] for event in pairs(peer)} == {"alone"}
+            assert np.abs(pairwise_of(peer).anchor - peer.node.state.anchor).max() > 0
+
+    run_virtual(main)
+
+
+def test_a_partner_that_vanishes_costs_that_step_only() -> None:
+    async def main() -> None:
+        async with swarm(RUN, latency_s=0.02, bandwidth_bytes_s=200_000.0) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: peers[0].node.links.counters.received[Traffic.ROUND] > 0)
+            members.kill("p1")
+            seen = len(pairs(peers[0]))
+            await members.until(lambda: len(pairs(peers[0])) >= seen + 2)
+            lost, after = pairs(peers[0])[seen : seen + 2]
+            assert (lost["status"], lost["partner"]) == ("alone", "p1")
+            assert lost["reason"]
+            assert (after["status"], after["partner"]) == ("alone", "")
+
+    run_virtual(main)
+
+
+def test_weights_far_from_ours_move_us_by_a_few_times_our_own_way_at_most() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            size = np.linalg.norm(peers[0].flat())
+            for tensor in peers[1].tensors:
+                tensor.mul_(1e6)
+            seen = len(pairs(peers[0], "paired"))
+            await members.until(lambda: len(pairs(peers[0], "paired")) > seen)
+            event = pairs(peers[0], "paired")[-1]
+            assert "too far away" in event["reason"]
+            assert event["distance"] > 1000
+            assert np.linalg.norm(peers[0].flat()) < 10 * size
+            assert not peers[0].node.links.strikes
+
+    run_virtual(main)
+
+
+def test_a_partner_that_breaks_a_rule_gets_a_strike_and_the_step_is_taken_alone() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            liar = pairwise_of(peers[1])
+
+            async def send(link: Link, snapshot: Snapshot) -> None:
+                first = (PairWeights(liar._matching.number, 1024), INT8.encode(snapshot.weights.numpy()[1024:2048]))
+                await link.send_bulk(*first, Traffic.ROUND)
+
+            liar._send = send  # type: ignore[method-assign]
+            seen = len(pairs(peers[0]))
+            await members.until(lambda: len(pairs(peers[0])) > seen)
+            assert pairs(peers[0])[-1]["status"] == "alone"
+            assert peers[0].node.links.strikes == {"p1": 1}
+
+    run_virtual(main)
+
+
+def test_weights_that_are_not_finite_are_neither_sent_nor_stepped() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            peers[1].tensors[0][0, 0] = torch.nan
+            seen = len(pairs(peers[1]))
+            await members.until(lambda: len(pairs(peers[1])) > seen)
+            assert pairs(peers[1])[-1]["status"] == "skipped"
+            assert "not finite" in pairs(peers[1])[-1]["reason"]
+            assert np.isfinite(pairwise_of(peers[1]).anchor).all()
+            await members.until(lambda: pairs(peers[0])[-1]["status"] == "alone")
+            assert torch.isfinite(peers[0].flat()).all()
+
+    run_virtual(main)
+
+
+def test_a_joiner_gets_the_anchor_and_the_position_of_a_peer() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: peers[0].exchange.run_step > 100)
+            joiner = members.start("p9")
+            await members.until(joiner.node.ready.is_set)
+            (joined,) = pairs(joiner)
+            assert joined["status"] == "joined"
+            assert joiner.exchange.run_step >= 80
+            near = np.linalg.norm(joiner.flat().numpy() - peers[0].flat().numpy())
+            assert near < np.linalg.norm(joiner.node.state.anchor - peers[0].flat().numpy())
+            await members.until(lambda: bool(pairs(joiner, "paired")))
+
+    run_virtual(main)
+
+
+def test_a_restarted_peer_goes_on_from_its_checkpoint_or_from_those_ahead() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: len(pairs(peers[2], "paired")) >= 2)
+            node = peers[2].node
+            saved = Restored(node.state, node.engine.head, peers[2].exchange.run_step, node.engine.history)
+            members.kill("p2")
+            again = members.start("p2", restored=saved)
+            await members.until(lambda: bool(pairs(again, "paired")))
+            assert not pairs(again, "joined")
+            assert again.exchange.run_step >= saved.run_step
+            members.kill("p2")
+            await members.until(lambda: peers[0].exchange.run_step > saved.run_step + 60)
+            late = members.start("p2", restored=saved)
+            await members.until(late.node.ready.is_set)
+            assert pairs(late, "joined")
+            assert late.exchange.run_step > saved.run_step + 20
+
+    run_virtual(main)
+
+
+def test_the_schedule_of_a_slow_peer_follows_the_others_but_not_one_liar() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=100_000)) as members:
+            peers = [members.start(f"p{i}", founder=i == 0, step_s=0.3 if i == 4 else 0.1) for i in range(5)]
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            liar, beat = peers[1].node, peers[1].node.make_beat
+            liar.make_beat = lambda *times: msgspec.structs.replace(beat(*times), step=90_000)  # type: ignore[method-assign]
+            await members.until(lambda: peers[4].exchange.steps > 100)
+            assert peers[4].exchange.run_step > 2 * peers[4].exchange.steps
+            assert max(peer.exchange.run_step for peer in peers) < 1000
+
+    run_virtual(main)
+
+
+def test_the_run_ends_in_one_exact_round() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=100)) as members:
+            peers = grow(members, 4)
+            await members.until(lambda: all(peer.exchange.finished for peer in peers))
+            for peer in peers:
+                assert pairs(peer, "paired")
+                (last,) = peer.rounds()
+                assert (last["round"], last["group_size"]) == (0, 4)
+            np.testing.assert_allclose(peers[0].flat(), peers[0].node.state.anchor, atol=0.05)
+
+    run_virtual(main)
+
+
+def test_the_last_round_does_without_the_founder() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=100)) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: bool(pairs(peers[0], "paired")))
+            members.kill("p0")
+            await members.until(lambda: all(peer.exchange.finished for peer in peers[1:]), within_s=600)
+            ends = [peer.rounds()[-1] for peer in peers[1:]]
+            assert {(end["group_size"], end["state_sha256"]) for end in ends} == {(2, ends[0]["state_sha256"])}
+
+    run_virtual(main)
+
+
+def test_pairs_go_on_while_half_of_the_swarm_is_cut_off() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 4)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            members.network.partition(["p0", "p1"], ["p2", "p3"])
+            seen = [len(pairs(peer, "paired")) for peer in peers]
+            await trio.sleep(60)
+            assert all(len(pairs(peer, "paired")) > before + 5 for peer, before in zip(peers, seen, strict=True))
+
+    run_virtual(main)

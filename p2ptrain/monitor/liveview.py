@@ -144,6 +144,9 @@ class LiveView:
                 parts += [f"{me.tokens_per_s:,.0f} tokens/s", f"exchange {me.exchange_ms:.1f} ms a step"]
             yield fitting(parts, width)
             yield fitting([f"fragments {me.sent:,} out, {me.merged:,} in", f"{size(me.bytes_sent)} sent"], width)
+        if me.spread is not None:
+            apart = f"anchors {100 * me.spread:.1f} % apart: close, not equal"
+            yield fitting([count(me.pairs, "step") + " with a partner", apart], width)
         if me.skipped:
             reasons = (f"{number:,} {REASONS.get(reason, reason)}" for reason, number in me.skipped.most_common())
             yield fitting([f"skipped {me.skipped.total():,}: {', '.join(reasons)}"], width)

@@ -50,7 +50,9 @@ class PeerView:
         sent, merged, skipped: counts of fragments; `skipped` by reason.
         recent_to: fragments by receiver in its last report (about two seconds).
         alive: ids of the other peers that it is linked to.
-        fragment_bytes, round_bytes: bytes that it sent.
+        pairs: outer steps that it took with a partner.
+        spread: how far anchors are from their mean, relative to their size; by its last partner. None if unknown.
+        fragment_bytes, round_bytes: bytes that it sent; those to partners are of rounds.
         counted_t: time of its last fragment report.
         began_t, heard_t: times of its first and last known event.
     """
@@ -71,6 +73,8 @@ class PeerView:
     merged: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     recent_to: dict[str, int] = field(default_factory=dict)
+    pairs: int = 0
+    spread: float | None = None
     fragment_bytes: int = 0
     round_bytes: int = 0
     last_round_t: float = 0.0
@@ -150,6 +154,10 @@ class PeerView:
                 self.round = max(self.round, event["round"] + 1)
                 self.round_bytes += event["bytes_sent"] + event.get("earlier_bytes_sent", 0)
                 self.last_round_t = event["t"]
+            case "pair":
+                self.pairs += event["status"] == "paired"
+                self.spread = self.spread if event["spread"] is None else event["spread"]
+                self.round_bytes += event["bytes_sent"]
             case "eval":
                 if event["loss"] is not None:
                     self.held_out.add(event["t"], event["loss"])

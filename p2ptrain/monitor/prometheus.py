@@ -24,6 +24,7 @@ COUNTERS = {
     "sent_bytes": ("Bytes sent, for fragments and for rounds.", "traffic"),
     "received_bytes": ("Bytes received, for fragments and for rounds.", "traffic"),
     "rounds": ("Rounds applied here (committed, solo) or skipped.", "status"),
+    "pair_steps": ("Outer steps in a run with pairwise steps, with a partner (paired) or without.", "status"),
     "rounds_late": ("Committed rounds without this peer's outer gradient.",),
     "daemon_restarts": ("Restarts of the libp2p daemon.",),
 }
@@ -34,6 +35,7 @@ GAUGES = {
     "step_seconds": "Moving average of the time of an inner step without its exchange.",
     "round_contributors": "Contributors of the last round applied here.",
     "round": "Number of the last round applied here.",
+    "anchor_spread": "How far an anchor is from the mean of all, relative to its size; by the last partner's.",
     "peers": "Live peers of the run, this one included.",
 }
 HISTOGRAMS = {
@@ -93,10 +95,12 @@ class PrometheusSink:
         # Create all series at 0, so that rates are right from the first event on.
         for status in ("committed", "solo", "skipped"):
             self._counters["rounds"].labels(status)
+        for status in ("paired", "alone", "skipped"):
+            self._counters["pair_steps"].labels(status)
         for traffic in ("fragment", "round"):
             self._count_bytes(traffic, {"bytes_sent": 0, "bytes_received": 0})
         self._gauges["peers"].set(1)
-        for unknown in ("loss", "eval_loss", "round"):
+        for unknown in ("loss", "eval_loss", "round", "anchor_spread"):
             self._gauges[unknown].set(float("nan"))
         try:
             self._server, self._thread = client.start_http_server(port, host, registry)
@@ -144,6 +148,11 @@ class PrometheusSink:
                     gauges["round"].set(fields["round"])
                     gauges["round_contributors"].set(fields["group_size"])
                     self._histograms["round_seconds"].observe(fields["wall_s"])
+            case "pair":
+                counters["pair_steps"].labels(fields["status"]).inc()
+                self._count_bytes("round", fields)
+                if fields["spread"] is not None:
+                    gauges["anchor_spread"].set(fields["spread"])
             case "eval":
                 # Training loops of users record this event too, with any fields.
                 gauges["eval_loss"].set(_number(fields.get("loss")))

@@ -118,6 +118,14 @@ def test_a_skipped_round_is_shown_with_its_reason_until_a_round_is_committed() -
     assert "no JOINs" not in "\n".join(_shown(view))
 
 
+def test_it_says_that_peers_with_pairwise_steps_are_close_not_equal() -> None:
+    view = _view()
+    fields = {"step": 1200, "partner": "QmB", "reason": "", "bytes_sent": 10, "bytes_received": 10, "wall_s": 0.2}
+    view.write("pair", status="paired", spread=0.042, distance=1.5, **fields)
+    view.write("pair", status="alone", spread=None, distance=None, **fields)
+    assert "1 step with a partner · anchors 4.2 % apart: close, not equal" in "\n".join(_shown(view))
+
+
 def test_a_run_without_end_has_neither_a_bar_nor_time_left() -> None:
     text = "\n".join(_shown(_view(total_steps=0)))
     assert "step 1,200 ·" in text

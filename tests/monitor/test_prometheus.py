@@ -83,6 +83,16 @@ def test_a_peers_events_add_up(sink: PrometheusSink) -> None:
     assert _value(sink, "received_bytes_total", traffic="round") == 2100
 
 
+def test_steps_with_partners_are_counted_with_how_far_anchors_are(sink: PrometheusSink) -> None:
+    fields = {"step": 50, "partner": "QmB", "reason": "", "bytes_sent": 10, "bytes_received": 20, "wall_s": 0.2}
+    assert math.isnan(_value(sink, "anchor_spread"))
+    sink.write("pair", status="paired", spread=0.04, distance=1.5, **fields)
+    sink.write("pair", status="alone", spread=None, distance=None, **fields)
+    assert [_value(sink, "pair_steps_total", status=status) for status in ("paired", "alone", "skipped")] == [1, 1, 0]
+    assert _value(sink, "anchor_spread") == 0.04
+    assert _value(sink, "sent_bytes_total", traffic="round") == 20
+
+
 def test_a_unit_is_the_last_word_of_a_name(sink: PrometheusSink) -> None:
     """Prometheus's naming rules ask for it (before `_total` for counters)."""
     with urllib.request.urlopen(sink.url, timeout=10) as answer:

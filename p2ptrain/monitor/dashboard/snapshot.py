@@ -28,6 +28,7 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
     up = [peer for peer in swarm.up if peer.number in live.linked]
     losses = [peer.loss for peer in up if peer.loss is not None]
     held_out = [loss for peer in up if (loss := peer.held_out_loss) is not None]
+    spreads = [peer.spread for peer in up if peer.spread is not None]
     correlations = swarm.correlations()
     parameters = max((peer.parameters for peer in swarm.peers.values()), default=0)
     return {
@@ -40,6 +41,7 @@ def overview(live: LiveSwarm, now_s: float) -> Json:
         "loss": _rounded(statistics.fmean(losses)) if losses else None,
         "held_out": _rounded(statistics.fmean(held_out)) if held_out else None,
         "correlation": _rounded(correlations[-1].value, 5) if correlations else None,
+        "spread": _rounded(statistics.fmean(spreads), 5) if spreads else None,
         "tokens_per_s": round(sum(peer.tokens_per_s for peer in up)),
         "rounds": _rounds_so_far(swarm.rounds.applied),
         "agreed": swarm.rounds.agreed,

@@ -19,7 +19,7 @@ export function showTiles(o) {
     ["Loss", decimal(o.loss, 3), o.held_out == null ? "nats, training" : `nats · held-out ${decimal(o.held_out, 3)}`],
     ["Speed", compact(o.tokens_per_s), "tokens/s, all peers"],
     ["Rounds", integer(o.rounds), o.rounds ? (o.agreed ? "so far, states equal" : "STATES DIFFER") : "committed"],
-    ["Correlation", decimal(o.correlation, 4), "of the weights"],
+    ["Correlation", decimal(o.correlation, 4), o.spread == null ? "of the weights" : `of the weights; anchors ${decimal(100 * o.spread, 1)} % apart`],
     ["Bytes", dense ? `1/${compact(dense)}` : "–", "of dense data parallel"],
   ];
   const list = $("tiles");

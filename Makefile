@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm pairwise reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -73,6 +73,11 @@ links: $(STAMP)
 harm: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.harm $(ARGS)
 	$(BIN)/python -m benchmarks.harm --report
+
+# Random pairs (NoLoCo) against rounds at the same bytes, 8, 64 and 256 simulated peers: hours of a core; runs that are
+# done are kept.
+pairwise: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pairwise $(ARGS)
 
 # The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
 compose-test:

@@ -20,10 +20,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.algorithms.codec import Codec
+
 Array = npt.NDArray[np.float32]
 
 # As the limit of an outer gradient's norm in a round (guess).
 MOST_TIMES = 3.0
+# Blocks of the sample that two peers compare their anchors by: 1024 values (guess).
+SAMPLE_BLOCKS = 16
 
 
 def pairwise_step(
@@ -88,3 +92,13 @@ def spread(own: Array, partner: Array) -> float:
     """
     square = float(np.vdot(own, own))
     return math.sqrt(squared_distance(own, partner) / 2 / square) if square > 0 else 0.0
+
+
+def exchange_bytes(codec: Codec, num_blocks: int) -> int:
+    """What each of two partners sends in one step, without frames."""
+    return codec.size_bytes(num_blocks) + codec.size_bytes(len(sample_blocks(num_blocks)))
+
+
+def sample_blocks(num_blocks: int) -> npt.NDArray[np.int64]:
+    """The blocks, spread evenly, by which anchors are compared."""
+    return np.unique(np.linspace(0, num_blocks - 1, min(SAMPLE_BLOCKS, num_blocks)).astype(np.int64))

@@ -16,6 +16,7 @@ from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
+from p2ptrain.algorithms.pairwise import exchange_bytes
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -29,6 +30,8 @@ from p2ptrain.settings.link import UNITS, Link
 # From due to landed: four from the Call (protocol/test_rounds.py::test_a_round_takes_four_round_trips_from_its_call),
 # and one until enough voters are known to be due.
 ROUND_TRIPS = 5
+# Of a pairwise step: a pause of at most four, two on average; an offer and its answer; weights and the last chunk.
+PAIR_ROUND_TRIPS = 4
 # Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
 # (docs/BENCHMARKS.md, "Far apart").
 COMPUTE_S = 1 / 25e6
@@ -52,7 +55,7 @@ class Estimate:
     """Bytes and seconds of one peer.
 
     Attributes:
-        round_up_bytes, round_down_bytes: of a round, at the member with the most.
+        round_up_bytes, round_down_bytes: of a round, at the member with the most; or of a pairwise step, as below.
         transfer_s, round_trips_s, compute_s: the parts of a round's seconds.
         interval_s: from one round to the next.
         gossip_bytes_s: of fragments, out; in as many come on average.
@@ -104,18 +107,20 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     # AdamW's two moments are averaged like weights.
     averaged_blocks = num_blocks * (3 if run.inner_moments == "averaged" else 1)
     up_bytes, down_bytes = round_bytes(run, averaged_blocks, min(link.peers, MAX_CONTRIBUTORS))
-    partners_count = link.peers - 1
+    pairwise, partners_count = run.averaging == "pairwise", link.peers - 1
+    connections = 1 if pairwise else partners_count
     fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
+    # In a run with pairwise steps the second vector is the anchor of a peer.
     state_bytes = codec("none").size_bytes(averaged_blocks) * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
     donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * partners_count)
     return Estimate(
         round_up_bytes=up_bytes,
         round_down_bytes=down_bytes,
         transfer_s=max(
-            transfer_s(up_bytes, link.up_bytes_s, link.rtt_s, partners_count),
-            transfer_s(down_bytes, link.down_bytes_s, link.rtt_s, partners_count),
+            transfer_s(up_bytes, link.up_bytes_s, link.rtt_s, connections),
+            transfer_s(down_bytes, link.down_bytes_s, link.rtt_s, connections),
         ),
-        round_trips_s=ROUND_TRIPS * link.rtt_s,
+        round_trips_s=event_of(run)[1] * link.rtt_s,
         compute_s=params * COMPUTE_S,
         interval_s=run.sync_every * link.step_s,
         fragment_bytes=fragment_bytes,
@@ -127,8 +132,15 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     )
 
 
+def event_of(run: RunConfig) -> tuple[str, int]:
+    """What averages in this run, and its round trips."""
+    return ("a pair", PAIR_ROUND_TRIPS) if run.averaging == "pairwise" else ("a round", ROUND_TRIPS)
+
+
 def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int]:
-    """The most that a member sends and receives in a round, by the plan of the run's averaging strategy."""
+    """The most that a member sends and receives in a round, by the plan of the averaging strategy; or in a pair."""
+    if run.averaging == "pairwise":
+        return (exchange_bytes(gradient_codec(run), num_blocks),) * 2
     averaging = averaging_of(run)
     gradient, mean = gradient_codec(run).size_bytes, mean_codec(run, members).size_bytes
     plan = averaging.plan(_joins(members), (), num_blocks)
@@ -172,16 +184,16 @@ def fewest_steps(round_s: float, step_s: float) -> int:
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
     """Yield what the user should change, and always the H that suits this link."""
-    steps = fewest_steps(found.round_s, link.step_s)
+    steps, pairwise, event = fewest_steps(found.round_s, link.step_s), run.averaging == "pairwise", event_of(run)[0]
     if found.share > SHARE_OF_INTERVAL:
-        yield f"give --sync-every {steps} or more: a round then takes at most a tenth of its interval"
+        yield f"give --sync-every {steps} or more: {event} then takes at most a tenth of its interval"
     else:
-        yield f"H = {run.sync_every} suits this link: a round takes at most a tenth of its interval from {steps} on"
-    smaller = SMALLER.get(run.round_codec)
+        yield f"H = {run.sync_every} suits this link: {event} takes at most a tenth of its interval from {steps} on"
+    smaller = None if pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)
     if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
         other = estimate_run(dataclasses.replace(run, round_codec=smaller), params, link)
         yield (
-            f"with --round-codec {smaller} a round takes {seconds(other.round_s)} instead of {seconds(found.round_s)}, "
+            f"with --round-codec {smaller} {event} takes {seconds(other.round_s)} instead of {seconds(found.round_s)}, "
             f"so --sync-every {fewest_steps(other.round_s, link.step_s)} is enough"
         )
     if found.fragment_bytes > MAX_PAYLOAD_BYTES:
@@ -198,7 +210,7 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield (
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
-    if link.peers > MAX_CONTRIBUTORS:
+    if link.peers > MAX_CONTRIBUTORS and not pairwise:
         yield (
             f"{MAX_CONTRIBUTORS} of the {link.peers} peers contribute to a round; the others fetch its mean, which is "
             "not counted here"
@@ -211,10 +223,11 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
         f"{_short(params)} parameters, {count(link.peers, 'peer')}, {link.rate_mbit:g} Mbit/s down and "
         f"{link.rate_up_mbit or link.rate_mbit:g} up, {link.rtt_ms:g} ms round trip, {link.step_ms:g} ms a step"
     )
+    event, round_trips = event_of(run)
     rows = (
-        ("a round", f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({run.round_codec})"),
+        (event, f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({run.round_codec})"),
         ("", f"{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {seconds(found.round_trips_s)} for "
-             f"{ROUND_TRIPS} round trips, {seconds(found.compute_s)} of compute"),
+             f"{round_trips} round trips, {seconds(found.compute_s)} of compute"),
         ("", f"{_percent(found.share)} of an interval of {run.sync_every} steps, {seconds(found.interval_s)}; training "
              "goes on meanwhile"),
         ("gossip", f"{size(found.gossip_bytes_s)} a second up and down, "

@@ -12,7 +12,7 @@ import pytest
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.monitor.estimate import advice, estimate_run, fewest_steps, receivers, round_bytes, texts, transfer_s
-from p2ptrain.protocol.wire.messages import KINDS, Contribution, Fragment, Mean
+from p2ptrain.protocol.wire.messages import KINDS, Contribution, Fragment, Mean, PairAnswer, PairWeights
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.link import Link, parse_params
 from tests.protocol.swarm import SHAPES, run_virtual, swarm
@@ -55,6 +55,37 @@ def test_the_bytes_are_those_that_a_swarm_sends(peers: int, codec: str, averagin
     assert (max(sent.values()), max(received.values())) == round_bytes(run, -(-numel // 64), peers)
     found = estimate_run(run, numel, Link(peers=peers))
     assert max(fragments) - 66 <= found.fragment_bytes <= max(fragments)
+
+
+@pytest.mark.parametrize("codec", ["int8", "none"])
+def test_the_bytes_of_a_pair_are_those_that_partners_send(codec: str) -> None:
+    run = dataclasses.replace(RUN, averaging="pairwise", outer_optimizer="sgdm", round_codec=codec)
+    # Of each step, until its next answer.
+    sent: list[int] = []
+
+    def watch(source: str, target: str, packet: bytes) -> PacketFault:
+        kind = KINDS[packet[1]]
+        if kind is PairAnswer:
+            sent.append(0)
+        elif kind is PairWeights and source == "a":
+            sent[-1] += int.from_bytes(packet[12:16]) or int.from_bytes(packet[8:12])
+        return PacketFault.NONE
+
+    async def main() -> None:
+        async with swarm(run) as s:
+            s.network.fault = watch
+            for name in "ab":
+                s.start(name)
+            await s.until(lambda: sum(size > 0 for size in sent) >= 3, within_s=60)
+
+    run_virtual(main)
+    numel = sum(rows * (columns[0] if columns else 1) for _, (rows, *columns) in SHAPES)
+    (expected, _) = round_bytes(run, -(-numel // 64), 2)
+    assert expected == next(size for size in sent if size > 0)
+    link = Link(peers=1000)
+    found = estimate_run(run, numel, link)
+    assert found.round_up_bytes == found.round_down_bytes == expected
+    assert "a round" not in " ".join(advice(run, numel, link, found))
 
 
 @pytest.mark.parametrize(("topology", "expected"), [("push", 2), ("pairs", 1), ("groups", 2), ("all", 8)])

@@ -12,11 +12,12 @@ import torch
 import trio
 
 from p2ptrain.algorithms.codec import codec
+from p2ptrain.algorithms.pairwise import sample_blocks
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
-from p2ptrain.protocol.pairwise.partner import PartnerWeights, sample_blocks
+from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.wire.messages import PairWeights

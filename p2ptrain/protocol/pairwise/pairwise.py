@@ -20,14 +20,14 @@ import torch
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.pairwise import clip_scale, pairwise_step, spread, squared_distance
+from p2ptrain.algorithms.pairwise import clip_scale, pairwise_step, sample_blocks, spread, squared_distance
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.pairwise.matching import Matching, on_answer, on_offer
-from p2ptrain.protocol.pairwise.partner import PartnerWeights, sample_blocks
+from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.part_store import fetch_pipelined

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-import numpy.typing as npt
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.pairwise import pairwise_step, squared_distance
+from p2ptrain.algorithms.pairwise import Array, pairwise_step, sample_blocks, squared_distance
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.wire.messages import PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
-
-Array = npt.NDArray[np.float32]
-
-# Blocks of the sample that two peers compare their anchors by: 1024 values (guess).
-SAMPLE_BLOCKS = 16
 
 
 class PartnerWeights:
@@ -74,8 +67,3 @@ class PartnerWeights:
             decoded = self._codec.decode(chunk, stop - start)
             vectors = anchor[start:stop], moment[start:stop], own[start:stop], decoded
             pairwise_step(*vectors, lr=lr, momentum=momentum, scale=scale)
-
-
-def sample_blocks(num_blocks: int) -> npt.NDArray[np.int64]:
-    """The blocks, spread evenly, by which anchors are compared."""
-    return np.unique(np.linspace(0, num_blocks - 1, min(SAMPLE_BLOCKS, num_blocks)).astype(np.int64))

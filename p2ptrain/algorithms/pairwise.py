@@ -28,6 +28,9 @@ Array = npt.NDArray[np.float32]
 MOST_TIMES = 3.0
 # Blocks of the sample that two peers compare their anchors by: 1024 values (guess).
 SAMPLE_BLOCKS = 16
+# An anchor is as far from most others' at most, relative to their size, as weights in a fragment may be: zeros are at
+# 1.0, a flipped sign at 2.0, honest anchors below 0.3 (measured).
+MOST_APART = 0.99
 
 
 def pairwise_step(
@@ -75,6 +78,12 @@ def clip_scale(own: float, before: Sequence[float], partner: float) -> float:
     """
     usual = max(own, statistics.median_low(before) if before else 0.0)
     return min(1.0, MOST_TIMES * usual / partner) if partner > 0 else 1.0
+
+
+def is_usual(sample: Array, others: Sequence[Array]) -> bool:
+    """Whether a sample of an anchor is near the elementwise median of all, of which the minority may be lies."""
+    median = np.median([sample, *others], axis=0).astype(np.float32)
+    return squared_distance(median, sample) <= MOST_APART**2 * float(np.vdot(median, median))
 
 
 def squared_distance(own: Array, partner: Array) -> float:

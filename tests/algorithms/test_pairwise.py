@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from p2ptrain.algorithms.pairwise import MOST_TIMES, clip_scale, pairwise_step, spread, squared_distance
+from p2ptrain.algorithms.pairwise import MOST_TIMES, clip_scale, is_usual, pairwise_step, spread, squared_distance
 
 ETA, MU = 0.7, 0.5
 
@@ -94,3 +94,15 @@ def test_what_most_partners_have_in_common_is_not_scaled_and_one_liar_is() -> No
     assert clip_scale(0.1, [5.0, 6.0, 7.0], 8.0) == 1
     assert clip_scale(0.1, [5.0, 1e9, 6.0], 1e9) == pytest.approx(18 / 1e9)
     assert clip_scale(0.1, [5.0, 1e9], 1e9) == pytest.approx(15 / 1e9)
+
+
+def test_an_anchor_is_usual_if_it_is_near_the_median_of_all() -> None:
+    rng = np.random.default_rng(0)
+    true = rng.standard_normal(4096).astype(np.float32)
+    honest = [(true + 0.3 * rng.standard_normal(4096)).astype(np.float32) for _ in range(5)]
+    assert is_usual(honest[0], honest[1:])
+    for lie in (np.zeros_like(true), -true, 1e6 * true, np.full_like(true, 1e12)):
+        # A minority of liars gets its anchors taken no more than it has those of others refused.
+        assert not is_usual(lie, honest[1:3])
+        assert is_usual(honest[0], [honest[1], lie])
+        assert is_usual(honest[0], [honest[1], honest[2], lie, lie])

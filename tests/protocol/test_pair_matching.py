@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from p2ptrain.protocol.pairwise.matching import Matching, on_answer, on_offer
+from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer
 
 
@@ -18,6 +18,15 @@ def test_an_offer_is_accepted_by_a_willing_peer_only() -> None:
     assert (paired.partner, paired.partner_number, reply) == ("b", 7, PairAnswer(7, 4, True))
     assert on_offer(paired, "c", PairOffer("", 1), willing=True) == (paired, PairAnswer(1, 0, False))
     assert on_offer(state.offering("c"), "b", PairOffer("", 7), willing=True)[1] == PairAnswer(7, 0, False)
+
+
+def test_the_last_partners_have_no_part_in_the_next_step_where_there_are_others() -> None:
+    before = tuple("abcdefghij")
+    assert [recent_partners(before, others) for others in (0, 1, 2)] == [frozenset()] * 3
+    assert recent_partners(before, 3) == {"j"}
+    assert recent_partners(before, 7) == set("hij")
+    assert recent_partners(before, 1000) == set(before[-MOST_RECENT:])
+    assert recent_partners((), 1000) == frozenset()
 
 
 def test_crossing_offers_are_each_others_answers() -> None:

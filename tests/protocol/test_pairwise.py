@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import msgspec
@@ -16,11 +17,12 @@ from p2ptrain.algorithms.pairwise import sample_blocks
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.pairwise.matching import Matching
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.protocol.wire.messages import PairWeights
+from p2ptrain.protocol.wire.messages import Attempt, Call, PairOffer, PairWeights, Request
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Swarm, TestPeer, run_virtual, swarm
 
@@ -189,6 +191,121 @@ def test_a_partner_that_breaks_a_rule_gets_a_strike_and_the_step_is_taken_alone(
     run_virtual(main)
 
 
+def offer_first(liar: TestPeer, victims: list[TestPeer]) -> None:
+    """The liar offers to every victim all the time, and takes part in no exchange of its own."""
+    pairwise = pairwise_of(liar)
+
+    async def run_forever() -> None:
+        while True:
+            for victim in victims:
+                link = liar.node.links.get(victim.peer_id)
+                if link is not None:
+                    link.send(PairOffer(liar.node.engine.head.lineage, 0))
+            await trio.sleep(0.1)
+
+    pairwise.run_forever = run_forever  # type: ignore[method-assign]
+    pairwise.deliver = lambda *message: None  # type: ignore[method-assign]
+
+
+def test_a_peer_that_offers_first_and_sends_nothing_takes_a_minority_of_the_steps() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = [members.start(f"p{i}", founder=i == 0) for i in range(6)]
+            offer_first(peers[5], peers[:5])
+            await members.until(lambda: len(pairs(peers[0])) >= 12, within_s=600)
+            for peer in peers[:5]:
+                with_liar = [event["partner"] == "p5" for event in pairs(peer)]
+                assert any(with_liar)
+                assert not any(one and next_ for one, next_ in itertools.pairwise(with_liar))
+                assert len(pairs(peer, "paired")) >= len(pairs(peer)) / 4
+
+    run_virtual(main)
+
+
+def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_an_interval() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            slow = pairwise_of(peers[1])
+
+            async def send(link: Link, snapshot: Snapshot) -> None:
+                for message, payload in messages_of(snapshot.weights.numpy()):
+                    numbered = msgspec.structs.replace(message, number=slow._matching.number)
+                    await link.send_bulk(numbered, payload, Traffic.ROUND)
+                    await trio.sleep(25)
+
+            slow._send = send  # type: ignore[method-assign]
+            seen = len(pairs(peers[0]))
+            await members.until(lambda: len(pairs(peers[0])) > seen, within_s=60)
+            event = pairs(peers[0])[-1]
+            assert (event["status"], event["partner"]) == ("alone", "p1")
+            assert "took too long" in event["reason"]
+            assert event["wall_s"] < RUN.round_timeout_s
+
+    run_virtual(main)
+
+
+def test_replayed_and_foreign_weights_change_nothing() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            pairwise = pairwise_of(peers[0])
+            link = peers[0].node.links.get("p2")
+            assert link is not None
+            pairwise._matching = Matching(7, "", "p1", 9)
+            pairwise._incoming = None
+            for number in (8, 9, 10):
+                pairwise.deliver(link, PairWeights(number, 0), messages_of(weights(1))[0][1])
+            assert pairwise._incoming is None
+            partner = peers[0].node.links.get("p1")
+            assert partner is not None
+            size = peers[0].node.state.num_blocks
+            first = INT8.encode(weights(1)[:1024])
+            assert size > 1024
+            pairwise.deliver(partner, PairWeights(8, 0), first)
+            assert pairwise._incoming is None
+            pairwise.deliver(partner, PairWeights(9, 0), first)
+            with pytest.raises(WireError, match="from block 0, not 1024"):
+                pairwise.deliver(partner, PairWeights(9, 0), first)
+
+    run_virtual(main)
+
+
+def test_a_call_far_from_the_end_holds_up_no_pairs() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=10_000)) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            head = peers[1].node.engine.head
+            for counter in range(1, 20):
+                for victim in ("p0", "p2"):
+                    link = peers[1].node.links.get(victim)
+                    assert link is not None
+                    attempt = Attempt(counter, "p1", peers[1].node.incarnation)
+                    link.send(Call(head.lineage, head.round + 1, attempt, 1.0))
+                await trio.sleep(0.5)
+                assert all(peer.node.engine.round_state.member is None for peer in peers)
+
+    run_virtual(main)
+
+
+def test_a_majority_of_liars_leads_a_peer_on_by_a_few_intervals_a_step_at_most() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
+            for peer in peers[1:]:
+                beat = peer.node.make_beat
+                peer.node.make_beat = lambda *times, beat=beat: msgspec.structs.replace(beat(*times), step=2**61)  # type: ignore[method-assign]
+            steps = len(pairs(peers[0]))
+            await members.until(lambda: len(pairs(peers[0])) >= steps + 3)
+            assert peers[0].exchange.run_step <= (len(pairs(peers[0])) + 1) * 18 * RUN.sync_every
+
+    run_virtual(main)
+
+
 def test_weights_that_are_not_finite_are_neither_sent_nor_stepped() -> None:
     async def main() -> None:
         async with swarm(RUN) as members:
@@ -216,9 +333,59 @@ def test_a_joiner_gets_the_anchor_and_the_position_of_a_peer() -> None:
             (joined,) = pairs(joiner)
             assert joined["status"] == "joined"
             assert joiner.exchange.run_step >= 80
-            near = np.linalg.norm(joiner.flat().numpy() - peers[0].flat().numpy())
-            assert near < np.linalg.norm(joiner.node.state.anchor - peers[0].flat().numpy())
+            donor = pairwise_of(members.peers[joined["partner"]])
+            near = np.linalg.norm(joiner.flat().numpy() - donor.anchor)
+            assert near < np.linalg.norm(joiner.node.state.anchor - donor.anchor) / 2
             await members.until(lambda: bool(pairs(joiner, "paired")))
+
+    run_virtual(main)
+
+
+def lie_about_anchors(liar: TestPeer, factor: float) -> None:
+    """The liar serves its anchor times `factor`."""
+    pairwise = pairwise_of(liar)
+    honest = pairwise.serve
+
+    async def serve(link: Link, request: Request) -> None:
+        true = pairwise.anchor
+        pairwise.anchor = true * np.float32(factor)
+        try:
+            await honest(link, request)
+        finally:
+            pairwise.anchor = true
+
+    pairwise.serve = serve  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1e6, np.nan])
+def test_a_joiner_takes_no_anchor_that_is_unlike_those_of_most(factor: float) -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 4)
+            await members.until(lambda: peers[0].exchange.run_step > 100)
+            lie_about_anchors(peers[1], factor)
+            # Its initial peer is asked first.
+            joiner = members.start("p9", chosen=["p1"])
+            await members.until(joiner.node.ready.is_set, within_s=600)
+            (joined,) = pairs(joiner)
+            assert joined["partner"] in ("p0", "p2", "p3")
+            assert torch.isfinite(joiner.flat()).all()
+
+    run_virtual(main)
+
+
+def test_a_peer_without_an_anchor_serves_none() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 2)
+            await members.until(lambda: all(peer.node.ready.is_set() for peer in peers))
+            link = peers[1].node.links.get("p0")
+            assert link is not None
+            answer, payload = await peers[1].node.links.request(link, "anchor", timeout_s=5)
+            assert (answer.found, len(payload)) == (True, 256 * 1024)
+            pairwise_of(peers[0])._state = ""
+            answer, payload = await peers[1].node.links.request(link, "anchor", timeout_s=5)
+            assert (answer.found, payload) == (False, b"")
 
     run_virtual(main)
 

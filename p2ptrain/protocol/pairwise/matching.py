@@ -7,10 +7,23 @@ while it waits for the answer it accepts none, so that it never has two partners
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer
 from p2ptrain.protocol.wire.transport import PeerId
+
+# A peer does not pair again with its last partners, at most so many (guess).
+MOST_RECENT = 8
+
+
+def recent_partners(before: Sequence[PeerId], others: int) -> frozenset[PeerId]:
+    """The last partners, which have no part in the next step: fewer than half of the `others`.
+
+    So a peer that always offers first, to everybody, gets every ninth step of each in a large swarm, not all of them.
+    """
+    most = min(MOST_RECENT, (others - 1) // 2)
+    return frozenset(before[-most:] if most > 0 else ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,17 +21,26 @@ import torch
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.pairwise import clip_scale, pairwise_step, sample_blocks, spread, squared_distance
+from p2ptrain.algorithms.pairwise import (
+    Array,
+    clip_scale,
+    is_usual,
+    pairwise_step,
+    sample_blocks,
+    spread,
+    squared_distance,
+)
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.nursery import nursery_raising
-from p2ptrain.protocol.pairwise.matching import Matching, on_answer, on_offer
+from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.part_store import fetch_pipelined
+from p2ptrain.protocol.rounds.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.snapshot import touched_buffer
 from p2ptrain.protocol.wire.messages import Answer, PairAnswer, PairOffer, PairWeights, Request
 from p2ptrain.protocol.wire.transport import PeerId
@@ -49,6 +59,10 @@ LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
 PARTNERS_REMEMBERED = 8
 # A chunk of a donor's anchor, as one of the state in `state_sync`.
 CHUNK_TIMEOUT_S = 60.0
+# A copied anchor is compared with those of so many other peers, by so many chunks (guesses).
+COMPARED_PEERS, COMPARED_CHUNKS = 4, 8
+# So long a joiner waits for that many: members are linked and have sent a Beat within two seconds (guess).
+MEET_S = 5.0
 # Before an anchor is asked of another donor, and after an unexpected error.
 RETRY_S = 1.0
 
@@ -88,6 +102,7 @@ class Pairwise:
         self._incoming: PartnerWeights | None = None
         # Of the last partners' weights from our anchor, as scaled.
         self._distances: dict[PeerId, float] = {}
+        self._before: deque[PeerId] = deque(maxlen=MOST_RECENT)
         self._stepping = False
         self._changed = trio.Event()
         self._traffic_before = (0, 0)
@@ -103,18 +118,28 @@ class Pairwise:
 
     async def begin(self) -> None:
         """Get our first anchor: that of a peer that is more than an interval ahead, else our own weights."""
-        while (donors := self._ahead()) and not await self._copy_anchor(self._rng.choice(donors)):
+        refused: set[PeerId] = set()
+        if self._ahead():
+            # Until there are some to compare its anchor with.
+            with trio.move_on_after(MEET_S):
+                while len(self._ahead()) <= COMPARED_PEERS:
+                    await trio.sleep(POLL_S)
+        while donors := self._ahead():
+            chosen = [link for link in donors if link.peer_id in self._context.links.chosen]
+            fresh = [link for link in chosen or donors if link.peer_id not in refused]
+            donor = self._rng.choice(fresh or donors)
+            if await self._copy_anchor(donor, [link for link in donors if link is not donor]):
+                return
+            refused.add(donor.peer_id)
             await trio.sleep(RETRY_S)
-        if not donors:
-            await self._restart()
+        await self._restart()
 
     def _ahead(self) -> list[Link]:
-        """Linked peers to copy the anchor of: those where the others are, if that is more than an interval ahead."""
+        """Linked peers that are where the others are, if that is more than an interval ahead of us."""
         step, interval = self._others_step(), self._run.sync_every
         if step <= self._exchange.run_step + interval:
             return []
-        near = [link for link in self._partners() if link.beat and abs(link.beat.step - step) <= interval]
-        return [link for link in near if link.peer_id in self._context.links.chosen] or near
+        return [link for link in self._partners() if link.beat and abs(link.beat.step - step) <= interval]
 
     def _others_step(self) -> int:
         """A step of the run that a third of the linked peers of our lineage have reached; 0 without any.
@@ -128,6 +153,10 @@ class Pairwise:
         links = (self._context.links.get(peer_id) for peer_id in self._context.host.trainers())
         return [link for link in links if link is not None]
 
+    @property
+    def _recent(self) -> frozenset[PeerId]:
+        return recent_partners(tuple(self._before), len(self._partners()))
+
     async def _restart(self) -> None:
         """Go on from our weights: they become the anchor, and the momentum is zero."""
         self._state = self._engine.head.state_sha256
@@ -136,14 +165,29 @@ class Pairwise:
             self.anchor[:] = snapshot.weights.numpy()
             self.moment[:] = 0
 
-    async def _copy_anchor(self, donor: Link) -> bool:
-        """Take a donor's anchor as ours, and as our weights. False if it does not give it."""
+    async def _copy_anchor(self, donor: Link, others: list[Link]) -> bool:
+        """Take a donor's anchor as ours, and as our weights. False if it gives none, or one unlike the others'."""
         assert donor.beat is not None
         run_step, buffer = donor.beat.step, await self._context.compute(np.empty_like, self.anchor)
+        if not await self._fetch_anchor(donor, range(self._context.state.num_slices), buffer):
+            return False
+        if not await self._is_usual(buffer, others):
+            logger.warning("the anchor of %s is unlike those of other peers: not taken", donor.peer_id)
+            return False
+        self._state = self._engine.head.state_sha256
+        self.anchor[:], self.moment[:] = buffer, 0
+        await self._land("write", torch.from_numpy(buffer), run_step, None)
+        self._record_step(_Outcome("joined", donor.peer_id), trio.current_time())
+        return True
 
-        async def fetch(index: int) -> None:
-            answer, payload = await self._context.links.request(donor, "anchor", "", index, timeout_s=CHUNK_TIMEOUT_S)
-            chunk = buffer[index * STATE_CHUNK_BLOCKS : (index + 1) * STATE_CHUNK_BLOCKS]
+    async def _fetch_anchor(self, donor: Link, indices: Sequence[int], out: Array) -> bool:
+        """Write chunks of a donor's anchor into `out`, one after the other. False if it does not give them in time."""
+
+        async def fetch(i: int) -> None:
+            answer, payload = await self._context.links.request(
+                donor, "anchor", "", indices[i], timeout_s=CHUNK_TIMEOUT_S
+            )
+            chunk = out[_rows(i)]
             if not answer.found:
                 raise PeerLostError(f"{donor.peer_id}: gives no anchor")
             if len(payload) != chunk.nbytes:
@@ -152,24 +196,39 @@ class Pairwise:
             if not is_within(chunk, MAX_GRADIENT):
                 raise WireError(f"an anchor with values that are NaN or beyond {MAX_GRADIENT:g}")
 
-        with self._context.links.containing(donor, "copying its anchor"):
+        with self._context.links.containing(donor, "copying its anchor"), trio.move_on_after(self._run.round_timeout_s):
             try:
-                await fetch_pipelined(self._context.state.num_slices, fetch)
+                await fetch_pipelined(len(indices), fetch)
+                return True
             except PeerLostError as error:
                 logger.info("copying the anchor of %s: %s", donor.peer_id, error)
-                return False
-            self._state = self._engine.head.state_sha256
-            self.anchor[:], self.moment[:] = buffer, 0
-            await self._land("write", torch.from_numpy(buffer), run_step, None)
-            self._record_step(_Outcome("joined", donor.peer_id), trio.current_time())
-            return True
         return False
 
+    async def _is_usual(self, anchor: Array, others: list[Link]) -> bool:
+        """Whether random chunks of a copied anchor are like those of two or four other peers; with fewer, it is.
+
+        These are asked when the donor cannot change its chunks any more.
+        """
+        # Not the last chunk, which is shorter, if there are others.
+        slices = range(max(1, self._context.state.num_slices - 1))
+        indices = self._rng.sample(slices, min(len(slices), COMPARED_CHUNKS))
+        sample = np.concatenate([anchor[_rows(index)] for index in indices])
+        samples = []
+        for link in self._rng.sample(others, min(len(others), COMPARED_PEERS)):
+            theirs = np.empty_like(sample)
+            if await self._fetch_anchor(link, indices, theirs):
+                samples.append(theirs)
+        # Odd with the donor's, so that the median is one of them.
+        samples = samples[: len(samples) // 2 * 2]
+        return not samples or await self._context.compute(is_usual, sample, samples)
+
     async def serve(self, link: Link, request: Request) -> None:
-        """Answer a request for a chunk of our anchor. While a step changes it, chunks may be of before and after."""
-        found = 0 <= request.index < self._context.state.num_slices
-        start = request.index * STATE_CHUNK_BLOCKS
-        payload = self.anchor[start : start + STATE_CHUNK_BLOCKS].astype("<f4").tobytes() if found else b""
+        """Answer a request for a chunk of our anchor, if we have one.
+
+        While a step changes it, chunks may be of before and after.
+        """
+        found = bool(self._state) and 0 <= request.index < self._context.state.num_slices
+        payload = self.anchor[_rows(request.index)].astype("<f4").tobytes() if found else b""
         await link.send_bulk(Answer(request.request, found, "anchor"), payload, Traffic.STATE)
 
     # Messages and links.
@@ -180,6 +239,7 @@ class Pairwise:
         match message:
             case PairOffer():
                 willing = self._is_willing and message.lineage == self._engine.head.lineage
+                willing = willing and link.peer_id not in self._recent
                 self._matching, reply = on_offer(self._matching, link.peer_id, message, willing=willing)
             case PairAnswer():
                 self._matching, reply = on_answer(self._matching, link.peer_id, message)
@@ -271,7 +331,8 @@ class Pairwise:
             rtt_s = self._context.liveness.round_trip_s()
             pause_s = self._rng.uniform(0, max(LEAST_PAUSE_S, PAUSE_ROUND_TRIPS * rtt_s))
             await self._until(lambda: bool(self._matching.partner), pause_s)
-            partners = self._partners()
+            recent = self._recent
+            partners = [link for link in self._partners() if link.peer_id not in recent]
             if not partners or self._matching.partner:
                 return
             fresh = [link for link in partners if link.peer_id not in declined]
@@ -297,7 +358,8 @@ class Pairwise:
         if snapshot is None:
             return _Outcome("skipped", partner, "a round began")
         # A slow peer's schedule follows the others'.
-        run_step, own = max(snapshot.run_step, self._others_step()), snapshot.weights.numpy()
+        most = snapshot.run_step + MOST_INTERVAL * self._run.sync_every
+        run_step, own = max(snapshot.run_step, min(self._others_step(), most)), snapshot.weights.numpy()
         if not is_within(own, MAX_GRADIENT):
             return _Outcome("skipped", partner, "its weights are not finite, or far too large")
         outcome, theirs, scale = _Outcome("alone", reason="found no partner"), None, 1.0
@@ -319,10 +381,11 @@ class Pairwise:
         link, theirs = self._context.links.get(partner), self._partner_weights()
         if link is None:
             return _Outcome("alone", partner, f"{partner} left"), None, 1.0
+        self._before.append(partner)
         reason = f"{partner} took too long, or sent what cannot be"
         with self._context.links.containing(link, "an outer step with it"):
             try:
-                with trio.move_on_after(self._run.round_timeout_s):
+                with trio.move_on_after(self._longest_s):
                     async with nursery_raising(PeerLostError) as nursery:
                         nursery.start_soon(self._send, link, snapshot)
                         nursery.start_soon(self._receive, partner, theirs)
@@ -347,6 +410,12 @@ class Pairwise:
         reason = f"scaled by {scale:.2g}, as {partner} is too far away" if scale < 1 else ""
         apart = spread(self.anchor[self._sampled], theirs.anchor_sample())
         return _Outcome("paired", partner, reason, distance / moved if moved else None, apart), theirs, scale
+
+    @property
+    def _longest_s(self) -> float:
+        """How long an exchange may take: an interval, so that a partner that sends one chunk now and then costs one."""
+        interval_s = self._run.sync_every * self._exchange.step_s
+        return min(self._run.round_timeout_s, max(self._context.links.peer_timeout_s, interval_s))
 
     async def _send(self, link: Link, snapshot: Snapshot) -> None:
         codec, own, number = self._context.codec, snapshot.weights.numpy(), self._matching.number
@@ -416,6 +485,11 @@ class Pairwise:
             wall_s=round(trio.current_time() - began_s, 6), distance=_rounded(outcome.distance),
             spread=_rounded(outcome.spread),
         )  # fmt: skip
+
+
+def _rows(index: int) -> slice:
+    """The blocks of a chunk of an anchor."""
+    return slice(index * STATE_CHUNK_BLOCKS, (index + 1) * STATE_CHUNK_BLOCKS)
 
 
 def _rounded(value: float | None) -> float | None:

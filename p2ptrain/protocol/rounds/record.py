@@ -141,6 +141,12 @@ def check_proposal(record: Record, run: RunConfig, head: Head, own_step: int) ->
         raise RoundFailedError(f"a record at step {record.run_step} of the run, while we are at {own_step}")
 
 
+def is_near(run: RunConfig, own_step: int) -> bool:
+    """Whether we join a round. With pairwise steps, only near the end of the run: an attempt holds up all pairs."""
+    left = run.total_steps - own_step
+    return run.averaging != "pairwise" or (run.total_steps > 0 and left <= MOST_AHEAD * run.sync_every)
+
+
 def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 

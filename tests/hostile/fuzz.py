@@ -20,15 +20,31 @@ from typing import Any
 
 import msgpack
 import msgspec
+import numpy as np
 import psutil
 import pytest
 import trio
 
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.codec import codec
+from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.links.frame_reader import FrameReader
-from p2ptrain.protocol.wire.frames import WIRE_VERSION
-from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Contribution, Fragment, Head, Request, pack
-from tests.hostile.harness import NAMES, attacked, facts, forgive
+from p2ptrain.protocol.wire.frames import WIRE_VERSION, encode_frame
+from p2ptrain.protocol.wire.messages import (
+    KIND_OF,
+    KINDS,
+    Answer,
+    Contribution,
+    Fragment,
+    Head,
+    Mean,
+    PairOffer,
+    PairWeights,
+    Request,
+    pack,
+)
+from tests.hostile.harness import NAMES, SHAPES, attacked, facts, forgive
 from tests.hostile.values import BYTES, FLOATS, NUMBERS, TEXTS, Facts, an_extreme, plausible
 from tests.protocol.swarm import run_virtual
 
@@ -38,6 +54,10 @@ CHUNK = 20_000
 BATCH = 16
 # Virtual seconds between two batches: the swarm has a round in about 200.
 EVERY_S = 0.01
+# With pairwise steps: peers accept offers in a part of each interval only.
+EVERY_PAIRWISE_S = 0.1
+# Of the swarm's model.
+INT8, BLOCKS = codec("int8"), IndexSpace(SHAPES).num_blocks
 # What memory may grow by in a whole run.
 MOST_GROWTH_BYTES = 50_000_000
 PREFIX = struct.Struct("!BBBxIIIQ")
@@ -46,14 +66,29 @@ LINEAGE = b"\0lineage"
 
 
 class Frames:
-    """A seeded source of frames."""
+    """A seeded source of frames. With `pairwise`, half of the batches are those of a partner in a pairwise step."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, pairwise: bool = False) -> None:
         self.rng = random.Random(seed)
+        self._pairwise = pairwise
         self._last = b""
 
     def batch(self, known: Facts) -> list[bytes]:
+        if self._pairwise and self.rng.random() < 0.5:
+            return self.exchange(known)
         return [self.frame(known) for _ in range(self.rng.randint(1, BATCH))]
+
+    def exchange(self, known: Facts) -> list[bytes]:
+        """An offer and the weights of a partner; in two of three cases with one frame wrong, missing or repeated."""
+        rng, number = self.rng, self.rng.randrange(3)
+        frames = [encode_frame(PairOffer(known.head.lineage, number))]
+        for start, blocks in ((0, BLOCKS), (BLOCKS, 16)):
+            values = np.full((blocks, BLOCK), rng.choice((0.0, 1.0, 1e11, 1e13)), np.float32)
+            frames.append(encode_frame(PairWeights(number, start), INT8.encode(values)))
+        at, how = rng.randrange(3), rng.randrange(9)
+        wrong = [self.changed(frames[at])], [self.frame(known)], [], [frames[at]] * 2, [frames[at], frames[at - 1]]
+        wrong = *wrong, [encode_frame(PairWeights(number, rng.choice((0, 1, BLOCKS))), self.payload(known))]
+        return frames if how >= len(wrong) else [*frames[:at], *wrong[how], *frames[at + 1 :]]
 
     def frame(self, known: Facts) -> bytes:
         """One frame: in about a third of all a message is well formed."""
@@ -66,8 +101,9 @@ class Frames:
         header = pack(message) if how < 0.7 else self.changed(pack(message))
         if 0.5 < how < 0.7:
             header = msgpack.packb(self._other(msgspec.msgpack.decode(header)), strict_types=False)
-        payload = rng.choice((b"", b"", self.payload(known))) if kind not in (Answer, Contribution, Fragment) else None
-        payload = self.payload(known) if payload is None else payload
+        payload = self.payload(known)
+        if kind not in (Answer, Contribution, Fragment, Mean, PairWeights):
+            payload = rng.choice((b"", b"", payload))
         frame = self._framed(KIND_OF[kind], header, payload)
         if how > 0.95:
             frame = self.changed(frame)
@@ -164,12 +200,14 @@ class Count:
 
 def fuzz(seed: int, count: int) -> Count:
     """Send frames until the victims have read so many; fails on the first bug, and keeps what was sent before it."""
-    source = Frames(seed)
+    pairwise = seed % 8 >= 4
+    source = Frames(seed, pairwise=pairwise)
     with pytest.MonkeyPatch.context() as patch:
         counted = Count(patch, "x")
 
         async def main() -> None:
-            async with attacked(as_member=seed % 2 == 1, before_rounds=seed % 4 >= 2, seed=seed) as (s, liar, bugs):
+            scene = {"as_member": seed % 2 == 1, "before_rounds": seed % 4 >= 2, "pairwise": pairwise}
+            async with attacked(**scene, seed=seed) as (s, liar, bugs):
                 liar.serve = lambda request: answer(source, request, facts(s))
                 turn = 0
                 while counted.read < count:
@@ -177,7 +215,7 @@ def fuzz(seed: int, count: int) -> Count:
                     turn += 1
                     batch = source.batch(facts(s))
                     await liar.send(NAMES[turn % len(NAMES)], b"".join(batch))
-                    await trio.sleep(EVERY_S)
+                    await trio.sleep(EVERY_PAIRWISE_S if pairwise else EVERY_S)
                     if bugs:
                         keep(batch, facts(s))
                         raise AssertionError(bugs[0])

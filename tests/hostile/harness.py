@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,6 +21,7 @@ from tests.protocol.test_rounds import common
 
 NAMES = "abc"
 STEP_S = 0.1
+PAIRWISE = dataclasses.replace(RUN, averaging="pairwise", outer_optimizer="sgdm", outer_lr=0.7, outer_momentum=0.5)
 INTERVAL_S = RUN.sync_every * STEP_S
 # Small: what is tested does not depend on the size.
 SHAPES: Shapes = [("embedding", (40, 64)), ("head", (70,))]
@@ -57,15 +59,18 @@ def quiet() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def attacked(*, as_member: bool, before_rounds: bool = False, seed: int = 0) -> AsyncIterator[Scene]:
+async def attacked(
+    *, as_member: bool, before_rounds: bool = False, pairwise: bool = False, seed: int = 0
+) -> AsyncIterator[Scene]:
     """Three honest peers and a liar among them; the block attacks. Then the liar goes, and all must be well.
 
     - No peer has ended, and no exception but about a peer's bytes came up.
     - They trained at 80 % of their speed or more. Steps wait for nobody, so virtual time shows what waited.
-    - Within three intervals after the liar has gone they commit a round together, with the same bytes.
+    - Within three intervals after the liar has gone they commit a round together, with the same bytes. With pairwise
+      steps, each takes one with another within nine.
     """
     with no_bugs() as bugs, quiet():
-        async with swarm(RUN, seed=seed, shapes=SHAPES) as s:
+        async with swarm(PAIRWISE if pairwise else RUN, seed=seed, shapes=SHAPES) as s:
             for name in NAMES:
                 s.start(name, founder=name == "a", step_s=STEP_S)
             if as_member:
@@ -73,7 +78,9 @@ async def attacked(*, as_member: bool, before_rounds: bool = False, seed: int = 
             else:
                 liar = await stranger(s._nursery, s.network.transport("x"), s.run.run_id, s.run.digest)
             await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            if not before_rounds:
+            if pairwise and not before_rounds:
+                await s.until(lambda: all(map(paired, s.peers.values())))
+            elif not before_rounds:
                 await s.until(lambda: common(s, 2, 4 if as_member else 3))
             began, steps = trio.current_time(), {name: len(s.peers[name].reports) for name in NAMES}
             yield Scene(s, liar, bugs)
@@ -85,7 +92,19 @@ async def attacked(*, as_member: bool, before_rounds: bool = False, seed: int = 
                 s.kill("x")
             else:
                 s.network.crash("x")
-            await recovered(s)
+            await (recovered_pairs if pairwise else recovered)(s)
+
+
+def paired(peer: TestPeer, since_s: float = 0.0) -> bool:
+    """Whether it has taken a step with a partner."""
+    return any(e["event"] == "pair" and e["status"] == "paired" and e["t"] > since_s for e in peer.events)
+
+
+async def recovered_pairs(s: Swarm) -> None:
+    """Wait nine intervals, as of three peers one has no partner."""
+    gone = trio.current_time()
+    await s.until(lambda: all(paired(peer, gone) for peer in s.peers.values()), within_s=9 * INTERVAL_S)
+    assert all(peer.flat().isfinite().all() for peer in s.peers.values())
 
 
 async def recovered(s: Swarm) -> None:

@@ -73,6 +73,11 @@ def test_a_partners_weights_are_taken_in_order_and_checked() -> None:
     with pytest.raises(WireError, match="beyond the last chunk"):
         theirs.add(*good[0], 1.0)
     assert theirs.distance(weights(1)) < 0.01 * np.linalg.norm(weights(1))
+    huge = PartnerWeights(("b", 0), INT8, BLOCKS, 0.0)
+    for message, payload in [*good[:-1], (good[-1][0], INT8.encode(1e20 * weights(1)[: len(sample_blocks(BLOCKS))]))]:
+        huge.add(message, payload, 1.0)
+    with pytest.raises(WireError, match="beyond 2e"):
+        huge.anchor_sample()
     assert theirs.distance(weights(2)) == pytest.approx(np.linalg.norm(weights(1) - weights(2)), rel=0.01)
 
 
@@ -370,6 +375,29 @@ def test_a_joiner_takes_no_anchor_that_is_unlike_those_of_most(factor: float) ->
             (joined,) = pairs(joiner)
             assert joined["partner"] in ("p0", "p2", "p3")
             assert torch.isfinite(joiner.flat()).all()
+
+    run_virtual(main)
+
+
+def test_an_anchor_is_taken_anew_if_a_round_came_first() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            (peer,) = grow(members, 1)
+            await members.until(lambda: len(pairs(peer)) >= 2)
+            pairwise = pairwise_of(peer)
+            honest, asked = pairwise._snapshot, []
+
+            async def snapshot() -> Snapshot | None:
+                asked.append(pairwise._state)
+                return None if len(asked) == 1 else await honest()
+
+            pairwise._snapshot = snapshot  # type: ignore[method-assign]
+            pairwise._state = "of before a round"
+            pairwise.moment[:] = 1e6
+            seen = len(pairs(peer))
+            await members.until(lambda: len(pairs(peer)) > seen)
+            assert asked[:2] == ["of before a round"] * 2
+            assert np.abs(pairwise.moment).max() < 1000
 
     run_virtual(main)
 

@@ -159,9 +159,10 @@ class Pairwise:
 
     async def _restart(self) -> None:
         """Go on from our weights: they become the anchor, and the momentum is zero."""
-        self._state = self._engine.head.state_sha256
-        snapshot = await self._snapshot()
+        state, snapshot = self._engine.head.state_sha256, await self._snapshot()
+        # Otherwise a round needed the weights first, and `run_forever` comes back.
         if snapshot is not None:
+            self._state = state
             self.anchor[:] = snapshot.weights.numpy()
             self.moment[:] = 0
 

@@ -51,15 +51,18 @@ class PartnerWeights:
         """The Euclidean distance from our anchor. Call it in a worker thread. Raises WireError if it is impossible."""
         square = 0.0
         for (start, stop), chunk in zip(self._bounds, self._chunks, strict=False):
-            decoded = self._codec.decode(chunk, stop - start)
-            if not is_within(decoded, MAX_MEAN):
-                raise WireError(f"weights of a partner beyond {MAX_MEAN:g}")
-            square += squared_distance(anchor[start:stop], decoded)
+            square += squared_distance(anchor[start:stop], self._decode(chunk, stop - start))
         return math.sqrt(square)
 
     def anchor_sample(self) -> Array:
-        """The blocks `sample_blocks` of its anchor before the step."""
-        return self._codec.decode(self._chunks[-1], len(self._sampled))
+        """The blocks `sample_blocks` of its anchor before the step. Raises WireError if they cannot be any."""
+        return self._decode(self._chunks[-1], len(self._sampled))
+
+    def _decode(self, chunk: bytes, num_blocks: int) -> Array:
+        decoded = self._codec.decode(chunk, num_blocks)
+        if not is_within(decoded, MAX_MEAN):
+            raise WireError(f"weights of a partner beyond {MAX_MEAN:g}")
+        return decoded
 
     def step(self, anchor: Array, moment: Array, own: Array, *, lr: float, momentum: float, scale: float) -> None:
         """Take the step with these weights, in place; `own` becomes the change. Call it in a worker thread."""

@@ -1,6 +1,6 @@
 """`python -m benchmarks.pairwise`: random pairs (NoLoCo) against rounds, at the same bytes, with 8 to 256 peers.
 
-Simulated peers train the demo model for 200 steps, with the nodes of `p2ptrain join` in virtual time. A pairwise step
+Simulated peers train the demo model, with the nodes of `p2ptrain join` in virtual time. A pairwise step
 sends one encoded model, a round nearly two (outer gradients to the reducers, means to the members). Four rounds, H =
 50, are eight models. With H = 30, pairs take six steps, and end with a round as well: eight models, too. Among more
 peers they find their partners later, and take shorter intervals for the same bytes.
@@ -26,27 +26,27 @@ from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.report import as_text
 from p2ptrain.simulation.swarm import simulate
 
-PEERS, STEPS = (8, 64, 256), 200
+# By the number of peers: inner steps, and H of rounds and of pairs, for the same bytes (measured). 256 peers take fewer
+# steps, as each costs seconds.
+SCALES = {8: (200, 50, 30), 64: (200, 50, 25), 256: (60, 15, 12)}
 ARMS: dict[str, dict[str, Any]] = {
     # A milder Nesterov than DiLoCo's 0.7 and 0.9, which overshoots with so few rounds.
-    "parts": {"sync_every": 50, "outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.6},
+    "parts": {"outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.6},
     "pairwise": {
         "averaging": "pairwise", "outer_optimizer": "sgdm", "outer_lr": 0.7, "outer_momentum": 0.5
     },
-    "alone": {"sync_every": 1_000_000, "outer_optimizer": "sgd", "outer_lr": 1.0},
+    "alone": {"outer_optimizer": "sgd", "outer_lr": 1.0},
 }  # fmt: skip
-# H of pairs for the bytes of rounds, by the number of peers (measured).
-PAIRS_EVERY = {8: 30, 64: 25, 256: 25}
 RESULTS = Path(__file__).parent.parent / "docs" / "pairwise.jsonl"
 
 
-def run(arm: str, peers: int, seed: int, steps: int = STEPS) -> dict[str, Any]:
+def run(arm: str, peers: int, seed: int, scale: tuple[int, int, int] | None = None) -> dict[str, Any]:
     """One run, and what it measured."""
+    steps, rounds_every, pairs_every = scale or SCALES[peers]
+    every = {"parts": rounds_every, "pairwise": pairs_every, "alone": 1_000_000}[arm]
     logging.getLogger("p2ptrain").setLevel(logging.ERROR)
     began_s = time.process_time()
-    settings = {"fragment_fraction": 0.0, "batch_size": 1, "eval_every": steps, **ARMS[arm]}
-    if arm == "pairwise":
-        settings["sync_every"] = PAIRS_EVERY.get(peers, 30)
+    settings = {"fragment_fraction": 0.0, "batch_size": 1, "eval_every": steps, "sync_every": every, **ARMS[arm]}
     records = simulate(Experiment.of(peers=peers, steps=steps, seed=seed, **settings))
     return {
         "arm": arm, "peers": peers, "seed": seed, **measures(records, peers),
@@ -96,7 +96,7 @@ def _of(values: list[float]) -> str:
 
 
 @click.command("python -m benchmarks.pairwise")
-@click.option("--peers", multiple=True, type=click.Choice(list(map(str, PEERS))), default=list(map(str, PEERS)))
+@click.option("--peers", multiple=True, type=click.Choice(list(map(str, SCALES))), default=list(map(str, SCALES)))
 @click.option("--arm", multiple=True, type=click.Choice(list(ARMS)), default=list(ARMS))
 @click.option("--seed", multiple=True, type=int, default=(0, 1, 2))
 @click.option("--jobs", default=1, help="Runs at once, one core each.", show_default=True)

@@ -9,7 +9,7 @@ from benchmarks import pairwise
 
 @pytest.mark.slow
 def test_pairs_learn_from_each_other_and_all_end_with_one_average() -> None:
-    arms = {arm: pairwise.run(arm, 4, 0, steps=100) for arm in pairwise.ARMS}
+    arms = {arm: pairwise.run(arm, 4, 0, (100, 50, 30)) for arm in pairwise.ARMS}
     assert arms["pairwise"]["contributors"] == [4]
     assert arms["pairwise"]["paired"] > 0.5
     assert 0 < arms["pairwise"]["spread"] < 0.5

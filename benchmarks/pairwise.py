@@ -26,8 +26,8 @@ from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.report import as_text
 from p2ptrain.simulation.swarm import simulate
 
-# By the number of peers: inner steps, and H of rounds and of pairs, for the same bytes (measured). 256 peers take fewer
-# steps, as each costs seconds.
+# By the number of peers: inner steps, and H of rounds and of pairs, for the same bytes (measured; with 256, a guess).
+# 256 peers take fewer steps, as each costs four seconds of a core.
 SCALES = {8: (200, 50, 30), 64: (200, 50, 25), 256: (60, 15, 12)}
 ARMS: dict[str, dict[str, Any]] = {
     # A milder Nesterov than DiLoCo's 0.7 and 0.9, which overshoots with so few rounds.

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import heapq
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import trio
@@ -55,6 +58,9 @@ class MemoryNetwork:
         self._narrow: dict[PeerId, float] = {}
         self._groups: dict[PeerId, int] = {}
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] | None = {}
+        self._under_way: list[tuple[float, int, MemoryStream, bytes]] = []
+        self._numbers = itertools.count()
+        self._earlier: trio.Event | None = None  # set when a segment is due before the one that is waited for
 
     def transport(self, peer_id: PeerId) -> MemoryTransport:
         """Add a peer to the network; a second call for the same id is a restart of that peer."""
@@ -92,6 +98,35 @@ class MemoryNetwork:
 
     def latency(self, a: PeerId, b: PeerId) -> float:
         return self.latency_s
+
+    def deliver(self, due_s: float, stream: MemoryStream, segment: bytes) -> None:
+        """Hand a segment to the end of a stream at this time, or just after the one before.
+
+        One task does so for all streams: a reader that waits for its segments itself is woken twice for each, and needs
+        a time-out, which is most of what a small packet costs.
+        """
+        due_s = stream.latest_s = max(due_s, stream.latest_s)
+        stream.under_way += 1
+        heapq.heappush(self._under_way, (due_s, next(self._numbers), stream, segment))
+        if self._earlier is None:
+            self._earlier = trio.Event()
+            trio.lowlevel.spawn_system_task(self._deliver)
+        elif self._under_way[0][2] is stream and self._under_way[0][0] == due_s:
+            self._earlier.set()
+
+    async def _deliver(self) -> None:
+        try:
+            while self._under_way:
+                due_s = self._under_way[0][0]
+                if due_s > trio.current_time():
+                    self._earlier = trio.Event()
+                    with trio.move_on_at(due_s):
+                        await self._earlier.wait()
+                    continue
+                _, _, stream, segment = heapq.heappop(self._under_way)
+                stream.arrive(segment)
+        finally:
+            self._earlier = None
 
 
 class MemoryTransport:
@@ -146,15 +181,19 @@ class MemoryStream:
 
     def __init__(self, owner: MemoryTransport, remote: PeerId) -> None:
         self.remote = remote
+        self.under_way = 0  # segments sent to this end that have not arrived
+        self.latest_s = 0.0  # when the last of them arrives
         self._owner = owner
-        self._send, self._receive = trio.open_memory_channel[tuple[float, bytes]](SEGMENTS_IN_FLIGHT)
-        self._broken = trio.Event()
+        self._arrived: deque[bytes] = deque()
+        self._readers = trio.lowlevel.ParkingLot()
+        self._senders = trio.lowlevel.ParkingLot()
+        self._broken = False
         self._stalled = False
         owner.streams.add(self)
 
     async def send_all(self, data: bytes) -> None:
         network = self._owner.network
-        if self._broken.is_set():
+        if self._broken:
             raise PeerLostError(f"{self.remote}: the stream is broken")
         fault = network.fault(self._owner.peer_id, self.remote, data)
         if fault is PacketFault.BREAK:
@@ -176,20 +215,26 @@ class MemoryStream:
         await _wait_until(free_s - BUFFER_BYTES / min(up, down))
         if lost or self._stalled:
             return
-        try:
-            await self.other._send.send((due, segment))
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise PeerLostError(f"{self.remote}: the stream is broken") from None
+        other = self.other
+        while other.under_way + len(other._arrived) >= SEGMENTS_IN_FLIGHT and not other._broken:
+            await other._senders.park()
+        if other._broken:
+            raise PeerLostError(f"{self.remote}: the stream is broken")
+        network.deliver(due, other, segment)
+
+    def arrive(self, segment: bytes) -> None:
+        """A segment has come."""
+        self.under_way -= 1
+        self._arrived.append(segment)
+        self._readers.unpark()
 
     async def receive_some(self) -> bytes:
-        try:
-            due, data = await self._receive.receive()
-        except trio.EndOfChannel:
-            return b""
-        except trio.ClosedResourceError:
-            raise PeerLostError(f"{self.remote}: the stream is broken") from None
-        await _wait_until(due)
-        return data
+        while not self._arrived:
+            if self._broken and not self.under_way:
+                return b""
+            await self._readers.park()
+        self._senders.unpark()
+        return self._arrived.popleft()
 
     async def aclose(self) -> None:
         self.break_both()
@@ -201,8 +246,9 @@ class MemoryStream:
     def break_both(self) -> None:
         """Close both ends; across a partition only this end, as the other side does not notice."""
         for end in (self,) if self._stalled else (self, self.other):
-            end._broken.set()
-            end._send.close()
+            end._broken = True
+            end._readers.unpark_all()
+            end._senders.unpark_all()
             end._owner.streams.discard(end)
 
 

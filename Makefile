@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm pairwise reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm pairwise thousand reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -68,6 +68,10 @@ fuzz: $(STAMP)
 # Real peers on slow and broken links, in network namespaces: ten minutes, as root.
 links: $(STAMP)
 	$(BIN)/python -m tests.links $(ARGS)
+
+# What the size of a swarm costs a peer: 16 to 1000 real nodes in virtual time, an hour of a core.
+thousand: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.thousand $(ARGS)
 
 # What lying members cost: 156 simulated runs of 20 s of a core each, of which those done are kept, and docs/security.md.
 harm: $(STAMP)

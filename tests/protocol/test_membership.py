@@ -598,25 +598,82 @@ def test_a_joiner_forgets_names_for_records_but_nothing_for_names() -> None:
     run_virtual(main)
 
 
-def test_at_most_so_many_links_are_sought() -> None:
+@pytest.fixture
+def large_from_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swarm of more than 12 peers is large; its members have 6 to 9 neighbours."""
+    for name, value in {"MAX_DIALLED": 12, "NEIGHBOURS": 6, "MAX_NEIGHBOURS": 9}.items():
+        monkeypatch.setattr(f"p2ptrain.protocol.membership.membership.{name}", value)
+
+
+@pytest.mark.usefixtures("large_from_12")
+def test_in_a_large_swarm_few_links_are_sought() -> None:
     async def main() -> None:
         async with town() as t:
-            others = [await t.start(f"p{i:02d}") for i in range(MAX_DIALLED + 10)]
+            others = [await t.start(f"p{i:02d}") for i in range(24)]
             for other in others:
                 other.membership.stop()
             a = await t.start("a")
+            a.membership.takes_part = lambda peer_id: False
+            await trio.sleep(5)
+            assert len(a.linked) == 24
+            a.membership.in_round = lambda: True
             a.membership.settle()
-            for other in others:
-                a.membership.hint(other.peer_id, ())
-            await trio.sleep(30)
-            assert len(a.linked) == MAX_DIALLED
+            await trio.sleep(5)
+            assert len(a.linked) == 24, "links ended during a round"
+            a.membership.in_round = lambda: False
+            await trio.sleep(5)
+            assert len(a.linked) == 9
+            for peer_id in sorted(a.linked)[:5]:
+                t.network.crash(peer_id)
+            await trio.sleep(60)
+            assert len(a.linked) == 6
             # Those beyond may still come to us.
-            late = next(other for other in others if other.peer_id not in a.linked)
+            late = next(o for o in others if o.peer_id not in a.linked and o.peer_id in t.network.transports)
             await late.links.connect("a", [])
             await trio.sleep(1)
-            assert len(a.linked) == MAX_DIALLED + 1
-            assert {peer for peer, _ in a.membership.sample(2)} <= a.linked
-            assert len(a.membership.sample(2)) == 2
+            assert len(a.linked) == 7
+
+    run_virtual(main)
+
+
+@pytest.mark.usefixtures("large_from_12")
+def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
+    async def main() -> None:
+        async with town() as t:
+            names = [f"p{i:02d}" for i in range(30)]
+            of_round = set(names[:12])
+            peers = [await t.start(name) for name in names]
+            await trio.sleep(5)
+            for peer in peers:
+                peer.membership.takes_part = of_round.__contains__
+                peer.membership.settle()
+            await trio.sleep(60)
+            for peer in peers:
+                if peer.peer_id in of_round:
+                    assert of_round - {peer.peer_id} <= peer.linked
+                    assert 6 <= len(peer.linked - of_round) <= 9
+                else:
+                    assert 6 <= len(peer.linked) <= 9
+                    # They tell others who takes part.
+                    assert {named for named, _ in peer.membership.sample(2)} <= of_round
+
+    run_virtual(main)
+
+
+@pytest.mark.usefixtures("large_from_12")
+def test_made_up_records_make_no_swarm_large() -> None:
+    async def main() -> None:
+        async with town() as t:
+            for i in range(100):
+                record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
+                key = member_key("test", bucket_of(f"made-up-{i}"))
+                await t.network.directory(f"made-up-{i}").announce(key, record, 1000.0)
+            peers = [await t.start(name) for name in "abcd"]
+            await trio.sleep(30)
+            for peer in peers:
+                peer.membership.settle()
+                assert len(peer.linked) == 3
+                assert not peer.membership.is_crowded
 
     run_virtual(main)
 

@@ -11,7 +11,6 @@ from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Conclusion
-from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.record import MOST_INTERVALS, check_advance, check_record, record_of
 from p2ptrain.protocol.wire.messages import (
     Arrived,
@@ -103,26 +102,26 @@ def test_reducers_that_report_other_roots_than_the_agreed_one_are_named() -> Non
     assert policy.conflicts_of({0: roots[0]}, plan, "x") == {}
 
 
-def test_of_more_than_64_members_a_sample_contributes_another_in_each_round() -> None:
+def test_of_too_many_members_a_sample_contributes_another_in_each_round() -> None:
     joins = {f"p{i:03}": join_of(f"p{i:03}") for i in range(200)}
     counts: Counter[str] = Counter()
     for round_ in range(50):
-        members = policy.members_of("0-g", round_, joins, "state")
-        assert len(members) == MAX_CONTRIBUTORS == 64
+        members = policy.members_of("0-g", round_, joins, "state", 64)
+        assert len(members) == 64
         assert members == sorted(members)
-        assert members == policy.members_of("0-g", round_, dict(reversed(joins.items())), "state")
+        assert members == policy.members_of("0-g", round_, dict(reversed(joins.items())), "state", 64)
         counts.update(members)
     assert set(counts) == set(joins)
     assert max(counts.values()) < 32  # 16 on the mean
     few = dict(list(joins.items())[:64])
-    assert policy.members_of("0-g", 1, few, "state") == sorted(few)
+    assert policy.members_of("0-g", 1, few, "state", 64) == sorted(few)
 
 
 def test_who_has_no_snapshot_or_stands_elsewhere_does_not_contribute() -> None:
     joins = {"a": join_of("a"), "b": join_of("b", has_snapshot=False), "c": join_of("c", state_sha256="other")}
     assert policy.agreed_state(joins, "other") == "state"
     assert policy.agreed_state({"b": joins["b"], "c": joins["c"]}, "other") == "other"
-    assert policy.members_of("0-g", 1, joins, "state") == ["a"]
+    assert policy.members_of("0-g", 1, joins, "state", 64) == ["a"]
 
 
 def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None:

@@ -50,6 +50,8 @@ from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
         ("inner_moments", "averaged"),
         ("inner_moments", "shared"),
         ("max_missed_rounds", -1),
+        ("max_contributors", 1),
+        ("max_contributors", 65),
         ("round_timeout_s", 0.0),
         ("outer_optimizer", "lion"),
         ("outer_lr_schedule", "linear"),
@@ -179,7 +181,7 @@ MEANT = {
     "fragment_schedule": "fixed", "fragment_delay": 0, "max_staleness": 0.15, "topology": "push", "fan_out": 1,
     "round_codec": "int8", "round_density": 0.02, "prune_fraction": 0.0, "round_weights": "tokens",
     "round_mean": "weighted", "round_guard": "exclude", "audit_rate": 0.1, "averaging": "parts",
-    "inner_moments": "local", "max_missed_rounds": 1,
+    "inner_moments": "local", "max_missed_rounds": 1, "max_contributors": 64,
     "round_timeout_s": 1800.0, "outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_lr_schedule": "constant",
     "outer_momentum": 0.9, "num_shards": 0, "sharding": "iid", "run_seed": 0,
 }  # fmt: skip

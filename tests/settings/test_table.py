@@ -46,6 +46,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "audit_rate": ("0.25", 0.25),
     "inner_moments": ("averaged", "averaged"),
     "max_missed_rounds": ("4", 4),
+    "max_contributors": ("16", 16),
     "round_timeout_s": ("90.5", 90.5),
     "outer_optimizer": ("adam", "adam"),
     "outer_lr_schedule": ("cosine", "cosine"),

@@ -126,6 +126,7 @@ class Link:
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
         self._beat_heard_at = 0.0
+        self.beat_sent_s = -math.inf
         self._readers: list[FrameReader] = []
         self._handling = 0
         self._control: deque[bytes] = deque()
@@ -313,6 +314,7 @@ class Link:
         now = trio.current_time()
         echo = self.beat.sent_s if self.beat else 0.0
         held = now - self._beat_heard_at if self.beat else 0.0
+        self.beat_sent_s = now
         self.send(beat(now, echo, held))
         timeout_s = self._setup.peer_timeout_s
         if self.flow.stalled_s(now) > timeout_s:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
+# With more links than this, beats on each are rarer, so that a peer sends so many in a second; but not rarer than this.
+LINKS_BEATEN, MAX_BEAT_EVERY_S = 16, 4.0
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
 # Answers received and not yet taken; beyond it the link is closed.
@@ -374,6 +377,7 @@ class Links:
             now = trio.current_time()
             # Not twice in a row: a machine that is always late must detect lost peers too.
             excused = now - due > HELD_UP_S and not excused
+            every_s = min(MAX_BEAT_EVERY_S, BEAT_EVERY_S * math.ceil(len(self.live) / LINKS_BEATEN))
             for link in list(self.live.values()):
                 if (refusal := self._refusal(link.peer_id)) is not None:
                     link.send(Leave(refusal))
@@ -381,6 +385,8 @@ class Links:
                     continue
                 if link.silent_s > link.patience_s and not excused:
                     link.close(f"nothing heard for {link.patience_s:.0f} s")
+                    continue
+                if now < link.beat_sent_s + every_s - BEAT_EVERY_S / 2:
                     continue
                 try:
                     link.make_beat(self._events.make_beat)

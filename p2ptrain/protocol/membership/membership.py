@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +38,23 @@ EAGER_LOOKUP_S = 0.5
 # A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
 # because it must know whether any of them has the run's state.
 MAX_DIALLED = 64
+# In a larger swarm a member links to the peers of its round, if it takes part in the next one, and to so many others.
+# It ends links to others beyond the second number. Random graphs of this degree have short paths (guess).
+NEIGHBOURS, MAX_NEIGHBOURS = 16, 24
+# A joiner that is linked with a peer that has the state dials no more than that at first: it needs few donors (guess).
+FEW_LINKS_S = 5.0
+# Voters and peers that are drawn for a round link to each other: at most so many.
+MAX_ROUND_LINKS = 128
+# A link to a neighbour that ended is not opened again for a while: that peer may have too many.
+NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
+# How many lookups and dials the estimate of the swarm's size remembers.
+LOOKUPS_REMEMBERED, DIALS_REMEMBERED = 16, 64
+# With enough links, lookups are so much rarer that a peer reads about this many records in an interval.
+RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 4.0, 60.0
+# How often links are looked after, in a small swarm and while joining, and in a large one.
+POLL_S, CROWDED_POLL_S = 0.2, 1.0
 # Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
-MAX_KNOWN = 128
+MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
 # Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
 DIALLED_AT_ONCE = 16
@@ -142,6 +157,16 @@ class Membership:
         self._me = me
         self._maddrs = maddrs
         self._rng = rng
+        # Whether a peer is a voter of the next round, or likely drawn for it.
+        self.takes_part: Callable[[PeerId], bool] = lambda peer_id: True
+        # Whether a round is under way, so that no link must end.
+        self.in_round: Callable[[], bool] = lambda: False
+        self.swarm_size = 0.0
+        self._records: deque[int] = deque(maxlen=LOOKUPS_REMEMBERED)
+        self._began_s = math.inf
+        self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
+        self._listed: list[tuple[PeerId, tuple[str, ...]]] = []
+        self._listed_s = -math.inf
         self._told_private = False
         self._chosen = frozenset(chosen)
         self._dialling: set[PeerId] = set()
@@ -156,6 +181,7 @@ class Membership:
         self._announcing, self._looking_up = ErrorLog(logger), ErrorLog(logger)
 
     async def run_forever(self) -> None:
+        self._began_s = trio.current_time()
         # The network layer has their addresses, and is connected to them; a bootstrap node refuses the link.
         for peer_id in sorted(self._chosen):
             self.hint(peer_id, ())
@@ -165,7 +191,22 @@ class Membership:
             while not self._stopped:
                 with self._looking_up.containing("dialling members"):
                     self._dial(nursery)
-                await trio.sleep(0.2)
+                    self._prune()
+                await trio.sleep(CROWDED_POLL_S if self.is_crowded else POLL_S)
+
+    def _estimate(self) -> None:
+        """Estimate the swarm's size: the announced peers, times the share of those dialled that could be reached.
+
+        Anybody can announce peers that do not exist.
+        """
+        if self._records and self._reached:
+            reached = sum(self._reached) / len(self._reached)
+            self.swarm_size = BUCKETS * sum(self._records) / len(self._records) * reached
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether we link to a part of the swarm only."""
+        return not self._joining and self.swarm_size > MAX_DIALLED
 
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
         """A peer has linked to us."""
@@ -200,6 +241,8 @@ class Membership:
                 member.maddrs = maddrs or member.maddrs
             return
         if len(self.known) >= self._most_known:
+            if teller and self.is_crowded and not self.takes_part(peer_id):
+                return
             self._overrun = self._overrun or self._joining
             self._make_room(1, is_named=bool(teller))
         if len(self.known) < self._most_known:
@@ -249,10 +292,23 @@ class Membership:
         return member.dials == 0 and (bool(member.maddrs) or peer_id not in self._chosen)
 
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
-        """A few linked peers, for other peers to learn about."""
+        """A few peers, for other peers to learn about: linked ones, or in a large swarm those of the next round."""
+        now = trio.current_time()
+        # All heartbeats of a second are made at once.
+        if not self._joining and self._listed_s == now:
+            listed = self._listed
+        else:
+            listed = self._listed = [(peer_id, self.known[peer_id].maddrs) for peer_id in self._nameable()]
+            self._listed_s = now
+        return tuple(self._rng.sample(listed, min(count, len(listed))))
+
+    def _nameable(self) -> list[PeerId]:
         linked = sorted(peer for peer in self._linked() if self.known[peer].role == TRAINER)
-        chosen = self._rng.sample(linked, min(count, len(linked)))
-        return tuple((peer, self.known[peer].maddrs) for peer in chosen)
+        if not self.is_crowded:
+            return linked
+        # Not those that were only named to us: names can be made up, and would spread.
+        found = [peer for peer, member in self.known.items() if member.maddrs and not member.teller]
+        return sorted(filter(self.takes_part, found)) or linked
 
     def _linked(self) -> list[PeerId]:
         """Members with a live link, without observers."""
@@ -295,7 +351,15 @@ class Membership:
                     nursery.start_soon(self._look_up, bucket, done)
             if len(done) == len(buckets):
                 self.looked_up.set()
-            await trio.sleep(EAGER_LOOKUP_S if eager else LOOKUP_EVERY_S)
+            await trio.sleep(EAGER_LOOKUP_S if eager else self._lookup_s())
+
+    def _lookup_s(self) -> float:
+        """Seconds until the next lookup: more if there is more to read, and we have links enough."""
+        if not self.is_crowded or len(self._linked()) < NEIGHBOURS:
+            return LOOKUP_EVERY_S
+        return min(
+            MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, sum(self._records) / len(self._records) / RECORDS_PER_LOOKUP)
+        )
 
     async def _look_up(self, bucket: int, done: set[int]) -> None:
         with self._looking_up.containing("looking up members"):
@@ -305,6 +369,8 @@ class Membership:
                 # One identity has a place under one key only.
                 if record is not None and bucket_of(peer_id) == bucket:
                     self.hint(peer_id, *record)
+            self._records.append(sum(bucket_of(peer_id) == bucket for peer_id in found))
+            self._estimate()
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
@@ -312,12 +378,15 @@ class Membership:
 
         In the order of ids, or of their arrival, made-up records could come before all others.
         """
-        now = trio.current_time()
+        now, is_crowded = trio.current_time(), self.is_crowded
+        of_round = self._of_round() if is_crowded else self.takes_part
         due: list[PeerId] = []
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
                 member.teller, member.found_s = "", now
+                if is_crowded:
+                    member.next_dial_s += ROUND_PEER_RETRY_S if of_round(peer_id) else NEIGHBOUR_RETRY_S
             elif now - member.seen_s > 2 * RECORD_TTL_S:
                 del self.known[peer_id]
             elif not worth_dialling(self._maddrs(), member.maddrs):
@@ -328,12 +397,42 @@ class Membership:
         if crowded:
             self._rng.shuffle(due)
             due.sort(key=lambda p: (p not in self._chosen, self.known[p].dials, self.known[p].cut_short))
-        room = min(self._most_links - len(self._linked()), DIALLED_AT_ONCE) - len(self._dialling)
+        linked = self._linked()
+        if is_crowded:
+            neighbours = sum(not of_round(peer_id) for peer_id in linked)
+            wanted = [peer_id for peer_id in due if of_round(peer_id)][: max(0, MAX_ROUND_LINKS - len(linked))]
+            others = [peer_id for peer_id in due if not of_round(peer_id)]
+            self._rng.shuffle(others)
+            due = wanted + others[: max(0, NEIGHBOURS - neighbours)]
+        most_links = MAX_ROUND_LINKS + NEIGHBOURS if is_crowded else self._most_links
+        if self._joining and now < self._began_s + FEW_LINKS_S and self._has_donor(linked):
+            most_links = NEIGHBOURS
+        room = min(most_links - len(linked), DIALLED_AT_ONCE) - len(self._dialling)
         for peer_id in due[: max(0, room)]:
             member = self.known[peer_id]
             hurried = crowded and peer_id not in self._chosen and not member.cut_short and member.dials == 0
             self._dialling.add(peer_id)
             nursery.start_soon(self._dial_one, peer_id, member, FIRST_DIAL_S if hurried else math.inf)
+
+    def _has_donor(self, linked: Collection[PeerId]) -> bool:
+        """Whether one of these peers says that it has the run's state."""
+        beats = (link.beat for peer_id in linked if (link := self._links.get(peer_id)) is not None)
+        return any(beat is not None and beat.lineage for beat in beats)
+
+    def _of_round(self) -> Callable[[PeerId], bool]:
+        """The peers that we must be linked with for the next round: none if we do not take part in it."""
+        return self.takes_part if self.takes_part(self._me) else lambda peer_id: False
+
+    def _prune(self) -> None:
+        """In a large swarm, end links to neighbours that are too many."""
+        if not self.is_crowded or self.in_round():
+            return
+        of_round = self._of_round()
+        neighbours = [peer_id for peer_id in self._linked() if not of_round(peer_id)]
+        for peer_id in self._rng.sample(neighbours, max(0, len(neighbours) - MAX_NEIGHBOURS)):
+            link = self._links.get(peer_id)
+            if link is not None:
+                link.close("it has links enough")
 
     async def _dial_one(self, peer_id: PeerId, member: Member, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
@@ -342,11 +441,15 @@ class Membership:
                 with trio.move_on_after(timeout_s) as scope:
                     await self._links.connect(peer_id, list(member.maddrs))
                 member.cut_short = scope.cancelled_caught
+                if not member.cut_short:
+                    self._reached.append(True)
             except PeerLostError as error:
+                self._reached.append(False)
                 logger.debug("cannot reach %s: %s", peer_id, error)
             except P2PTrainError as error:
                 logger.warning("%s", error)
             finally:
+                self._estimate()
                 member.dials += not member.cut_short
                 member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
                 member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)

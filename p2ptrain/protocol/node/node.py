@@ -123,6 +123,9 @@ class Node:
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
+        context.swarm_size = lambda: self.membership.swarm_size if self.membership.is_crowded else 0.0
+        self.membership.takes_part = self.engine.takes_part
+        self.membership.in_round = lambda: self.engine.round_state.member is not None
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
         self.pairwise = Pairwise(self.engine, rng, events) if run.averaging == "pairwise" else None

@@ -60,6 +60,7 @@ class RoundContext:
         state: anchor and moments; changed by commits only.
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
+        swarm_size: about how many peers the run has; 0 while we link to all of them.
         audited: whether members commit to their chunks, and reducers are audited.
     """
 
@@ -79,6 +80,7 @@ class RoundContext:
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
+    swarm_size: Callable[[], float] = field(init=False, default=lambda: 0.0)
     mean_guard: MeanGuard = field(init=False)
     audits: Audits = field(init=False)
 

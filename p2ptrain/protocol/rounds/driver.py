@@ -23,6 +23,7 @@ from p2ptrain.protocol.rounds.audit import Audited
 from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.draw import may_be_drawn, rank
 from p2ptrain.protocol.rounds.events import Tick
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.head_votes import HeadVotes
@@ -77,6 +78,9 @@ class RoundDriver:
         self._lineage_watch = LineageWatch(context.liveness)
         self._head_votes = HeadVotes(context.prover)
         self._landed: m.Landed | None = None
+        self._voter_ids: frozenset[PeerId] = frozenset()
+        # In the draw of the next round, of the peers that were asked for.
+        self._ranks: dict[PeerId, int] = {}
         self._leaving = False
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
@@ -144,6 +148,7 @@ class RoundDriver:
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
         self.recent = self.recent.after(head)
+        self._voter_ids, self._ranks = frozenset(peer for peer, _ in head.voters), {}
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
         self._schedule.begin(head, same_lineage=same_lineage)
@@ -225,6 +230,19 @@ class RoundDriver:
         while self.head is head and self.committer.resolving:
             await self._changed.wait()
 
+    def takes_part(self, peer_id: PeerId) -> bool:
+        """Whether a peer is a voter of the next round, or likely drawn for it."""
+        return peer_id in self._voter_ids or self.is_drawn(peer_id)
+
+    def is_drawn(self, peer_id: PeerId) -> bool:
+        """Whether a peer likely contributes to the next round."""
+        size, most = self.context.swarm_size(), self.context.run.max_contributors
+        if size <= most:
+            return True
+        if peer_id not in self._ranks:
+            self._ranks[peer_id] = rank(self.head.lineage, self.head.round + 1, peer_id)
+        return may_be_drawn(self._ranks[peer_id], most, size)
+
     # Messages and links.
 
     def deliver(self, sender: PeerId, message: m.Message, payload: bytes = b"") -> None:
@@ -302,7 +320,10 @@ class RoundDriver:
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
         ended = self._lineage_watch.has_ended(self.head, three_intervals_s, now)
         # Pairs need no voters: with them, a lineage is not missed before its round is due.
-        if ended and not self.committer.interrupted and (not self._exchange.pairwise or self._exchange.round_due):
+        is_missed = not self._exchange.pairwise or self._exchange.round_due
+        # Who does not take part in the round is not linked with its voters.
+        may_found = is_missed and self.takes_part(self.context.peer_id)
+        if ended and may_found and not self.committer.interrupted:
             self.found_lineage(self.head, self.history)
         return wake_s
 
@@ -316,7 +337,7 @@ class RoundDriver:
         delay_s = self._schedule.delay_s(now)
         if delay_s > 0:
             return delay_s
-        self._attempts.apply(self._schedule.lead(now))
+        self._attempts.apply(self._schedule.lead(self.head, now))
         return POLL_S
 
     async def _keep_time(self) -> None:

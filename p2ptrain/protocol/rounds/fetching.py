@@ -8,10 +8,12 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
+from p2ptrain.protocol.rounds.draw import rank
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.record import check_advance, check_record
 from p2ptrain.protocol.wire.messages import Head, Record
+from p2ptrain.protocol.wire.transport import PeerId
 
 
 class _Fetch:
@@ -74,11 +76,25 @@ class RecordFetcher:
             raise fetch.error
         return fetch.norms
 
+    def _holders(self, record: Record) -> list[PeerId]:
+        """Live peers that may have parts of a record: first those that say so, in an order of our own.
+
+        So peers that did not take part in a round do not all ask the same ones.
+        """
+        context = self._context
+        beats = context.liveness.beats()
+
+        def order(peer_id: PeerId) -> tuple[bool, int]:
+            beat = beats.get(peer_id)
+            return beat is None or beat.round < record.round, rank(context.peer_id, record.round, peer_id)
+
+        return sorted(context.host.trainers(), key=order)
+
     async def _run(self, fetch: _Fetch) -> None:
         context, record = self._context, fetch.record
         with fetch.scope:
             try:
-                await context.parts.fetch(record, context.host.trainers())
+                await context.parts.fetch(record, self._holders(record))
                 for span in context.averaging.spans(record):
                     norm = await context.compute(
                         check_decodes, context.averaging, record, context.parts.get, span, context.state.num_stepped

@@ -5,7 +5,6 @@ Claims of one peer are limited by those of the others, so that a single wrong nu
 
 from __future__ import annotations
 
-import hashlib
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 from p2ptrain.algorithms.averaging import token_weights
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
+from p2ptrain.protocol.rounds.draw import drawn
 from p2ptrain.protocol.wire.messages import Join, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -44,14 +43,12 @@ def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
     return max(set(states), key=lambda state: (states.count(state), state == own))
 
 
-def members_of(lineage: str, round_: int, joins: Mapping[PeerId, Join], state_sha256: str) -> list[PeerId]:
-    """Members with a snapshot on the agreed state, sorted; a sample by a hash of round and id if too many."""
+def members_of(
+    lineage: str, round_: int, joins: Mapping[PeerId, Join], state_sha256: str, most: int
+) -> list[PeerId]:  # fmt: skip
+    """Members with a snapshot on the agreed state, sorted; those drawn for this round if there are more than `most`."""
     able = [p for p, join in joins.items() if join.has_snapshot and join.state_sha256 == state_sha256]
-
-    def draw(peer_id: PeerId) -> bytes:
-        return hashlib.blake2b(f"{lineage}/{round_}/{peer_id}".encode(), digest_size=8).digest()
-
-    return sorted(sorted(able, key=draw)[:MAX_CONTRIBUTORS])
+    return drawn(lineage, round_, able, most)
 
 
 def reducers_of(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> list[PeerId]:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.draw import drawn
 from p2ptrain.protocol.rounds.events import Lead
 from p2ptrain.protocol.rounds.quorum import Voter, is_quorum
 from p2ptrain.protocol.rounds.timeouts import SILENT_LEADER_S, PeerBackoff
@@ -158,12 +159,15 @@ class Schedule:
         """How long to wait before we lead."""
         return max(0.0, self._delayed_until_s - now)
 
-    def lead(self, now: float) -> Lead:
-        """The attempt to lead now."""
+    def lead(self, head: Head, now: float) -> Lead:
+        """The attempt to lead now: of the voters, and of the peers that are drawn for this round."""
         self._called_s = now
         context = self._context
+        present = (*context.host.trainers(), context.peer_id)
+        called = set(drawn(head.lineage, head.round + 1, present, context.run.max_contributors))
+        called |= {voter for voter, _ in head.voters}.intersection(present)
         return Lead(
-            (*context.host.trainers(), context.peer_id),
+            tuple(called | {context.peer_id}),
             self.window_s(),
             max(JOIN_GRACE_S, 2 * context.liveness.round_trip_s()),
             context.timeouts.attempt_s(),

@@ -1,0 +1,36 @@
+"""Which peers contribute to a round, if there are more than one round can hold. Pure.
+
+A hash of lineage, round and id gives each peer a rank in each round. The leader calls the peers of lowest rank that it
+is linked with. No peer knows all others of a large swarm, so each decides by its own rank and an estimate of the
+swarm's size whether it may be among those. If so, it links to the voters, one of which leads.
+
+Partial participation by a random draw is that of federated averaging (McMahan et al., "Communication-Efficient Learning
+of Deep Networks from Decentralized Data", 2017).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from p2ptrain.protocol.wire.transport import PeerId
+
+# More link to the voters than contribute: the estimate of the size may be 10 % off, and some are lost (guess).
+MARGIN = 1.25
+_RANKS = 2**64
+
+
+def rank(lineage: str, round_: int, peer_id: PeerId) -> int:
+    """The rank of a peer in one round's draw, from 0 to 2^64 - 1: uniform and independent of other rounds."""
+    name = f"{lineage}/{round_}/{peer_id}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def drawn(lineage: str, round_: int, peer_ids: Iterable[PeerId], most: int) -> list[PeerId]:
+    """The `most` peers of lowest rank, in the order of their ids."""
+    return sorted(sorted(peer_ids, key=lambda peer_id: rank(lineage, round_, peer_id))[:most])
+
+
+def may_be_drawn(rank: int, most: int, swarm_size: float) -> bool:
+    """Whether a peer of this rank is likely among the `most` of lowest rank in a swarm of about this size."""
+    return rank * swarm_size < _RANKS * most * MARGIN

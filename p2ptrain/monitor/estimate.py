@@ -20,7 +20,6 @@ from p2ptrain.algorithms.pairwise import exchange_bytes
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
@@ -56,6 +55,7 @@ class Estimate:
 
     Attributes:
         round_up_bytes, round_down_bytes: of a round, at the member with the most; or of a pairwise step, as below.
+        taken_over_bytes: what a peer that does not contribute downloads of a round.
         transfer_s, round_trips_s, compute_s: the parts of a round's seconds.
         interval_s: from one round to the next.
         gossip_bytes_s: of fragments, out; in as many come on average.
@@ -67,6 +67,7 @@ class Estimate:
 
     round_up_bytes: int
     round_down_bytes: int
+    taken_over_bytes: int
     transfer_s: float
     round_trips_s: float
     compute_s: float
@@ -106,16 +107,18 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     num_blocks = -(-params // BLOCK)
     # AdamW's two moments are averaged like weights.
     averaged_blocks = num_blocks * (3 if run.inner_moments == "averaged" else 1)
-    up_bytes, down_bytes = round_bytes(run, averaged_blocks, min(link.peers, MAX_CONTRIBUTORS))
-    pairwise, partners_count = run.averaging == "pairwise", link.peers - 1
-    connections = 1 if pairwise else partners_count
+    contributors, donors_count = min(link.peers, run.max_contributors), link.peers - 1
+    up_bytes, down_bytes = round_bytes(run, averaged_blocks, contributors)
+    pairwise = run.averaging == "pairwise"
+    connections = 1 if pairwise else contributors - 1
     fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
     # In a run with pairwise steps the second vector is the anchor of a peer.
     state_bytes = codec("none").size_bytes(averaged_blocks) * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
-    donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * partners_count)
+    donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * donors_count)
     return Estimate(
         round_up_bytes=up_bytes,
         round_down_bytes=down_bytes,
+        taken_over_bytes=taken_over_bytes(run, averaged_blocks, contributors),
         transfer_s=max(
             transfer_s(up_bytes, link.up_bytes_s, link.rtt_s, connections),
             transfer_s(down_bytes, link.down_bytes_s, link.rtt_s, connections),
@@ -126,7 +129,7 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         fragment_bytes=fragment_bytes,
         gossip_bytes_s=fragment_bytes * receivers(run, link.peers) / link.step_s,
         state_bytes=state_bytes,
-        joining_s=transfer_s(state_bytes, donated_bytes_s, link.rtt_s, partners_count),
+        joining_s=transfer_s(state_bytes, donated_bytes_s, link.rtt_s, donors_count),
         at_rest_bytes=at_rest_bytes(params),
         in_a_round_bytes=in_a_round_bytes(params),
     )
@@ -151,6 +154,13 @@ def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int
         sent.append(sum(map(gradient, others)) + (members - 1) * mean(own) * averaging.reduces)
         received.append((members - 1) * gradient(own) + sum(map(mean, others)) * averaging.reduces)
     return max(sent), max(received)
+
+
+def taken_over_bytes(run: RunConfig, num_blocks: int, members: int) -> int:
+    """What a peer downloads of a round of so many members: the mean, or all that it is made of."""
+    if averaging_of(run).reduces:
+        return mean_codec(run, members).size_bytes(num_blocks)
+    return members * gradient_codec(run).size_bytes(num_blocks)
 
 
 def transfer_s(size_bytes: int, rate_bytes_s: float, rtt_s: float, connections: int) -> float:
@@ -210,10 +220,10 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield (
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
-    if link.peers > MAX_CONTRIBUTORS and not pairwise:
+    if link.peers > run.max_contributors and not pairwise:
         yield (
-            f"{MAX_CONTRIBUTORS} of the {link.peers} peers contribute to a round; the others fetch its mean, which is "
-            "not counted here"
+            f"{run.max_contributors} of the {link.peers} peers contribute to a round, others to the next; a peer that "
+            f"does not takes its mean over from its partners, {size(found.taken_over_bytes)}"
         )
 
 

@@ -139,7 +139,8 @@ def test_with_the_advised_interval_a_round_takes_a_tenth_of_it() -> None:
         ({"fragment_fraction": 0.05}, 10**9, Link(), "give --fragment-fraction 0.004 or less: a fragment"),
         ({"fragment_fraction": 0.02}, GPT2, Link(rate_mbit=20), "give --fragment-fraction 0.004 or less: gossip"),
         ({}, 390_700_000, Link(rate_mbit=2), "give --round-timeout-s 5700 or more: half of the 1800 s"),
-        ({}, GPT2, Link(peers=65), "64 of the 65 peers contribute to a round"),
+        ({}, GPT2, Link(peers=1000), "64 of the 1000 peers contribute to a round, others to the next"),
+        ({"max_contributors": 8}, GPT2, Link(peers=9), "8 of the 9 peers contribute to a round"),
     ],
 )
 def test_advice(changes: dict[str, object], params: int, link: Link, words: str) -> None:

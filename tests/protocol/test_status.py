@@ -22,7 +22,7 @@ class Listener(trio.abc.Instrument):
 
 def test_a_round_is_told_from_its_call_to_its_landing() -> None:
     async def main() -> None:
-        async with swarm(RUN, seed=3) as peers:
+        async with swarm(RUN, bandwidth_bytes_s=1e6, seed=3) as peers:
             first = peers.start("a", founder=True)
             second = peers.start("b")
             listener = Listener(second)

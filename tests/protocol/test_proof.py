@@ -125,7 +125,7 @@ def test_a_head_of_other_voters_than_its_record_says_is_refused_though_they_sign
 
 
 def test_a_head_is_passed_on_once_a_quorum_has_landed() -> None:
-    votes = HeadVotes(prover_of("a", DIGEST))
+    votes = HeadVotes(prover_of("a", DIGEST), ("a", "a.1"))
     # Of b it comes early, while the round lands here.
     votes.note("b", prover_of("b", DIGEST).landed(HEAD))
     assert votes.quorum is None
@@ -143,8 +143,13 @@ def test_a_head_is_passed_on_once_a_quorum_has_landed() -> None:
     prover_of("x", DIGEST).verify_head(SignedHead(HEAD, votes.quorum, genesis_of("a", DIGEST)))
 
 
+def test_who_is_no_voter_does_not_sign_a_head() -> None:
+    for own, signs in ((("a", "a.1"), True), (("a", "a.2"), False), (("x", "x.1"), False)):
+        assert (HeadVotes(prover_of(own[0], DIGEST), own).begin(HEAD, ()) is not None) == signs
+
+
 def test_what_lands_early_takes_a_bounded_room() -> None:
-    votes = HeadVotes(prover_of("a", DIGEST))
+    votes = HeadVotes(prover_of("a", DIGEST), ("a", "a.1"))
     for number in range(2 * MAX_EARLY):
         votes.note(f"x{number}", Landed("0-x", 10**9, "1", b""))
     assert len(votes._early) == MAX_EARLY

@@ -76,7 +76,7 @@ class RoundDriver:
             deliver=self.deliver, changed=self._wake, start_soon=self._start_soon,
         )  # fmt: skip
         self._lineage_watch = LineageWatch(context.liveness)
-        self._head_votes = HeadVotes(context.prover)
+        self._head_votes = HeadVotes(context.prover, context.liveness.own)
         self._landed: m.Landed | None = None
         self._voter_ids: frozenset[PeerId] = frozenset()
         # In the draw of the next round, of the peers that were asked for.
@@ -157,7 +157,8 @@ class RoundDriver:
         self._landed = self._head_votes.begin(head, votes)
         for link in self.context.links.trainers():
             self.introduce(link)
-        self._head_votes.note(self.context.peer_id, self._landed)
+        if self._landed is not None:
+            self._head_votes.note(self.context.peer_id, self._landed)
         self._wake()
 
     def _advance(self, head: m.Head) -> None:

@@ -20,20 +20,24 @@ MAX_EARLY = 256
 class HeadVotes:
     """Collects the votes for the current head."""
 
-    def __init__(self, prover: Prover) -> None:
+    def __init__(self, prover: Prover, own: Voter) -> None:
         self._prover = prover
+        self._own = own
         self._head: Head | None = None
         self._votes: dict[Voter, Vote] = {}
         self._early: dict[PeerId, Landed] = {}
 
-    def begin(self, head: Head, votes: Sequence[Vote]) -> Landed:
-        """Collect votes for this head, beginning with those that came with it. Returns our own, to be sent."""
+    def begin(self, head: Head, votes: Sequence[Vote]) -> Landed | None:
+        """Collect votes for this head, beginning with those that came with it.
+
+        Returns our own, to be sent; None if we are not a voter of this head, so that nobody would count it.
+        """
         self._head = head
         self._votes = {(vote.peer_id, vote.incarnation): vote for vote in votes}
         early, self._early = self._early, {}
         for sender, landed in early.items():
             self.note(sender, landed)
-        return self._prover.landed(head)
+        return self._prover.landed(head) if self._own in head.voters else None
 
     def note(self, sender: PeerId, landed: Landed) -> None:
         """Count a Landed that one of our head's voters signed for it. One for another head is kept for later."""

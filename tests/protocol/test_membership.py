@@ -46,6 +46,7 @@ class Member:
     """A peer that does nothing but be there: links and membership wired as a node does it."""
 
     peer_id: str
+    lineage: str = ""
     links: Links = field(init=False)
     membership: Membership = field(init=False)
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -65,7 +66,7 @@ class Member:
     def on_lost(self, link: Link) -> None: ...
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> Beat:
-        return Beat(sent_s, echo_s, held_s, "", "", -1, 0, 0, "", 0.0, self.membership.sample(2), 0)
+        return Beat(sent_s, echo_s, held_s, "", self.lineage, -1, 0, 0, "", 0.0, self.membership.sample(2), 0)
 
     @property
     def linked(self) -> set[str]:
@@ -613,7 +614,7 @@ def test_in_a_large_swarm_few_links_are_sought() -> None:
             for other in others:
                 other.membership.stop()
             a = await t.start("a")
-            a.membership.takes_part = lambda peer_id: False
+            a.membership.takes_part = a.membership.may_take_part = lambda peer_id: False
             await trio.sleep(5)
             assert len(a.linked) == 24
             a.membership.in_round = lambda: True
@@ -622,8 +623,14 @@ def test_in_a_large_swarm_few_links_are_sought() -> None:
             assert len(a.linked) == 24, "links ended during a round"
             a.membership.in_round = lambda: False
             await trio.sleep(5)
-            assert len(a.linked) == 9
-            for peer_id in sorted(a.linked)[:5]:
+            assert len(a.linked) == 24, "links to joiners ended"
+            joiner, *trainers = others
+            for other in trainers:
+                other.lineage = "0-g"
+            await trio.sleep(5)
+            assert len(a.linked) == 9 + 1
+            assert joiner.peer_id in a.linked
+            for peer_id in sorted(a.linked - {joiner.peer_id})[:5]:
                 t.network.crash(peer_id)
             await trio.sleep(60)
             assert len(a.linked) == 6
@@ -645,7 +652,8 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
             peers = [await t.start(name) for name in names]
             await trio.sleep(5)
             for peer in peers:
-                peer.membership.takes_part = of_round.__contains__
+                peer.lineage = "0-g"
+                peer.membership.takes_part = peer.membership.may_take_part = of_round.__contains__
                 peer.membership.settle()
             await trio.sleep(60)
             for peer in peers:
@@ -656,6 +664,45 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
                     assert 6 <= len(peer.linked) <= 9
                     # They tell others who takes part.
                     assert {named for named, _ in peer.membership.sample(2)} <= of_round
+
+    run_virtual(main)
+
+
+@pytest.mark.usefixtures("large_from_12")
+def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_other_end() -> None:
+    """Else that end would open it again, over and over."""
+
+    async def main() -> None:
+        async with town() as t:
+            peers = [await t.start(f"p{i:02d}") for i in range(20)]
+            await trio.sleep(5)
+            first = peers[0]
+            for peer in peers:
+                peer.lineage = "0-g"
+                peer.membership.takes_part = lambda peer_id: peer_id != first.peer_id
+                peer.membership.settle()
+            linked = dict(first.links.live)
+            await trio.sleep(30)
+            assert first.links.live == linked
+            for peer in peers:
+                peer.membership.takes_part = peer.membership.may_take_part = lambda peer_id: False
+            await trio.sleep(10)
+            assert len(first.links.live) <= 9
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("then", "expected"), [(62, 992), (66, 996), (125, 16 * 125)])
+def test_the_size_is_counted_anew_if_it_has_changed(then: int, expected: float) -> None:
+    async def main() -> None:
+        async with town() as t:
+            membership = (await t.start("a")).membership
+            membership._reached.append(True)
+            for bucket in range(16):
+                membership._note_count(bucket, 62)
+            for bucket in range(1 if then < 100 else 4):
+                membership._note_count(bucket, then)
+            assert membership.swarm_size == expected
 
     run_virtual(main)
 

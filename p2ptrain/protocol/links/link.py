@@ -126,7 +126,8 @@ class Link:
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
         self._beat_heard_at = 0.0
-        self.beat_sent_s = -math.inf
+        # When we sent our last beat, and how long after the one before that was due.
+        self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._readers: list[FrameReader] = []
         self._handling = 0
         self._control: deque[bytes] = deque()

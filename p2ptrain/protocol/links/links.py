@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
 # With more links than this, beats on each are rarer, so that a peer sends so many in a second; but not rarer than this.
-LINKS_BEATEN, MAX_BEAT_EVERY_S = 16, 4.0
+LINKS_BEATEN, MAX_BEAT_EVERY_S = 16, 8.0
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
 # Answers received and not yet taken; beyond it the link is closed.
@@ -386,8 +386,11 @@ class Links:
                 if link.silent_s > link.patience_s and not excused:
                     link.close(f"nothing heard for {link.patience_s:.0f} s")
                     continue
-                if now < link.beat_sent_s + every_s - BEAT_EVERY_S / 2:
+                # At most twice as long as before: the partner waits for a multiple of what it has seen.
+                gap_s = min(every_s, 2 * link.beat_gap_s)
+                if now < link.beat_sent_s + gap_s - BEAT_EVERY_S / 2:
                     continue
+                link.beat_gap_s = gap_s
                 try:
                     link.make_beat(self._events.make_beat)
                 except Exception as error:

@@ -13,6 +13,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import msgspec
 import trio
@@ -47,10 +48,12 @@ FEW_LINKS_S = 5.0
 MAX_ROUND_LINKS = 128
 # A link to a neighbour that ended is not opened again for a while: that peer may have too many.
 NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
-# How many lookups and dials the estimate of the swarm's size remembers.
-LOOKUPS_REMEMBERED, DIALS_REMEMBERED = 16, 64
+# The estimate of the swarm's size needs so many keys; it remembers so many dials.
+MIN_COUNTED, DIALS_REMEMBERED = 4, 64
+# A key with so many standard deviations more or fewer records than the others says that the swarm's size has changed.
+CHANGED_SIGMAS = 3.0
 # With enough links, lookups are so much rarer that a peer reads about this many records in an interval.
-RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 4.0, 60.0
+RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
 # How often links are looked after, in a small swarm and while joining, and in a large one.
 POLL_S, CROWDED_POLL_S = 0.2, 1.0
 # Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
@@ -157,12 +160,14 @@ class Membership:
         self._me = me
         self._maddrs = maddrs
         self._rng = rng
-        # Whether a peer is a voter of the next round, or likely drawn for it.
+        # Whether a peer is a voter of the next round, or likely drawn for it; and whether others may think so.
         self.takes_part: Callable[[PeerId], bool] = lambda peer_id: True
+        self.may_take_part: Callable[[PeerId], bool] = lambda peer_id: True
         # Whether a round is under way, so that no link must end.
         self.in_round: Callable[[], bool] = lambda: False
         self.swarm_size = 0.0
-        self._records: deque[int] = deque(maxlen=LOOKUPS_REMEMBERED)
+        self._counts: dict[int, int] = {}  # records of each key
+        self._next_buckets: list[int] = []
         self._began_s = math.inf
         self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
         self._listed: list[tuple[PeerId, tuple[str, ...]]] = []
@@ -199,9 +204,16 @@ class Membership:
 
         Anybody can announce peers that do not exist.
         """
-        if self._records and self._reached:
-            reached = sum(self._reached) / len(self._reached)
-            self.swarm_size = BUCKETS * sum(self._records) / len(self._records) * reached
+        if len(self._counts) >= MIN_COUNTED and self._reached:
+            self.swarm_size = BUCKETS * fmean(self._counts.values()) * fmean(self._reached)
+
+    def _note_count(self, bucket: int, count: int) -> None:
+        """A key has so many records. If the swarm's size has changed, forget what the other keys had."""
+        mean = fmean(self._counts.values()) if self._counts else count
+        if abs(count - mean) > CHANGED_SIGMAS * math.sqrt(max(1.0, mean)):
+            self._counts.clear()
+        self._counts[bucket] = count
+        self._estimate()
 
     @property
     def is_crowded(self) -> bool:
@@ -344,7 +356,7 @@ class Membership:
     async def _discover(self) -> None:
         while True:
             eager = not self._linked()
-            buckets = range(BUCKETS) if eager else {bucket_of(self._me), self._rng.randrange(BUCKETS)}
+            buckets = range(BUCKETS) if eager else self._due_buckets()
             done: set[int] = set()
             async with trio.open_nursery() as nursery:
                 for bucket in buckets:
@@ -353,13 +365,17 @@ class Membership:
                 self.looked_up.set()
             await trio.sleep(EAGER_LOOKUP_S if eager else self._lookup_s())
 
+    def _due_buckets(self) -> set[int]:
+        """The keys to look up: another one each time, and in a small swarm our own."""
+        self._next_buckets = self._next_buckets or self._rng.sample(range(BUCKETS), BUCKETS)
+        due = {self._next_buckets.pop()}
+        return due if self.is_crowded else due | {bucket_of(self._me)}
+
     def _lookup_s(self) -> float:
-        """Seconds until the next lookup: more if there is more to read, and we have links enough."""
-        if not self.is_crowded or len(self._linked()) < NEIGHBOURS:
+        """Seconds until the next lookup: more if there is more to read, we have links enough and know the size."""
+        if not self.is_crowded or len(self._linked()) < NEIGHBOURS or len(self._counts) < MIN_COUNTED:
             return LOOKUP_EVERY_S
-        return min(
-            MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, sum(self._records) / len(self._records) / RECORDS_PER_LOOKUP)
-        )
+        return min(MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, fmean(self._counts.values()) / RECORDS_PER_LOOKUP))
 
     async def _look_up(self, bucket: int, done: set[int]) -> None:
         with self._looking_up.containing("looking up members"):
@@ -369,8 +385,7 @@ class Membership:
                 # One identity has a place under one key only.
                 if record is not None and bucket_of(peer_id) == bucket:
                     self.hint(peer_id, *record)
-            self._records.append(sum(bucket_of(peer_id) == bucket for peer_id in found))
-            self._estimate()
+            self._note_count(bucket, sum(bucket_of(peer_id) == bucket for peer_id in found))
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
@@ -424,15 +439,22 @@ class Membership:
         return self.takes_part if self.takes_part(self._me) else lambda peer_id: False
 
     def _prune(self) -> None:
-        """In a large swarm, end links to neighbours that are too many."""
+        """In a large swarm, end links to neighbours that are too many.
+
+        Not to a joiner, nor to a peer that may need us for the round by its own estimate of the swarm's size: it would
+        link again at once.
+        """
         if not self.is_crowded or self.in_round():
             return
-        of_round = self._of_round()
-        neighbours = [peer_id for peer_id in self._linked() if not of_round(peer_id)]
+        we_may = self.may_take_part(self._me)
+        links = {peer_id: link for peer_id in self._linked() if (link := self._links.get(peer_id)) is not None}
+        neighbours = [
+            peer_id
+            for peer_id, link in links.items()
+            if link.beat is not None and link.beat.lineage and not (we_may and self.may_take_part(peer_id))
+        ]
         for peer_id in self._rng.sample(neighbours, max(0, len(neighbours) - MAX_NEIGHBOURS)):
-            link = self._links.get(peer_id)
-            if link is not None:
-                link.close("it has links enough")
+            links[peer_id].close("it has links enough")
 
     async def _dial_one(self, peer_id: PeerId, member: Member, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):

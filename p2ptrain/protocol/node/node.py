@@ -21,7 +21,7 @@ from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
-from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
@@ -42,8 +42,8 @@ from p2ptrain.settings.config import RunConfig
 logger = logging.getLogger(__name__)
 
 FRAGMENTS_EVENT_S = 2.0
-# Other members that one Beat names.
-BEAT_MEMBERS = 2
+# Other members that one Beat names; with many links, as many Beats are sent, one of these is enough.
+BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
@@ -125,7 +125,8 @@ class Node:
         )  # fmt: skip
         context.swarm_size = lambda: self.membership.swarm_size if self.membership.is_crowded else 0.0
         self.membership.takes_part = self.engine.takes_part
-        self.membership.in_round = lambda: self.engine.round_state.member is not None
+        self.membership.may_take_part = self.engine.may_take_part
+        self.membership.in_round = lambda: self.engine.round_state.member is not None or self.engine.committer.resolving
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
         self.pairwise = Pairwise(self.engine, rng, events) if run.averaging == "pairwise" else None
@@ -224,10 +225,11 @@ class Node:
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
         head, step_s = self.engine.head, self._exchange.step_s
+        named = BEAT_MEMBERS if len(self.links.live) <= LINKS_BEATEN else MANY_LINKS_MEMBERS
         return messages.Beat(
             sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
             self.status[: messages.MAX_STATUS], min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
-            self.membership.sample(BEAT_MEMBERS), self.engine.context.liveness.reach(head),
+            self.membership.sample(named), self.engine.context.liveness.reach(head),
         )  # fmt: skip
 
     def on_link(self, link: Link) -> None:

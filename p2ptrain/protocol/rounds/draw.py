@@ -17,6 +17,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # More link to the voters than contribute: the estimate of the size may be 10 % off, and some are lost (guess).
 MARGIN = 1.25
+# A link is kept if one of its ends may think so that both take part: estimates differ by that much (guess).
+MARGIN_OF_OTHERS = 1.5
 _RANKS = 2**64
 
 
@@ -31,6 +33,6 @@ def drawn(lineage: str, round_: int, peer_ids: Iterable[PeerId], most: int) -> l
     return sorted(sorted(peer_ids, key=lambda peer_id: rank(lineage, round_, peer_id))[:most])
 
 
-def may_be_drawn(rank: int, most: int, swarm_size: float) -> bool:
+def may_be_drawn(rank: int, most: int, swarm_size: float, margin: float = MARGIN) -> bool:
     """Whether a peer of this rank is likely among the `most` of lowest rank in a swarm of about this size."""
-    return rank * swarm_size < _RANKS * most * MARGIN
+    return rank * swarm_size < _RANKS * most * margin

@@ -23,7 +23,7 @@ from p2ptrain.protocol.rounds.audit import Audited
 from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.draw import may_be_drawn, rank
+from p2ptrain.protocol.rounds.draw import MARGIN, MARGIN_OF_OTHERS, may_be_drawn, rank
 from p2ptrain.protocol.rounds.events import Tick
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.head_votes import HeadVotes
@@ -233,16 +233,19 @@ class RoundDriver:
 
     def takes_part(self, peer_id: PeerId) -> bool:
         """Whether a peer is a voter of the next round, or likely drawn for it."""
-        return peer_id in self._voter_ids or self.is_drawn(peer_id)
+        return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN)
 
-    def is_drawn(self, peer_id: PeerId) -> bool:
-        """Whether a peer likely contributes to the next round."""
+    def may_take_part(self, peer_id: PeerId) -> bool:
+        """Whether some peer may take this one for a voter of the next round, or drawn for it."""
+        return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN_OF_OTHERS)
+
+    def _is_drawn(self, peer_id: PeerId, margin: float) -> bool:
         size, most = self.context.swarm_size(), self.context.run.max_contributors
         if size <= most:
             return True
         if peer_id not in self._ranks:
             self._ranks[peer_id] = rank(self.head.lineage, self.head.round + 1, peer_id)
-        return may_be_drawn(self._ranks[peer_id], most, size)
+        return may_be_drawn(self._ranks[peer_id], most, size, margin)
 
     # Messages and links.
 

@@ -31,7 +31,7 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
-from p2ptrain.protocol.wire.messages import KINDS
+from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
@@ -39,8 +39,8 @@ from p2ptrain.settings.config import RunConfig
 SHAPES = [("embedding", (24, 64)), ("head", (16, 64))]
 STEP_S = 1.0
 RUN = RunConfig(run_id="large", sync_every=30, fragment_fraction=0.05, total_steps=0)
-# Peers that start in a second.
-STARTS_PER_S = 25.0
+# All peers start within this time.
+STARTS_S = 10.0
 LATENCY_S = 0.02
 # The connection of a peer to the others is looked at so often.
 POLL_S = 0.5
@@ -59,7 +59,7 @@ class Result:
         behind: the most rounds that a peer was behind at any time after the first round.
         sent: bytes that a peer sent per step, on average over the peers, by kind of message.
         looked_up: bytes of directory records that a peer read per step, on average.
-        most_sent: of the peer that sent most.
+        most_sent: of the peer that sent most; `most_served`: by the peer that sent most in answer to requests.
         links: of a peer, on average; `most_links`: of the peer with most, at any time.
         peer_seconds: simulated in each second of CPU, while it was measured.
         node_bytes: of memory for each peer.
@@ -74,6 +74,7 @@ class Result:
     sent: dict[str, float] = field(default_factory=dict)
     looked_up: float = 0.0
     most_sent: float = 0.0
+    most_served: float = 0.0
     links: float = 0.0
     most_links: int = 0
     peer_seconds: float = 0.0
@@ -189,7 +190,7 @@ class LargeSwarm:
         """Start all peers, and wait until they have the state and reach each other over links."""
         for _ in range(self.result.peers):
             self.start()
-            await trio.sleep(1 / STARTS_PER_S)
+            await trio.sleep(STARTS_S / self.result.peers)
         began_s = trio.current_time()
         while not self._is_connected():
             await trio.sleep(POLL_S)
@@ -226,6 +227,7 @@ class LargeSwarm:
         result.sent = {KINDS[kind].__name__: size / steps / result.peers for kind, size in by_kind.most_common()}
         result.looked_up = self.read.total() / steps / result.peers
         result.most_sent = max(counter.total() for counter in self._sent.values()) / steps
+        result.most_served = max(counter[KIND_OF[Answer]] for counter in self._sent.values()) / steps
 
     def _oldest(self) -> int:
         """The round of the peer that is furthest behind, of those that have the state."""
@@ -256,7 +258,7 @@ class LargeSwarm:
 
 
 def simulate(
-    peers: int, duration_s: float, *, churn_per_hour: float = 0.0, settle_s: float = 30.0, run: RunConfig = RUN,
+    peers: int, duration_s: float, *, churn_per_hour: float = 0.0, settle_s: float = 20.0, run: RunConfig = RUN,
     seed: int = 0, then: Callable[[LargeSwarm], Awaitable[None]] | None = None,
 ) -> Result:  # fmt: skip
     """Start a swarm, let it settle, and measure it.
@@ -290,31 +292,36 @@ def line(result: Result, first: Result) -> str:
     drawn = f"{min(result.contributors, default=0)} to {max(result.contributors, default=0)}"
     return (
         f"{result.peers:6} {result.discovered_s:10.1f} {result.bytes_per_step:11.0f} "
-        f"{result.bytes_per_step / first.bytes_per_step - 1:+7.0%} {result.most_sent:9.0f} {result.links:6.1f} "
+        f"{result.bytes_per_step / first.bytes_per_step - 1:+7.0%} {result.most_sent:9.0f} "
+        f"{result.most_served:11.0f} {result.links:6.1f} "
         f"{result.most_links:6} {result.rounds:7} {drawn:>9} {result.behind:7} {result.replaced:9} "
         f"{result.node_bytes / 2**20:8.2f} {result.peer_seconds:8.0f}"
     )
 
 
 HEADER = (
-    f"{'peers':>6} {'found in s':>10} {'bytes/step':>11} {'':>7} {'most sent':>9} {'links':>6} {'most':>6} "
-    f"{'rounds':>7} {'in each':>9} {'behind':>7} {'replaced':>9} {'MiB each':>8} {'peer-s/s':>8}"
+    f"{'peers':>6} {'found in s':>10} {'bytes/step':>11} {'':>7} {'most sent':>9} {'most served':>11} "
+    f"{'links':>6} {'most':>6} {'rounds':>7} {'in each':>9} {'behind':>7} {'replaced':>9} {'MiB each':>8} "
+    f"{'peer-s/s':>8}"
 )
 
 
 @click.command("python -m benchmarks.thousand")
 @click.option("--peers", multiple=True, type=click.IntRange(2), default=(16, 64, 256, 1000), show_default=True)
 @click.option("--seconds", default=120.0, show_default=True, help="Virtual seconds that are measured.")
+@click.option("--settle", default=20.0, show_default=True, help="Virtual seconds before that, with all peers there.")
 @click.option("--churn", default=0.1, show_default=True, help="Share of the peers that is replaced in an hour.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the numbers to this.")
-def main(peers: tuple[int, ...], seconds: float, churn: float, json_file: Path | None) -> None:
+def main(peers: tuple[int, ...], seconds: float, settle: float, churn: float, json_file: Path | None) -> None:
     """Simulate swarms of these sizes one after the other. A thousand peers take half an hour of a core."""
     click.echo(", ".join(f"{name}: {value}" for name, value in machine().items()))
     click.echo(HEADER)
     results: list[Result] = []
     for size in peers:
-        results.append(simulate(size, seconds, churn_per_hour=churn))
+        results.append(simulate(size, seconds, churn_per_hour=churn, settle_s=settle))
         click.echo(line(results[-1], results[0]))
+        most = list(results[-1].sent.items())[:8]
+        click.echo("       " + ", ".join(f"{kind} {size:.0f}" for kind, size in most))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2) + "\n")
 

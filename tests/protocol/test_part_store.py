@@ -120,6 +120,31 @@ def test_parts_are_asked_for_a_few_at_a_time() -> None:
     run_virtual(main)
 
 
+def test_a_late_peer_asks_each_partner_that_has_the_parts_for_some_of_them() -> None:
+    blobs = [blob(number) for number in range(7)]
+    having = {name: Holder(*blobs) for name in "abc"}
+    for name, holder in having.items():
+        holder.peer_id = name
+
+    class Partners(Holder):
+        """Links to those that have the parts, and to one that has none; not to their reducer."""
+
+        def get(self, peer_id: str) -> Holder | None:
+            return having.get(peer_id) or (self if peer_id == "z" else None)
+
+        async def request(self, link: Any, *args: Any, timeout_s: float) -> Any:
+            assert link is not self
+            return await link.request(link, *args, timeout_s=timeout_s)
+
+    async def main() -> None:
+        parts = store_of(Partners())
+        await parts.fetch(record_of(*blobs), ["z", "a", "b", "c"], ["a", "b", "c"])
+        assert len(parts._parts) == 7
+        assert [len(holder.asked) for holder in having.values()] == [3, 2, 2]
+
+    run_virtual(main)
+
+
 def test_a_peer_that_is_lost_while_the_fetch_is_cancelled_ends_nothing_else() -> None:
     async def main() -> None:
         async def fetch(index: int) -> None:

@@ -76,25 +76,20 @@ class RecordFetcher:
             raise fetch.error
         return fetch.norms
 
-    def _holders(self, record: Record) -> list[PeerId]:
-        """Live peers that may have parts of a record: first those that say so, in an order of our own.
+    def _partners(self, record: Record) -> tuple[list[PeerId], list[PeerId]]:
+        """The live peers, and those of them that say that they have the parts of a record, in an order of our own.
 
         So peers that did not take part in a round do not all ask the same ones.
         """
-        context = self._context
-        beats = context.liveness.beats()
-
-        def order(peer_id: PeerId) -> tuple[bool, int]:
-            beat = beats.get(peer_id)
-            return beat is None or beat.round < record.round, rank(context.peer_id, record.round, peer_id)
-
-        return sorted(context.host.trainers(), key=order)
+        context, beats = self._context, self._context.liveness.beats()
+        partners = sorted(context.host.trainers(), key=lambda peer: rank(context.peer_id, record.round, peer))
+        return partners, [peer for peer in partners if peer in beats and beats[peer].round >= record.round]
 
     async def _run(self, fetch: _Fetch) -> None:
         context, record = self._context, fetch.record
         with fetch.scope:
             try:
-                await context.parts.fetch(record, self._holders(record))
+                await context.parts.fetch(record, *self._partners(record))
                 for span in context.averaging.spans(record):
                     norm = await context.compute(
                         check_decodes, context.averaging, record, context.parts.get, span, context.state.num_stepped

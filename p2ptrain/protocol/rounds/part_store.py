@@ -266,19 +266,25 @@ class PartStore:
         answer = Answer(request.request, len(piece) > 0, "part")
         await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
 
-    async def fetch(self, record: Record, others: Sequence[PeerId]) -> None:
+    async def fetch(self, record: Record, others: Sequence[PeerId], having: Sequence[PeerId] = ()) -> None:
         """Fetch all parts of a record, each from its holder or else from another peer. Raises PeerLostError.
 
         Forgets parts of records before the last ones, unless those were accepted or committed.
+
+        Args:
+            having: peers that have all parts. Each of them is the first to be asked for some parts, so that none has to
+                send all.
+            others: peers to ask then.
         """
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
         at_once = trio.CapacityLimiter(PARTS_AT_ONCE)
         async with nursery_raising(PeerLostError) as nursery:
-            for part in record.parts:
+            for i, part in enumerate(record.parts):
                 if part.sha256 not in self._parts:
                     size = self._averaging.size_bytes(record, part)
-                    holders = [part.holder, *others]
+                    first = i % len(having) if having else 0
+                    holders = [part.holder, *having[first:], *having[:first], *others]
                     nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, at_once)
 
     def holders_missed(self, record: Record) -> set[PeerId]:

@@ -52,6 +52,8 @@ NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
 MIN_COUNTED, DIALS_REMEMBERED = 4, 64
 # A key with so many standard deviations more or fewer records than the others says that the swarm's size has changed.
 CHANGED_SIGMAS = 3.0
+# Interval of lookups until as many keys are counted again, after the size has changed.
+COUNT_AGAIN_S = 1.0
 # With enough links, lookups are so much rarer that a peer reads about this many records in an interval.
 RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
 # How often links are looked after, in a small swarm and while joining, and in a large one.
@@ -372,8 +374,10 @@ class Membership:
         return due if self.is_crowded else due | {bucket_of(self._me)}
 
     def _lookup_s(self) -> float:
-        """Seconds until the next lookup: more if there is more to read, we have links enough and know the size."""
-        if not self.is_crowded or len(self._linked()) < NEIGHBOURS or len(self._counts) < MIN_COUNTED:
+        """Seconds until the next lookup: more if there is more to read, and we have links enough."""
+        if self.is_crowded and len(self._counts) < MIN_COUNTED:
+            return COUNT_AGAIN_S
+        if not self.is_crowded or len(self._linked()) < NEIGHBOURS:
             return LOOKUP_EVERY_S
         return min(MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, fmean(self._counts.values()) / RECORDS_PER_LOOKUP))
 

@@ -118,9 +118,10 @@ def play(storm: Storm) -> Swarm:
                     nursery.start_soon(weather.strike, trouble)
                 await s.until(lambda: trio.current_time() > over, within_s=math.inf)
             calm, count = trio.current_time(), len(s.peers)
+            # Two rounds: the values of a round are checked if those of the one before are known.
             await s.until(
                 lambda: all(
-                    any(r["t"] > calm and r["group_size"] == count for r in p.rounds()) for p in s.peers.values()
+                    sum(r["t"] > calm and r["group_size"] == count for r in p.rounds()) >= 2 for p in s.peers.values()
                 ),
                 within_s=CALM_S,
             )

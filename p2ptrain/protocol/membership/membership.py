@@ -169,6 +169,7 @@ class Membership:
         self.in_round: Callable[[], bool] = lambda: False
         self.swarm_size = 0.0
         self._counts: dict[int, int] = {}  # records of each key
+        self._agreed = 0  # lookups since the size has changed, or since we have joined
         self._next_buckets: list[int] = []
         self._began_s = math.inf
         self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
@@ -214,7 +215,9 @@ class Membership:
         mean = fmean(self._counts.values()) if self._counts else count
         if abs(count - mean) > CHANGED_SIGMAS * math.sqrt(max(1.0, mean)):
             self._counts.clear()
+            self._agreed = 0
         self._counts[bucket] = count
+        self._agreed += 1
         self._estimate()
 
     @property
@@ -274,6 +277,7 @@ class Membership:
     def settle(self) -> None:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
         self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
+        self._agreed = 0
         self._make_room(max(0, len(self.known) - self._most_known))
 
     def stop(self) -> None:
@@ -374,12 +378,13 @@ class Membership:
         return due if self.is_crowded else due | {bucket_of(self._me)}
 
     def _lookup_s(self) -> float:
-        """Seconds until the next lookup: more if there is more to read, and we have links enough."""
+        """Seconds until the next lookup: more if there is more to read, we have links enough and the size stays."""
         if self.is_crowded and len(self._counts) < MIN_COUNTED:
             return COUNT_AGAIN_S
         if not self.is_crowded or len(self._linked()) < NEIGHBOURS:
             return LOOKUP_EVERY_S
-        return min(MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, fmean(self._counts.values()) / RECORDS_PER_LOOKUP))
+        rarer = min(fmean(self._counts.values()) / RECORDS_PER_LOOKUP, self._agreed - MIN_COUNTED)
+        return min(MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, rarer))
 
     async def _look_up(self, bucket: int, done: set[int]) -> None:
         with self._looking_up.containing("looking up members"):

@@ -1,4 +1,4 @@
-"""The outer steps of one peer with random partners, and what a joiner needs to take part.
+"""The outer steps of one peer with random partners.
 
 A peer whose step is due looks for a partner while it trains on. Once there is one, both copy their weights at their
 next inner step and send them to each other. Each then takes its own step, and adds the change of its copy to its live
@@ -9,11 +9,10 @@ alone: waiting for a third one would cost more of the interval than one step wit
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,31 +20,21 @@ import torch
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.pairwise import (
-    Array,
-    clip_scale,
-    is_usual,
-    pairwise_step,
-    sample_blocks,
-    spread,
-    squared_distance,
-)
-from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
+from p2ptrain.algorithms.pairwise import clip_scale, pairwise_step, sample_blocks, spread, squared_distance
+from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.nursery import nursery_raising
+from p2ptrain.protocol.pairwise.joining import AnchorCopier, serve_chunk
 from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
+from p2ptrain.protocol.pairwise.others import linked_others, others_step
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.grid import chunk_bounds
-from p2ptrain.protocol.rounds.part_store import fetch_pipelined
 from p2ptrain.protocol.rounds.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.snapshot import touched_buffer
-from p2ptrain.protocol.wire.messages import Answer, PairAnswer, PairOffer, PairWeights, Request
+from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request
 from p2ptrain.protocol.wire.transport import PeerId
-
-logger = logging.getLogger(__name__)
 
 # How often we look whether a step is due.
 POLL_S = 0.1
@@ -57,13 +46,7 @@ ANSWER_S = 1.0
 LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
 # Partners by whose distances a far one is told (guess).
 PARTNERS_REMEMBERED = 8
-# A chunk of a donor's anchor, as one of the state in `state_sync`.
-CHUNK_TIMEOUT_S = 60.0
-# A copied anchor is compared with those of so many other peers, by so many chunks (guesses).
-COMPARED_PEERS, COMPARED_CHUNKS = 4, 8
-# So long a joiner waits for that many: members are linked and have sent a Beat within two seconds (guess).
-MEET_S = 5.0
-# Before an anchor is asked of another donor, and after an unexpected error.
+# After an unexpected error.
 RETRY_S = 1.0
 
 
@@ -91,6 +74,7 @@ class Pairwise:
         self._exchange = context.exchange
         self._run = context.run
         self._rng = rng
+        self._copier = AnchorCopier(context, rng)
         self._record = record
         num_blocks = context.state.num_blocks
         self.anchor = np.zeros((num_blocks, 64), np.float32)
@@ -118,44 +102,14 @@ class Pairwise:
 
     async def begin(self) -> None:
         """Get our first anchor: that of a peer that is more than an interval ahead, else our own weights."""
-        refused: set[PeerId] = set()
-        if self._ahead():
-            # Until there are some to compare its anchor with.
-            with trio.move_on_after(MEET_S):
-                while len(self._ahead()) <= COMPARED_PEERS:
-                    await trio.sleep(POLL_S)
-        while donors := self._ahead():
-            chosen = [link for link in donors if link.peer_id in self._context.links.chosen]
-            fresh = [link for link in chosen or donors if link.peer_id not in refused]
-            donor = self._rng.choice(fresh or donors)
-            if await self._copy_anchor(donor, [link for link in donors if link is not donor]):
-                return
-            refused.add(donor.peer_id)
-            await trio.sleep(RETRY_S)
-        await self._restart()
-
-    def _ahead(self) -> list[Link]:
-        """Linked peers that are where the others are, if that is more than an interval ahead of us."""
-        step, interval = self._others_step(), self._run.sync_every
-        if step <= self._exchange.run_step + interval:
-            return []
-        return [link for link in self._partners() if link.beat and abs(link.beat.step - step) <= interval]
-
-    def _others_step(self) -> int:
-        """A step of the run that a third of the linked peers of our lineage have reached; 0 without any.
-
-        Steps are claims. Fewer liars than that cannot raise it, nor can new members, that are at 0, hide it.
-        """
-        steps = sorted(link.beat.step for link in self._partners() if link.beat is not None)
-        return steps[(2 * len(steps) - 1) // 3] if steps else 0
-
-    def _partners(self) -> list[Link]:
-        links = (self._context.links.get(peer_id) for peer_id in self._context.host.trainers())
-        return [link for link in links if link is not None]
-
-    @property
-    def _recent(self) -> frozenset[PeerId]:
-        return recent_partners(tuple(self._before), len(self._partners()))
+        copied = await self._copier.copy()
+        if copied is None:
+            await self._restart()
+            return
+        self._state = self._engine.head.state_sha256
+        self.anchor[:], self.moment[:] = copied.anchor, 0
+        await self._land("write", torch.from_numpy(copied.anchor), copied.run_step, None)
+        self._record_step(_Outcome("joined", copied.donor), trio.current_time())
 
     async def _restart(self) -> None:
         """Go on from our weights: they become the anchor, and the momentum is zero."""
@@ -166,71 +120,9 @@ class Pairwise:
             self.anchor[:] = snapshot.weights.numpy()
             self.moment[:] = 0
 
-    async def _copy_anchor(self, donor: Link, others: list[Link]) -> bool:
-        """Take a donor's anchor as ours, and as our weights. False if it gives none, or one unlike the others'."""
-        assert donor.beat is not None
-        run_step, buffer = donor.beat.step, await self._context.compute(np.empty_like, self.anchor)
-        if not await self._fetch_anchor(donor, range(self._context.state.num_slices), buffer):
-            return False
-        if not await self._is_usual(buffer, others):
-            logger.warning("the anchor of %s is unlike those of other peers: not taken", donor.peer_id)
-            return False
-        self._state = self._engine.head.state_sha256
-        self.anchor[:], self.moment[:] = buffer, 0
-        await self._land("write", torch.from_numpy(buffer), run_step, None)
-        self._record_step(_Outcome("joined", donor.peer_id), trio.current_time())
-        return True
-
-    async def _fetch_anchor(self, donor: Link, indices: Sequence[int], out: Array) -> bool:
-        """Write chunks of a donor's anchor into `out`, one after the other. False if it does not give them in time."""
-
-        async def fetch(i: int) -> None:
-            answer, payload = await self._context.links.request(
-                donor, "anchor", "", indices[i], timeout_s=CHUNK_TIMEOUT_S
-            )
-            chunk = out[_rows(i)]
-            if not answer.found:
-                raise PeerLostError(f"{donor.peer_id}: gives no anchor")
-            if len(payload) != chunk.nbytes:
-                raise WireError(f"{len(payload)} bytes for a chunk of an anchor of {chunk.nbytes}")
-            chunk[:] = np.frombuffer(payload, "<f4").reshape(chunk.shape)
-            if not is_within(chunk, MAX_GRADIENT):
-                raise WireError(f"an anchor with values that are NaN or beyond {MAX_GRADIENT:g}")
-
-        with self._context.links.containing(donor, "copying its anchor"), trio.move_on_after(self._run.round_timeout_s):
-            try:
-                await fetch_pipelined(len(indices), fetch)
-                return True
-            except PeerLostError as error:
-                logger.info("copying the anchor of %s: %s", donor.peer_id, error)
-        return False
-
-    async def _is_usual(self, anchor: Array, others: list[Link]) -> bool:
-        """Whether random chunks of a copied anchor are like those of two or four other peers; with fewer, it is.
-
-        These are asked when the donor cannot change its chunks any more.
-        """
-        # Not the last chunk, which is shorter, if there are others.
-        slices = range(max(1, self._context.state.num_slices - 1))
-        indices = self._rng.sample(slices, min(len(slices), COMPARED_CHUNKS))
-        sample = np.concatenate([anchor[_rows(index)] for index in indices])
-        samples = []
-        for link in self._rng.sample(others, min(len(others), COMPARED_PEERS)):
-            theirs = np.empty_like(sample)
-            if await self._fetch_anchor(link, indices, theirs):
-                samples.append(theirs)
-        # Odd with the donor's, so that the median is one of them.
-        samples = samples[: len(samples) // 2 * 2]
-        return not samples or await self._context.compute(is_usual, sample, samples)
-
     async def serve(self, link: Link, request: Request) -> None:
-        """Answer a request for a chunk of our anchor, if we have one.
-
-        While a step changes it, chunks may be of before and after.
-        """
-        found = bool(self._state) and 0 <= request.index < self._context.state.num_slices
-        payload = self.anchor[_rows(request.index)].astype("<f4").tobytes() if found else b""
-        await link.send_bulk(Answer(request.request, found, "anchor"), payload, Traffic.STATE)
+        """Answer a request for a chunk of our anchor, if we have one."""
+        await serve_chunk(link, request, self.anchor if self._state else None)
 
     # Messages and links.
 
@@ -290,6 +182,10 @@ class Pairwise:
     def _is_willing(self) -> bool:
         return self._is_free and not self._stepping and self._exchange.of_interval >= WILLING_FROM
 
+    @property
+    def _recent(self) -> frozenset[PeerId]:
+        return recent_partners(tuple(self._before), len(linked_others(self._context)))
+
     # Steps.
 
     async def run_forever(self) -> None:
@@ -333,7 +229,7 @@ class Pairwise:
             pause_s = self._rng.uniform(0, max(LEAST_PAUSE_S, PAUSE_ROUND_TRIPS * rtt_s))
             await self._until(lambda: bool(self._matching.partner), pause_s)
             recent = self._recent
-            partners = [link for link in self._partners() if link.peer_id not in recent]
+            partners = [link for link in linked_others(self._context) if link.peer_id not in recent]
             if not partners or self._matching.partner:
                 return
             fresh = [link for link in partners if link.peer_id not in declined]
@@ -360,7 +256,8 @@ class Pairwise:
             return _Outcome("skipped", partner, "a round began")
         # A slow peer's schedule follows the others'.
         most = snapshot.run_step + MOST_INTERVAL * self._run.sync_every
-        run_step, own = max(snapshot.run_step, min(self._others_step(), most)), snapshot.weights.numpy()
+        run_step = max(snapshot.run_step, min(others_step(linked_others(self._context)), most))
+        own = snapshot.weights.numpy()
         if not is_within(own, MAX_GRADIENT):
             return _Outcome("skipped", partner, "its weights are not finite, or far too large")
         outcome, theirs, scale = _Outcome("alone", reason="found no partner"), None, 1.0
@@ -486,11 +383,6 @@ class Pairwise:
             wall_s=round(trio.current_time() - began_s, 6), distance=_rounded(outcome.distance),
             spread=_rounded(outcome.spread),
         )  # fmt: skip
-
-
-def _rows(index: int) -> slice:
-    """The blocks of a chunk of an anchor."""
-    return slice(index * STATE_CHUNK_BLOCKS, (index + 1) * STATE_CHUNK_BLOCKS)
 
 
 def _rounded(value: float | None) -> float | None:

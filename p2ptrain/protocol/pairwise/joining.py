@@ -1,0 +1,152 @@
+"""A joiner's first anchor: which donor it asks, how it checks what it gets, and how a donor serves it.
+
+Each peer has an anchor of its own, so no record tells what a donor's must be. A joiner compares random chunks of it
+with those of other peers instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import trio
+
+from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.pairwise import Array, is_usual
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.pairwise.others import linked_others, others_step
+from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.part_store import fetch_pipelined
+from p2ptrain.protocol.wire.messages import Answer, Request
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# For one chunk of an anchor, as for one of the state in `state_sync`.
+CHUNK_TIMEOUT_S = 60.0
+# A copied anchor is compared with those of so many other peers, in so many chunks (guesses).
+COMPARED_PEERS, COMPARED_CHUNKS = 4, 8
+# A joiner waits this long for that many: members are linked and have sent a Beat within two seconds (guess).
+MEET_S, MEET_POLL_S = 5.0, 0.1
+# Before another donor is asked.
+RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A donor's anchor, which the caller owns, and the step of the run that the donor said it had reached."""
+
+    donor: PeerId
+    run_step: int
+    anchor: Array
+
+
+class AnchorCopier:
+    """Copies the anchor of a peer that is ahead of us."""
+
+    def __init__(self, context: RoundContext, rng: random.Random) -> None:
+        self._context = context
+        self._rng = rng
+
+    async def copy(self) -> Copied | None:
+        """The checked anchor of a peer that is more than an interval ahead; None once there is no such peer."""
+        refused: set[PeerId] = set()
+        if self._ahead():
+            # Until there are some to compare its anchor with.
+            with trio.move_on_after(MEET_S):
+                while len(self._ahead()) <= COMPARED_PEERS:
+                    await trio.sleep(MEET_POLL_S)
+        while donors := self._ahead():
+            chosen = [link for link in donors if link.peer_id in self._context.links.chosen]
+            fresh = [link for link in chosen or donors if link.peer_id not in refused]
+            donor = self._rng.choice(fresh or donors)
+            copied = await self._copy_from(donor, [link for link in donors if link is not donor])
+            if copied is not None:
+                return copied
+            refused.add(donor.peer_id)
+            await trio.sleep(RETRY_S)
+        return None
+
+    def _ahead(self) -> list[Link]:
+        """Linked peers that are where the others are, if that is more than an interval ahead of us."""
+        others, interval = linked_others(self._context), self._context.run.sync_every
+        step = others_step(others)
+        if step <= self._context.exchange.run_step + interval:
+            return []
+        return [link for link in others if link.beat and abs(link.beat.step - step) <= interval]
+
+    async def _copy_from(self, donor: Link, others: list[Link]) -> Copied | None:
+        """A donor's anchor; None if it gives none, or one unlike the others'."""
+        assert donor.beat is not None
+        run_step, state = donor.beat.step, self._context.state
+        anchor = await self._context.compute(np.empty_like, state.anchor)
+        if not await self._fetch(donor, range(state.num_slices), anchor):
+            return None
+        if not await self._is_usual(anchor, others):
+            logger.warning("the anchor of %s is unlike those of other peers: not taken", donor.peer_id)
+            return None
+        return Copied(donor.peer_id, run_step, anchor)
+
+    async def _fetch(self, donor: Link, indices: Sequence[int], out: Array) -> bool:
+        """Write chunks of a donor's anchor into `out`, one after the other. False if it does not give them in time."""
+
+        async def fetch(i: int) -> None:
+            answer, payload = await self._context.links.request(
+                donor, "anchor", "", indices[i], timeout_s=CHUNK_TIMEOUT_S
+            )
+            chunk = out[_rows(i)]
+            if not answer.found:
+                raise PeerLostError(f"{donor.peer_id}: gives no anchor")
+            if len(payload) != chunk.nbytes:
+                raise WireError(f"{len(payload)} bytes for a chunk of an anchor of {chunk.nbytes}")
+            chunk[:] = np.frombuffer(payload, "<f4").reshape(chunk.shape)
+            if not is_within(chunk, MAX_GRADIENT):
+                raise WireError(f"an anchor with values that are NaN or beyond {MAX_GRADIENT:g}")
+
+        round_timeout_s = self._context.run.round_timeout_s
+        with self._context.links.containing(donor, "copying its anchor"), trio.move_on_after(round_timeout_s):
+            try:
+                await fetch_pipelined(len(indices), fetch)
+                return True
+            except PeerLostError as error:
+                logger.info("copying the anchor of %s: %s", donor.peer_id, error)
+        return False
+
+    async def _is_usual(self, anchor: Array, others: list[Link]) -> bool:
+        """Whether random chunks of a copied anchor are like those of two or four other peers; with fewer, it is.
+
+        We ask the others last, when the donor cannot change its chunks any more.
+        """
+        # Not the last chunk, which is shorter, if there are others.
+        slices = range(max(1, self._context.state.num_slices - 1))
+        indices = self._rng.sample(slices, min(len(slices), COMPARED_CHUNKS))
+        sample = np.concatenate([anchor[_rows(index)] for index in indices])
+        samples = []
+        for link in self._rng.sample(others, min(len(others), COMPARED_PEERS)):
+            theirs = np.empty_like(sample)
+            if await self._fetch(link, indices, theirs):
+                samples.append(theirs)
+        # Odd with the donor's, so that the median is one of them.
+        samples = samples[: len(samples) // 2 * 2]
+        return not samples or await self._context.compute(is_usual, sample, samples)
+
+
+async def serve_chunk(link: Link, request: Request, anchor: Array | None) -> None:
+    """Answer a request for a chunk of `anchor`, or say that there is none.
+
+    While a step changes it, chunks may be of before and after.
+    """
+    payload = b""
+    if anchor is not None and request.index >= 0:
+        payload = anchor[_rows(request.index)].astype("<f4").tobytes()
+    await link.send_bulk(Answer(request.request, bool(payload), "anchor"), payload, Traffic.STATE)
+
+
+def _rows(index: int) -> slice:
+    """The blocks of a chunk of an anchor."""
+    return slice(index * STATE_CHUNK_BLOCKS, (index + 1) * STATE_CHUNK_BLOCKS)

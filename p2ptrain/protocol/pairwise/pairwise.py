@@ -3,7 +3,7 @@
 A peer whose step is due looks for a partner while it trains on. Once there is one, both copy their weights at their
 next inner step and send them to each other. Each then takes its own step, and adds the change of its copy to its live
 weights. A peer that finds no partner within a quarter of an interval, or whose partner falls silent, takes the step
-alone: waiting for a third one would cost more of the interval than one step without a partner.
+alone: waiting for another partner would cost more of the interval than one step without any.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # How often we look whether a step is due.
 POLL_S = 0.1
-# A peer accepts a partner from this share of its interval on, and looks for one until the other (guesses).
+# A peer accepts a partner from the first share of its interval on, and looks for one until the second (guesses).
 WILLING_FROM, LOOK_UNTIL = 0.75, 1.25
-# An offer is answered at once by a peer that has read it; with a slow link, after some round trips (guess).
-ANSWER_S = 1.0
-# Between two offers, so that peers that are due at one moment do not all wait for each other's answers.
+# A peer answers an offer as soon as it has read it; on a slow link, after some round trips (guess).
+ANSWER_S, ANSWER_ROUND_TRIPS = 1.0, 4
+# The longest pause before an offer. It is random, so that peers that are due at one moment do not all wait for each
+# other's answers.
 LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
-# Partners by whose distances a far one is told (guess).
+# So many partners' distances tell whether another one is too far away (guess).
 PARTNERS_REMEMBERED = 8
 # After an unexpected error.
 RETRY_S = 1.0
@@ -52,7 +53,13 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Of one step: why it was taken alone or left out, and how far the partner was."""
+    """How one step ended.
+
+    Attributes:
+        reason: why it was taken alone or left out, or the partner's weights were scaled.
+        distance: of the partner's weights from our anchor, relative to that of ours.
+        spread: of the two anchors (see `algorithms.pairwise.spread`).
+    """
 
     status: str
     partner: PeerId = ""
@@ -65,7 +72,11 @@ class Pairwise:
     """Takes this peer's outer steps, and serves its anchor to joiners.
 
     Args:
-        record: takes a name of an event and its fields.
+        record: takes the name of an event, and its fields.
+
+    Attributes:
+        anchor: what the next step starts from, float32 of [blocks, 64]; changed in place.
+        moment: the momentum, of the same shape.
     """
 
     def __init__(self, engine: RoundDriver, rng: random.Random, record: Callable[..., None]) -> None:
@@ -81,10 +92,11 @@ class Pairwise:
         self.moment = np.zeros_like(self.anchor)
         self._bounds = chunk_bounds(0, num_blocks)
         self._sampled = sample_blocks(num_blocks)
+        # The head's `state_sha256` when the anchor was taken; "" without an anchor.
         self._state = ""
         self._matching = Matching()
         self._incoming: PartnerWeights | None = None
-        # Of the last partners' weights from our anchor, as scaled.
+        # The distances of the last partners' weights from our anchor, as scaled.
         self._distances: dict[PeerId, float] = {}
         self._before: deque[PeerId] = deque(maxlen=MOST_RECENT)
         self._stepping = False
@@ -155,10 +167,8 @@ class Pairwise:
     def _partner_weights(self) -> PartnerWeights:
         """What our partner has sent; its first chunk may come before our copy is taken."""
         if self._incoming is None or self._incoming.sender != self._sender:
-            context = self._context
-            self._incoming = PartnerWeights(
-                self._sender, context.codec, context.state.num_blocks, trio.current_time()
-            )  # fmt: skip
+            context, now = self._context, trio.current_time()
+            self._incoming = PartnerWeights(self._sender, context.codec, context.state.num_blocks, now)
         return self._incoming
 
     @property
@@ -168,7 +178,7 @@ class Pairwise:
 
     @property
     def _waits(self) -> bool:
-        """Whether the weights are a round's now, or soon: inner steps must follow the last outer one."""
+        """Whether a round uses the weights now, or soon will: inner steps must follow the last outer one."""
         total = self._run.total_steps
         ends = total > 0 and total - self._exchange.run_step < self._run.sync_every / 2
         return ends or self._engine.is_busy
@@ -239,7 +249,7 @@ class Pairwise:
             link = self._rng.choice(fresh)
             self._matching = self._matching.offering(link.peer_id)
             link.send(PairOffer(self._engine.head.lineage, self._matching.number))
-            await self._until(lambda: not self._matching.asked, max(ANSWER_S, 4 * rtt_s))
+            await self._until(lambda: not self._matching.asked, max(ANSWER_S, ANSWER_ROUND_TRIPS * rtt_s))
             self._matching = self._matching.without(self._matching.asked)
             declined.add(link.peer_id)
 
@@ -249,7 +259,7 @@ class Pairwise:
                 await self._changed.wait()
 
     async def _step_with(self, partner: PeerId) -> _Outcome:
-        """Take the step with a partner, or ("") alone."""
+        """Take the step with a partner; alone if it is ""."""
         self._stepping = True
         snapshot = await self._snapshot()
         if snapshot is None:
@@ -265,17 +275,17 @@ class Pairwise:
             outcome, theirs, scale = await self._with_partner(partner, snapshot)
         if not self._is_current(snapshot):
             return _Outcome("skipped", partner, "a round began")
-        step = functools.partial(pairwise_step if theirs is None else theirs.step, self.anchor, self.moment, own)
-        settings = {"lr": self._run.outer_lr, "momentum": self._run.outer_momentum}
+        vectors, lr, momentum = (self.anchor, self.moment, own), self._run.outer_lr, self._run.outer_momentum
         if theirs is None:
-            await self._context.compute(functools.partial(step, None, **settings))
+            step = functools.partial(pairwise_step, *vectors, None, lr=lr, momentum=momentum)
         else:
-            await self._context.compute(functools.partial(step, **settings, scale=scale))
+            step = functools.partial(theirs.step, *vectors, lr=lr, momentum=momentum, scale=scale)
+        await self._context.compute(step)
         await self._land("add", snapshot.weights, run_step, snapshot)
         return outcome
 
     async def _with_partner(self, partner: PeerId, snapshot: Snapshot) -> tuple[_Outcome, PartnerWeights | None, float]:
-        """Exchange weights with a partner. Returns them, and their scale; or None, and why the step is taken alone."""
+        """Exchange weights with a partner. Returns its weights and their scale; None if the step is taken alone."""
         link, theirs = self._context.links.get(partner), self._partner_weights()
         if link is None:
             return _Outcome("alone", partner, f"{partner} left"), None, 1.0

@@ -118,7 +118,4 @@ class SnapshotTaker:
 
 def touched_buffer(num_blocks: int) -> torch.Tensor:
     """A (num_blocks, 64) buffer with its pages allocated here, not in the training thread."""
-    # Unlike torch, numpy requests huge pages for it.
-    buffer = np.empty((num_blocks, 64), np.float32)
-    buffer.fill(0.0)
-    return torch.from_numpy(buffer)
+    return torch.empty((num_blocks, 64)).fill_(0.0)

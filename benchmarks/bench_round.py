@@ -15,8 +15,8 @@ from benchmarks.workloads import Pause
 
 PEERS = 4
 ROUNDS = 6
-# Nothing trains beside hivemind's rounds, so our peers do not compute either: 400 steps of 20 ms between rounds.
-SETUP = Setup(gpt_25m, Pause(0.02), sync_every=400, round_steps=1500)
+# Nothing trains beside hivemind's rounds, so our peers do not compute either: 200 steps of 20 ms between rounds.
+SETUP = Setup(gpt_25m, Pause(0.02), sync_every=200, round_steps=1000)
 
 
 def run() -> list[Row]:

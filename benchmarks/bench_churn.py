@@ -153,7 +153,7 @@ def _check_hashes(peers: list[Peer]) -> None:
     states: dict[tuple[str, int], set[str]] = {}
     for peer in peers:
         for commit in peer.commits():
-            states.setdefault((commit["lineage"], commit["round"]), set()).add(commit["state_sha256"])
+            states.setdefault((commit["lineage"], commit["round"]), set()).add(commit["state_hash"])
     if different := [key for key, hashes in states.items() if len(hashes) > 1]:
         raise WorkerError(f"peers committed different states: {different}")
 

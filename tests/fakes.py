@@ -39,7 +39,7 @@ class FakePeer:
     alive_maddrs = ("/ip4/192.168.7.8/tcp/4001/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",)
     data_seed = 7
     failure: Exception | None = None
-    anchor_sha256 = "00" * 32
+    anchor_hash = "00" * 32
 
     def __init__(self, run: RunConfig, resume_state: Mapping[str, Any] | None = None, *, founded: bool = True) -> None:
         self.run = run

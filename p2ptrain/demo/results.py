@@ -107,7 +107,7 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     return Results(
         peers=tuple(results),
         merged=trainer.evaluate(),
-        same_anchor=len({found.info["anchor_sha256"] for found in checkpoints.values()}) == 1 and swarm.rounds.agreed,
+        same_anchor=len({found.info["anchor_hash"] for found in checkpoints.values()}) == 1 and swarm.rounds.agreed,
         correlation_mean=statistics.fmean(correlations) if correlations else None,
         correlation_lowest=min(correlations, default=None),
         correlation_end=pairwise_correlation(weights) if len(weights) > 1 else 1.0,

@@ -57,7 +57,7 @@ class RoundTable:
         if event["event"] == "round" and event["status"] == "skipped":
             round_.reasons[peer] = event["reason"]
         else:
-            round_.states.setdefault(peer, event["state_sha256"])
+            round_.states.setdefault(peer, event["state_hash"])
             if event["event"] == "round":
                 self._apply(round_, peer, event)
         # Event logs of several peers arrive out of order, so that the lowest number need not be the oldest entry.

@@ -71,10 +71,10 @@ class RunAudit:
     def _check(self, peer: str, event: Event) -> None:
         round_ = self.rounds.note(peer, event)
         other, state = next(iter(round_.states.items()))
-        if state != event["state_sha256"]:
+        if state != event["state_hash"]:
             self.disagreements.append(
                 f"round {event['round']} of lineage {event['lineage']}: {peer} has state "
-                f"{event['state_sha256'][:8]}, {other} has {state[:8]}"
+                f"{event['state_hash'][:8]}, {other} has {state[:8]}"
             )
 
     def _on_adopt(self, peer: str, event: Event) -> None:

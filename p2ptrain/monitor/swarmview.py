@@ -159,7 +159,7 @@ class SwarmView:
         elif is_new and key in self.rounds.by_key:
             by = "one peer alone" if event["status"] == "solo" else count(len(round_.contributors), "peer")
             took = "" if round_.wall_s is None else f" in {round_.wall_s:.1f} s"
-            sent, anchor = size(event["bytes_sent"]), event["anchor_sha256"][:8]
+            sent, anchor = size(event["bytes_sent"]), event["anchor_hash"][:8]
             self.add_notice(t, f"round {number} committed by {by}{took} · {sent} sent · anchor {anchor}")
         elif agreed and not round_.agreed:
             self.add_notice(t, f"round {number}: {peer.name} has a different state than other peers", Tone.BAD)

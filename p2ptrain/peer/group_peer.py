@@ -31,7 +31,7 @@ from p2ptrain.settings.config import RunConfig
 # While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.
 TELL_EVERY_S = 1.0
 # Attributes of rank 0's peer that all ranks have.
-_POSITION = ("alive", "round", "run_step", "finished", "anchor_sha256")
+_POSITION = ("alive", "round", "run_step", "finished", "anchor_hash")
 
 
 class GroupPeer:
@@ -45,14 +45,14 @@ class GroupPeer:
         rank, size: number of this process in the group, and number of processes.
         data_seed: a seed for this process's share of the data; differs between ranks.
         run, peer_id, maddrs: as those of a `Peer`.
-        alive, round, run_step, finished, anchor_sha256, failure: likewise, as of the last collective call.
+        alive, round, run_step, finished, anchor_hash, failure: likewise, as of the last collective call.
     """
 
     alive: list[str]
     round: int
     run_step: int
     finished: bool
-    anchor_sha256: str
+    anchor_hash: str
     failure: Exception | None
 
     def __init__(

@@ -234,9 +234,9 @@ class Peer:
         self._exchange.shard_tokens = plain_shard_tokens(tokens)
 
     @property
-    def anchor_sha256(self) -> str:
+    def anchor_hash(self) -> str:
         """Hash of the anchor; equal on all peers at the same round."""
-        return self._runner.last_ready.engine.head.anchor_sha256
+        return self._runner.last_ready.engine.head.anchor_hash
 
     @property
     def status(self) -> str:
@@ -307,7 +307,7 @@ class Peer:
             return False
         self._thread.start_soon(state_sync.restore, restored)
         deadline = time.monotonic() + STATE_TIMEOUT_S
-        while self.anchor_sha256 != restored.head.anchor_sha256 or self._exchange.landing_pending:
+        while self.anchor_hash != restored.head.anchor_hash or self._exchange.landing_pending:
             self._exchange.idle()
             if time.monotonic() > deadline:
                 raise ConfigError(f"the state could not be restored within {STATE_TIMEOUT_S:.0f} s")

@@ -59,7 +59,7 @@ def from_dict(state: dict[str, Any], into: AnchorState) -> Restored:
     for own, saved in zip(into.vectors, vectors, strict=True):
         own[:] = saved
     into.rehash()
-    if into.hashes.state != head.state_sha256:
+    if into.hashes.state != head.state_hash:
         raise ConfigError("the state to resume from is damaged: its hash is wrong; use an earlier checkpoint")
     if not into.is_finite():
         raise ConfigError("the state to resume from holds NaN or infinity; use an earlier checkpoint")

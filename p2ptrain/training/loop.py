@@ -170,7 +170,7 @@ def save_checkpoint(peer: Peer, trainer: Trainer, out: Path, *, is_closed: bool)
         "is_closed": is_closed,
         "peer_id": peer.peer_id,
         "round": peer.round,
-        "anchor_sha256": peer.anchor_sha256,
+        "anchor_hash": peer.anchor_hash,
         "vocab_size": VOCAB_SIZE,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }

@@ -62,7 +62,7 @@ def _soak(*rounds: tuple[str, str, int, float]) -> Soak:
         soak.run_audit.note(
             peer,
             {"event": "round", "status": "committed", "lineage": lineage, "round": number, "t": OVER_S + later_s,
-             "state_sha256": f"{lineage}/{number}", "contributors": ["a", "b"], "late": False},
+             "state_hash": f"{lineage}/{number}", "contributors": ["a", "b"], "late": False},
         )  # fmt: skip
     return soak
 

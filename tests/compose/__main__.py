@@ -156,7 +156,7 @@ def _until_round(demo: Demo, count: int, since_s: float, *, without: str = "") -
         return common_round(workers, since_s) if len(workers) == count else None
 
     event = demo.until(f"a round of exactly these {count} workers", committed)
-    return f"round {event['round']} of {event['group_size']}, state {event['state_sha256'][:16]} on each"
+    return f"round {event['round']} of {event['group_size']}, state {event['state_hash'][:16]} on each"
 
 
 def _until_listed(demo: Demo) -> None:

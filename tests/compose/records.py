@@ -71,7 +71,7 @@ def check_agreement(workers: Sequence[Worker]) -> int:
     hashes: dict[tuple[str, int], list[str]] = {}
     for worker in workers:
         for event in worker.rounds:
-            hashes.setdefault((event["lineage"], event["round"]), []).append(event["state_sha256"])
+            hashes.setdefault((event["lineage"], event["round"]), []).append(event["state_hash"])
     for (lineage, number), seen in hashes.items():
         if len(set(seen)) > 1:
             raise CheckFailedError(f"round {number} of lineage {lineage} has several hashes: {sorted(set(seen))}")

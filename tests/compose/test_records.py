@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def _round(number: int, by: str = "ABC", *, state: str = "same", status: str = "committed") -> dict[str, Any]:
     return {
         "event": "round", "t": float(number), "lineage": "L", "round": number, "status": status,
-        "contributors": list(by), "state_sha256": state,
+        "contributors": list(by), "state_hash": state,
     }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def fragments(t: float, *, sent: int, merged: int, skipped: dict[str, int], byte
 def round_(number: int, t: float, *, by: tuple[str, ...], anchor: str = "aa" * 32, status: str = "committed") -> Event:
     return {
         "event": "round", "t": t, "lineage": "0-x", "round": number, "status": status, "contributors": list(by),
-        "anchor_sha256": anchor, "state_sha256": anchor, "late": False, "bytes_sent": 500, "wall_s": 0.4,
+        "anchor_hash": anchor, "state_hash": anchor, "late": False, "bytes_sent": 500, "wall_s": 0.4,
         "reason": "no quorum",
     }  # fmt: skip
 

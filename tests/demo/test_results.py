@@ -43,7 +43,7 @@ def results(tmp_path: Path) -> Results:
     ParameterView(space, [p.data for p in anchor_model.parameters()]).read(anchor)
     for number in (2, 3, 4):
         model = {name: value + 1e-5 * number for name, value in anchor_model.state_dict().items()}
-        info = {"run": RUN.to_dict(), "peer_id": f"Qm{number}", "round": 2, "anchor_sha256": "bb" * 32}
+        info = {"run": RUN.to_dict(), "peer_id": f"Qm{number}", "round": 2, "anchor_hash": "bb" * 32}
         state = {"model": model, "peer": {"anchor": anchor}}
         checkpoint.save(peer_directory(tmp_path, number), checkpoint.Checkpoint(100, info, state))
     return measure(tmp_path, small_swarm(), peers_at_once=3)

@@ -73,7 +73,7 @@ def next_record(known: Known, **lie: Any) -> Record:
     head = known.head
     assert head.record is not None
     return msgspec.structs.replace(
-        head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256, **lie
+        head.record, lineage=head.lineage, round=head.round + 1, parent_hash=head.state_hash, **lie
     )
 
 
@@ -127,7 +127,7 @@ def fragments(value: float) -> Frames:
 def landings(liar: Liar, known: Known) -> Iterator[Sent]:
     """Landed under heads that nobody has."""
     for number in itertools.count():
-        head = msgspec.structs.replace(known.head, round=known.head.round + 1, state_sha256=f"{number:064x}")
+        head = msgspec.structs.replace(known.head, round=known.head.round + 1, state_hash=f"{number:064x}")
         yield liar.prover.landed(head), b""
         yield Landed(head.lineage, head.round, known.head.voters[0][1], b"\0" * 64), b""
 
@@ -162,14 +162,14 @@ def take_over(liar: Liar, known: Known) -> None:
     Everything is signed by the liar, who can sign for no other voter.
     """
     head, me = known.head, (liar.peer_id, liar.incarnation)
-    founding = liar.prover.founding(head.lineage, head.round, head.state_sha256)
+    founding = liar.prover.founding(head.lineage, head.round, head.state_hash)
     lineage = lineage_of(founding)
     record = next_record(known, genesis=head.genesis, tokens_total=head.tokens_total + 320)
     contributor = msgspec.structs.replace(record.contributors[0], peer_id=me[0], incarnation=me[1], weight=1.0)
     record = msgspec.structs.replace(record, lineage=lineage, contributors=(contributor,))
     commit = liar.commit(record, Attempt(1, *me))
     mine = msgspec.structs.replace(
-        head, lineage=lineage, round=record.round, state_sha256="f" * 64, anchor_sha256="e" * 64, voters=(me,),
+        head, lineage=lineage, round=record.round, state_hash="f" * 64, anchor_hash="e" * 64, voters=(me,),
         run_step=record.run_step, tokens_total=record.tokens_total, commit=commit,
     )  # fmt: skip
     signed = SignedHead(mine, (Vote(*me, liar.prover.signature_of(mine)),), known.genesis)

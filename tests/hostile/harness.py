@@ -112,7 +112,7 @@ async def recovered(s: Swarm) -> None:
     gone = trio.current_time()
 
     def together() -> bool:
-        heads = {p.node.engine.head.state_sha256 for p in s.peers.values()}
+        heads = {p.node.engine.head.state_hash for p in s.peers.values()}
         return len(heads) == 1 and all(
             any(r["t"] > gone and len(r["contributors"]) == len(NAMES) for r in p.rounds("committed"))
             for p in s.peers.values()

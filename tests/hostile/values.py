@@ -48,7 +48,7 @@ def plausible(kind: Any, facts: Facts, rng: random.Random, field: str = "") -> A
     head = facts.head
     known: dict[str, Any] = {
         "genesis": head.genesis, "lineage": head.lineage, "round": head.round + rng.choice((0, 1, 1, 1)),
-        "parent_sha256": head.state_sha256, "state_sha256": head.state_sha256, "run_step": head.run_step + 20,
+        "parent_hash": head.state_hash, "state_hash": head.state_hash, "run_step": head.run_step + 20,
         "tokens_total": head.tokens_total + 320, "outer_optimizer": "nesterov", "selection": "cyclic",
         "num_slots": facts.num_slots, "slot": 0, "slot_count": 1, "cycle": 0, "sent_s": 1.0, "echo_s": 0.0,
     }  # fmt: skip
@@ -56,7 +56,7 @@ def plausible(kind: Any, facts: Facts, rng: random.Random, field: str = "") -> A
         return known[field]
     if kind is Record and head.record is not None:
         return msgspec.structs.replace(
-            head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256,
+            head.record, lineage=head.lineage, round=head.round + 1, parent_hash=head.state_hash,
             run_step=head.run_step + 20, tokens_total=head.tokens_total + 320,
         )  # fmt: skip
     if kind is Attempt:

@@ -8,14 +8,14 @@ from p2ptrain.monitor.run_audit import RunAudit
 
 
 def round_event(round_: int = 3, state: str = "x", **changes: Any) -> dict[str, Any]:
-    event = {"event": "round", "t": 1.0, "status": "committed", "lineage": "L", "round": round_, "state_sha256": state}
+    event = {"event": "round", "t": 1.0, "status": "committed", "lineage": "L", "round": round_, "state_hash": state}
     return {**event, "contributors": ["a", "b"], "late": False, **changes}
 
 
 def adopt(state: str = "x", **changes: Any) -> dict[str, Any]:
     return {
         "event": "adopt", "t": 1.0, "reason": "adopted the swarm's state", "lineage": "L", "round": 3,
-        "state_sha256": state, **changes,
+        "state_hash": state, **changes,
     }  # fmt: skip
 
 

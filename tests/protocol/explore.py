@@ -355,7 +355,7 @@ def is_proven(commit: Commit, head: Head) -> bool:
 def record_of(head: Head, counter: int, leader: str, incarnation: str) -> Record:
     """A stand-in for what an attempt averages to: no two attempts come to the same."""
     return Record(
-        head.genesis, head.lineage, head.round + 1, head.state_sha256, (), (), leader, 0.0, 0.0, counter,
+        head.genesis, head.lineage, head.round + 1, head.state_hash, (), (), leader, 0.0, 0.0, counter,
         int(incarnation), (), 0.0, 0.0,
     )  # fmt: skip
 

@@ -31,8 +31,8 @@ def prover_of(name: str, digest: str) -> Prover:
     return Prover(SIGNERS.transport(name), f"{name}.1", digest)
 
 
-def genesis_of(founder: str, digest: str, state_sha256: str = "0" * 64) -> Founding:
-    return prover_of(founder, digest).founding(digest, -1, state_sha256)
+def genesis_of(founder: str, digest: str, state_hash: str = "0" * 64) -> Founding:
+    return prover_of(founder, digest).founding(digest, -1, state_hash)
 
 
 def founding_of(founder: str, parent: str, round_: int, digest: str) -> Entry:

@@ -263,7 +263,7 @@ def test_a_second_record_in_one_attempt_is_not_accepted() -> None:
 
 
 def test_a_record_of_another_state_makes_us_withdraw() -> None:
-    for odd in (record(parent_sha256="other"), record(genesis="other")):
+    for odd in (record(parent_hash="other"), record(genesis="other")):
         run = joined(FIRST)
         reason = "the record starts from another state than ours"
         assert run.hears("a", Propose(FIRST, odd)) == [
@@ -407,7 +407,7 @@ def test_half_a_ready_record_or_one_from_the_future_breaks_the_rules() -> None:
     for odd in (
         join(FIRST, None, record()), join(FIRST, NO_ATTEMPT, None), join(FIRST, FIRST, record()),
         join(FIRST, SECOND, record()), join(FIRST, NO_ATTEMPT, record(round=6)),
-        join(FIRST, NO_ATTEMPT, record(parent_sha256="other")),
+        join(FIRST, NO_ATTEMPT, record(parent_hash="other")),
     ):  # fmt: skip
         run = leading()
         with pytest.raises(WireError):

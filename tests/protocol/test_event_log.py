@@ -55,7 +55,7 @@ class Book:
     def round(self, number: int) -> None:
         self.event_log.write(
             "round", lineage="L", round=number, status="committed", late=False, group_size=2, contributors=["a", "b"],
-            parent_sha256="p", anchor_sha256="x", state_sha256="y", bytes_sent=1000, bytes_received=900, wall_s=1.0,
+            parent_hash="p", anchor_hash="x", state_hash="y", bytes_sent=1000, bytes_received=900, wall_s=1.0,
             stall_s=0.0, tokens_discarded=0, cosine=0.1, mean_norm=2.0, reason="",
         )  # fmt: skip
 
@@ -182,8 +182,8 @@ EXTREMES: dict[str, dict[str, Any]] = {
         "parameters": 10**15,
     },
     "adopt": {
-        "reason": "\u2028" * 9000, "lineage": "L" * 128, "round": -1, "run_step": 2**53, "anchor_sha256": "a" * 64,
-        "state_sha256": "s" * 64, "founded": False,
+        "reason": "\u2028" * 9000, "lineage": "L" * 128, "round": -1, "run_step": 2**53, "anchor_hash": "a" * 64,
+        "state_hash": "s" * 64, "founded": False,
     },
     "shard": {"sharding": "s" * 128, "shard": 2**53, "sizes": [2.0**53] * 5000, "partition_sha256": "p" * 64},
     "step": {"step": 2**53, "loss": 1e300, "tokens": 2**53, "step_s": math.inf, "exchange_s": 1e9},
@@ -193,7 +193,7 @@ EXTREMES: dict[str, dict[str, Any]] = {
     },
     "round": {
         "lineage": "L" * 128, "round": 2**53, "status": "committed", "late": True, "group_size": 64,
-        "contributors": tuple(IDS[:64]), "parent_sha256": "p" * 64, "anchor_sha256": "a" * 64, "state_sha256": "s" * 64,
+        "contributors": tuple(IDS[:64]), "parent_hash": "p" * 64, "anchor_hash": "a" * 64, "state_hash": "s" * 64,
         "bytes_sent": 10**15, "bytes_received": 10**15, "wall_s": math.nan, "stall_s": 1e300, "tokens_discarded": 2**53,
         "reason": "x" * 5000, "cosine": -math.inf, "mean_norm": 1e300,
     },

@@ -209,7 +209,7 @@ def test_a_lone_founder_that_fails_goes_on_from_its_anchor() -> None:
             await trio.sleep(1)
             await s.until(lambda: peer.current.ready.is_set())
             after = peer.current.engine.head
-            assert (after.genesis, after.state_sha256) == (head.genesis, head.state_sha256)
+            assert (after.genesis, after.state_hash) == (head.genesis, head.state_hash)
             await s.until(lambda: len(peer.rounds("solo")) >= before + 2)
             assert [event["reason"] for event in peer.events if event["event"] == "adopt"] == [
                 "founded the run", "restored from a checkpoint",

@@ -72,7 +72,7 @@ def play(run: RunConfig) -> dict[str, Any]:
         def round_ended(report: RoundReport) -> None:
             head = peer.node.engine.head
             heads.setdefault(head.round, head)
-            hashes.setdefault(report.round, set()).add((report.anchor_sha256, report.state_sha256))
+            hashes.setdefault(report.round, set()).add((report.anchor_hash, report.state_hash))
             ended(report)
 
         peer.node.round_ended = round_ended  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ def _decided(head: Head, hashes: set[tuple[str, str]], run: RunConfig) -> dict[s
     }
     if run is QUIET:
         decided["means"] = [part.sha256[:16] for part in record.parts]
-        decided["anchor"], decided["state"] = head.anchor_sha256, head.state_sha256
+        decided["anchor"], decided["state"] = head.anchor_hash, head.state_hash
         decided["cosine"] = round(record.cosine, 4)
     return decided
 

@@ -222,9 +222,9 @@ def test_an_anchor_holds_only_for_those_who_may_go_on_from_it() -> None:
 def test_a_lineage_founded_from_our_head_has_our_state() -> None:
     ours, theirs = common(), common().found("a")
     assert prefers(ours, theirs, initial=False)
-    head = msgspec.structs.replace(head_at(ours), state_sha256="another")
+    head = msgspec.structs.replace(head_at(ours), state_hash="another")
     assert not is_preferred(head, ours.entries, head_at(theirs), theirs.entries, set(), is_initial=True)
-    theirs.commit("ab", "a", parent_sha256="another")
+    theirs.commit("ab", "a", parent_hash="another")
     with pytest.raises(WireError, match="starts from another state"):
         check_entries(theirs.entries, PROVER)
 

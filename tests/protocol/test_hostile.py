@@ -60,8 +60,8 @@ class Babbler:
             return head.lineage
         if name == "round" and rng.random() < 0.8:
             return head.round + rng.choice([0, 1, 1, 1, 2])
-        if name == "parent_sha256" and rng.random() < 0.8:
-            return head.state_sha256
+        if name == "parent_hash" and rng.random() < 0.8:
+            return head.state_hash
         if kind is Attempt and rng.random() < 0.8:
             promised = self._swarm.peers["a"].node.engine.round_state.acceptor.promised
             leader = rng.choice(["x", "x", *NAMES])
@@ -69,7 +69,7 @@ class Babbler:
         if kind is Record and head.record is not None and rng.random() < 0.3:
             return head.record
         if kind is str:
-            return rng.choice(["", "x", *NAMES, "a.1", head.lineage, head.genesis, head.state_sha256, "9-beef", "part"])
+            return rng.choice(["", "x", *NAMES, "a.1", head.lineage, head.genesis, head.state_hash, "9-beef", "part"])
         if kind is int:
             return rng.choice([-1, 0, 1, 2, 7, head.round, head.round + 1, 34, 64, 100, 2**40])
         if kind is float:
@@ -140,6 +140,6 @@ def test_a_member_that_says_anything_at_all(seed: int) -> None:
                 ),
                 within_s=400,
             )
-            assert len({p.node.engine.head.state_sha256 for p in s.peers.values()}) <= 2
+            assert len({p.node.engine.head.state_hash for p in s.peers.values()}) <= 2
 
     run_virtual(main, seed)

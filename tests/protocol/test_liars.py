@@ -84,7 +84,7 @@ def places_of(node: Node) -> list[tuple[str, int]]:
     [
         ({"tokens_total": 10**15}, {"tokens_total": 10**15}),
         ({"lineage": "7-elsewhere", "tokens_total": 10**15}, {"lineage": "7-elsewhere", "tokens_total": 10**15}),
-        ({"lineage": "7-elsewhere"}, {"lineage": "7-elsewhere", "state_sha256": "0" * 64, "voters": (("x", "x.4"),)}),
+        ({"lineage": "7-elsewhere"}, {"lineage": "7-elsewhere", "state_hash": "0" * 64, "voters": (("x", "x.4"),)}),
         ({"lineage": "7-elsewhere"}, {"genesis": "0-other", "lineage": "0-other", "voters": (("x", "x.4"),)}),
     ],
     ids=["more tokens", "another lineage", "another state and voters", "another run"],
@@ -193,7 +193,7 @@ def unheld(head: Head, number: int) -> Record:
     assert head.record is not None
     parts = tuple(msgspec.structs.replace(part, sha256=f"{number:064x}") for part in head.record.parts)
     return msgspec.structs.replace(
-        head.record, lineage=head.lineage, round=head.round + 1, parent_sha256=head.state_sha256,
+        head.record, lineage=head.lineage, round=head.round + 1, parent_hash=head.state_hash,
         contributors=head.record.contributors[-2:], parts=parts,
     )  # fmt: skip
 
@@ -258,7 +258,7 @@ def test_a_forged_commit_ends_nobody_even_if_a_quorum_signed_it(lie: Lie) -> Non
             await s.until(lambda: not engine.committer.resolving)
             head = engine.head
             assert head.record is not None
-            honest = msgspec.structs.replace(head.record, round=head.round + 1, parent_sha256=head.state_sha256)
+            honest = msgspec.structs.replace(head.record, round=head.round + 1, parent_hash=head.state_hash)
             forged = msgspec.structs.replace(honest, **lie)
             unproven = signed_by("abc", forged, PLAIN.digest, attempt)
             names = {peer.peer_id: peer.node.incarnation for peer in s.peers.values()}

@@ -65,10 +65,10 @@ def test_an_observer_sees_all_that_happens_and_counts_for_nobody() -> None:
             watch.look()
             assert {name for name, member in watch.members.items() if member.linked} == {"a", "c", "d"}
             for name, peer in s.peers.items():
-                told = [(e["round"], e["state_sha256"]) for e in watch.of(name, "round")]
+                told = [(e["round"], e["state_hash"]) for e in watch.of(name, "round")]
                 # What happened in the last second is still on its way.
                 assert (
-                    told == [(e["round"], e["state_sha256"]) for e in peer.events if e["event"] == "round"][: len(told)]
+                    told == [(e["round"], e["state_hash"]) for e in peer.events if e["event"] == "round"][: len(told)]
                 )
                 assert len(told) >= 3
                 assert watch.members[name].step == pytest.approx(peer.exchange.run_step, abs=15)

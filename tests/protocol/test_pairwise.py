@@ -476,7 +476,7 @@ def test_the_last_round_does_without_the_founder() -> None:
             members.kill("p0")
             await members.until(lambda: all(peer.exchange.finished for peer in peers[1:]), within_s=600)
             ends = [peer.rounds()[-1] for peer in peers[1:]]
-            assert {(end["group_size"], end["state_sha256"]) for end in ends} == {(2, ends[0]["state_sha256"])}
+            assert {(end["group_size"], end["state_hash"]) for end in ends} == {(2, ends[0]["state_hash"])}
 
     run_virtual(main)
 

@@ -106,7 +106,7 @@ def test_a_signature_under_one_kind_of_statement_is_none_under_another() -> None
 @pytest.mark.parametrize(
     "change",
     [
-        {"state_sha256": "another"}, {"anchor_sha256": "another"}, {"voters": (("x", "x.1"),)}, {"run_step": 6},
+        {"state_hash": "another"}, {"anchor_hash": "another"}, {"voters": (("x", "x.1"),)}, {"run_step": 6},
         {"tokens_total": 10**15}, {"round": 6}, {"lineage": "0-y"}, {"genesis": "0-h"},
     ],
 )  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_head_is_passed_on_once_a_quorum_has_landed() -> None:
     assert votes.quorum is None
     for sender, wrong in (
         ("c", prover_of("b", DIGEST).landed(HEAD)), ("x", prover_of("x", DIGEST).landed(HEAD)),
-        ("c", prover_of("c", DIGEST).landed(msgspec.structs.replace(HEAD, state_sha256="another"))),
+        ("c", prover_of("c", DIGEST).landed(msgspec.structs.replace(HEAD, state_hash="another"))),
         ("c", Landed("0-x", 5, "c.1", b"")),
     ):  # fmt: skip
         votes.note(sender, wrong)
@@ -169,7 +169,7 @@ def test_the_proof_of_a_round_of_31_voters_has_less_than_32_kb() -> None:
     parts = tuple(Part(i * 10**6, (i + 1) * 10**6, "0" * 64, peer_id) for i, peer_id in enumerate(ids))
     intervals = tuple((peer_id, 100) for peer_id in ids)
     record = msgspec.structs.replace(
-        RECORD, contributors=contributors, parts=parts, intervals=intervals, parent_sha256="0" * 64
+        RECORD, contributors=contributors, parts=parts, intervals=intervals, parent_hash="0" * 64
     )
     quorum = MAX_VOTERS // 2 + 1
     votes = tuple(Vote(peer_id, "0" * 16, bytes(560)) for peer_id in ids[:quorum])

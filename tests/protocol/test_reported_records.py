@@ -34,7 +34,7 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     blobs[sha256] = blob
     assert head.record is not None
     return msgspec.structs.replace(
-        head.record, round=head.round + 1, parent_sha256=head.state_sha256, contributors=contributors,
+        head.record, round=head.round + 1, parent_hash=head.state_hash, contributors=contributors,
         parts=(Part(0, num_blocks, sha256, "x"),), intervals=tuple((name, PLAIN.sync_every) for name in named),
     )  # fmt: skip
 

@@ -326,7 +326,7 @@ class Member(Endpoint):
 
     def join(self, call: Call, **fields: Any) -> Join:
         join = Join(
-            call.lineage, call.round, call.attempt, "x.1", self.head.state_sha256, True, 100, 0, 20, 10.0, 1e300,
+            call.lineage, call.round, call.attempt, "x.1", self.head.state_hash, True, 100, 0, 20, 10.0, 1e300,
             tuple(self.swarm.peers), False, None, None,
         )  # fmt: skip
         return msgspec.structs.replace(join, **fields)
@@ -578,14 +578,14 @@ def test_a_commit_counts_only_with_the_signatures_of_the_voters() -> None:
             head = x.head
             assert head.record is not None
             forged = msgspec.structs.replace(
-                head.record, round=head.round + 1, parent_sha256=head.state_sha256, tokens_total=2**50,
+                head.record, round=head.round + 1, parent_hash=head.state_hash, tokens_total=2**50,
                 parts=(Part(0, blocks, sha256, "x"),),
             )  # fmt: skip
             x.tell(signed_by("x", forged, s.run.digest))
             await trio.sleep(0.5)
         await s.until(lambda: landed(s, began, 4), within_s=60)
         assert all(p.node.engine.head.tokens_total < 2**40 for p in s.peers.values())
-        assert all(p.node.state.hashes.state == p.node.engine.head.state_sha256 for p in s.peers.values())
+        assert all(p.node.state.hashes.state == p.node.engine.head.state_hash for p in s.peers.values())
 
     three_and_x(test)
 

@@ -99,7 +99,7 @@ def test_four_peers_commit_the_weighted_mean_of_all_four() -> None:
             start_all(s, "abcd", witness)
             await s.until(lambda: common(s, 4, 4))
             assert witness.check_values() >= 12
-            heads = {p.node.engine.head.state_sha256 for p in s.peers.values()}
+            heads = {p.node.engine.head.state_hash for p in s.peers.values()}
             assert len(heads) <= 2  # one round may just be landing
 
     run_virtual(main)
@@ -114,7 +114,7 @@ def test_every_codec_gives_equal_hashes_on_all_peers(codec: str) -> None:
             by_round = defaultdict(set)
             for peer in s.peers.values():
                 for event in peer.rounds("committed"):
-                    by_round[event["round"]].add((event["anchor_sha256"], event["state_sha256"]))
+                    by_round[event["round"]].add((event["anchor_hash"], event["state_hash"]))
             assert all(len(hashes) == 1 for hashes in by_round.values())
 
     run_virtual(main)
@@ -179,7 +179,7 @@ def test_a_run_with_a_length_ends_in_one_plain_average_on_all() -> None:
             start_all(s, "abc")
             await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
             last = [p.rounds()[-1] for p in s.peers.values()]
-            assert len({(e["lineage"], e["round"], e["anchor_sha256"]) for e in last}) == 1
+            assert len({(e["lineage"], e["round"], e["anchor_hash"]) for e in last}) == 1
             record = s.peers["a"].node.engine.head.record
             assert record is not None
             assert (record.outer_lr, record.outer_momentum, record.run_step) == (1.0, 0.0, 110)

@@ -572,7 +572,7 @@ def test_a_state_that_begins_to_change_while_a_chunk_is_read_is_not_sent() -> No
                 return work(*args)
 
             donor.server._compute = slow
-            answer, payload = await joiner.links.request(links[0], "chunk", donor.head.state_sha256, timeout_s=3)
+            answer, payload = await joiner.links.request(links[0], "chunk", donor.head.state_hash, timeout_s=3)
             assert (answer.found, payload) == (False, b"")
 
     run_virtual(main)
@@ -585,7 +585,7 @@ def test_a_state_that_begins_to_change_while_a_chunk_is_read_is_not_sent() -> No
 def test_what_there_is_not_is_not_found(what: str, index: int) -> None:
     async def main() -> None:
         async with donors_and_joiner("a", buffers=b"x") as (_, donors, joiner, links):
-            subject = donors["a"].head.state_sha256
+            subject = donors["a"].head.state_hash
             answer, payload = await joiner.links.request(links[0], what, subject, index, timeout_s=1)
             assert (answer.found, payload) == (False, b"")
 
@@ -599,7 +599,7 @@ def test_what_there_is_not_is_not_found(what: str, index: int) -> None:
         pack(sign(head_of(ONE_BLOCK, "abc-def"))), pack(sign(head_of(ONE_BLOCK), by="")),
         pack(sign(head_of(ONE_BLOCK), by="b")), pack(sign(head_of(ONE_BLOCK), genesis=genesis_of("b", RUN.digest))),
         pack(sign(head_of(ONE_BLOCK), genesis=genesis_of("a", "another run"))),
-        pack(sign(head_of(ONE_BLOCK), run_step=141)), pack(sign(head_of(ONE_BLOCK), state_sha256="0" * 64)),
+        pack(sign(head_of(ONE_BLOCK), run_step=141)), pack(sign(head_of(ONE_BLOCK), state_hash="0" * 64)),
     ],
 )  # fmt: skip
 def test_a_head_that_is_none_or_not_signed_is_refused(head: bytes) -> None:
@@ -683,7 +683,7 @@ def same_round(s: Swarm, after_s: float) -> bool:
         return False
     first = lasts[0][-1]
     return first["group_size"] == len(s.peers) and all(
-        (r[-1]["round"], r[-1]["anchor_sha256"]) == (first["round"], first["anchor_sha256"]) for r in lasts
+        (r[-1]["round"], r[-1]["anchor_hash"]) == (first["round"], first["anchor_hash"]) for r in lasts
     )
 
 
@@ -701,8 +701,8 @@ def test_a_late_joiner_stands_with_the_others_one_round_later() -> None:
             # Weights, place in the run and hash are a donor's; it has not trained yet.
             event = adopted(s, "d")[0]
             donor = next(r for p in s.peers.values() for r in p.rounds() if r["round"] == event["round"])
-            assert event["anchor_sha256"] == donor["anchor_sha256"]
-            assert event["state_sha256"] == donor["state_sha256"]
+            assert event["anchor_hash"] == donor["anchor_hash"]
+            assert event["state_hash"] == donor["state_hash"]
             assert event["run_step"] == pytest.approx(20 * (donor["round"] + 1), abs=2)
             assert d.exchange.run_step >= event["run_step"]
             drift = (d.flat() - torch.from_numpy(d.node.state.anchor)).square().mean().sqrt()
@@ -800,7 +800,7 @@ def test_a_donor_whose_memory_is_damaged_is_refused_and_another_serves() -> None
             await s.until(d.node.ready.is_set, within_s=30)
             assert trio.current_time() - joined < 4
             assert np.array_equal(d.node.state.anchor, s.peers["a"].node.state.anchor)
-            assert d.node.engine.head.anchor_sha256 == s.peers["a"].node.engine.head.anchor_sha256
+            assert d.node.engine.head.anchor_hash == s.peers["a"].node.engine.head.anchor_hash
 
     run_virtual(main)
 

@@ -123,9 +123,9 @@ def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(th
             ),
             *peers,
         )
-        by_round = {(r["lineage"], r["round"]): r["state_sha256"] for r in a.rounds(2)}
+        by_round = {(r["lineage"], r["round"]): r["state_hash"] for r in a.rounds(2)}
         shared = [
-            (r["state_sha256"], by_round[key]) for r in b.rounds(2) if (key := (r["lineage"], r["round"])) in by_round
+            (r["state_hash"], by_round[key]) for r in b.rounds(2) if (key := (r["lineage"], r["round"])) in by_round
         ]
         assert len(shared) >= 2
         assert all(ours == theirs for ours, theirs in shared)

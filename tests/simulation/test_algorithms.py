@@ -29,7 +29,7 @@ def run(**settings: Any) -> Records:
         "peers": 3, "steps": 40, "sync_every": 20, "eval_every": 20, "fragment_fraction": 0.0, "batch_size": 1
     }  # fmt: skip
     records = simulate(Experiment.of(**{**defaults, **settings}))
-    states = {(e["round"], e["state_sha256"]) for _, e in records.of("round") if e["status"] != "skipped"}
+    states = {(e["round"], e["state_hash"]) for _, e in records.of("round") if e["status"] != "skipped"}
     assert len(states) == len({event["round"] for event in records.rounds})
     return records
 

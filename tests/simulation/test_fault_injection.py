@@ -141,7 +141,7 @@ def test_a_broken_promise_stops_the_simulation(monkeypatch: pytest.MonkeyPatch) 
     honest = node.Node.round_ended
 
     def lies(self: node.Node, report: Any) -> None:
-        honest(self, dataclasses.replace(report, state_sha256="?") if self.peer_id == "peer-2" else report)
+        honest(self, dataclasses.replace(report, state_hash="?") if self.peer_id == "peer-2" else report)
 
     monkeypatch.setattr(node.Node, "round_ended", lies)
     with pytest.raises(AssertionError, match=r"promise .* \(seed 0\): round 0 of lineage .*peer-2"):

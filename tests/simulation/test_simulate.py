@@ -80,7 +80,7 @@ def test_a_run_learns_commits_every_round_and_ends_with_one_model() -> None:
     assert table[-1]["held_out_loss"] < table[0]["held_out_loss"] - 0.8
     assert records.final_loss < table[0]["held_out_loss"] - 0.8
     assert table[0]["bytes_sent"] == 0 < table[1]["bytes_sent"] < table[-1]["bytes_sent"] <= records.bytes_sent
-    last = [event["anchor_sha256"] for _, event in records.of("round") if event["round"] == 3]
+    last = [event["anchor_hash"] for _, event in records.of("round") if event["round"] == 3]
     assert len(last) == 3
     assert len(set(last)) == 1
 

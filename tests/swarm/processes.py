@@ -324,6 +324,6 @@ def assert_anchors_agree(*processes: Process) -> None:
     anchors: dict[tuple[str, int], set[str]] = {}
     for process in processes:
         for event in process.rounds():
-            anchors.setdefault((event["lineage"], event["round"]), set()).add(event["anchor_sha256"])
+            anchors.setdefault((event["lineage"], event["round"]), set()).add(event["anchor_hash"])
     assert anchors
     assert all(len(hashes) == 1 for hashes in anchors.values()), anchors

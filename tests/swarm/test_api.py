@@ -87,7 +87,7 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
 
         with p2ptrain.join(cnn_b := cnn(1), initial_peers=a.maddrs, **RUN) as b:
             # The settings, weights, position and buffers of the run, as a joiner finds them.
-            assert (b.run, b.round, b.anchor_sha256) == (a.run, a.round, a.anchor_sha256)
+            assert (b.run, b.round, b.anchor_hash) == (a.run, a.round, a.anchor_hash)
             assert b.run_step > 0
             anchor = b.anchor_state_dict()
             for name, parameter in cnn_b.named_parameters():
@@ -108,7 +108,7 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
             train_until(lambda: any(report.merged for report in first.reports), first, second)
         train_until(lambda: a.alive == [], first)
 
-    anchors = [{(r.lineage, r.round): r.anchor_sha256 for r in loop.rounds} for loop in (first, second)]
+    anchors = [{(r.lineage, r.round): r.anchor_hash for r in loop.rounds} for loop in (first, second)]
     shared = anchors[0].keys() & anchors[1].keys()
     assert shared
     assert all(anchors[0][key] == anchors[1][key] for key in shared)
@@ -199,7 +199,7 @@ def test_a_network_side_that_fails_is_restarted_and_says_so(tmp_path: Path) -> N
         train_until(lambda: first.rounds and first.rounds[-1].status == "committed", first, second)
         watch = a.watch()
         # Both stand on one state: the new node takes it from the other peer.
-        train_until(lambda: a.anchor_sha256 == b.anchor_sha256 and a.status == b.status == "training", first, second)
+        train_until(lambda: a.anchor_hash == b.anchor_hash and a.status == b.status == "training", first, second)
         maddrs, node, round_ = a.maddrs, a._runner.node, a.round
         loaded: list[bytes] = []
         a._parts.load_buffers = loaded.append  # type: ignore[method-assign]
@@ -231,13 +231,13 @@ def test_a_state_is_taken_up_again_after_a_restart() -> None:
     with p2ptrain.join(model := cnn(0), diloco=DILOCO, **RUN) as peer:
         fresh = peer.state_dict()
         train_until(lambda: peer.round >= 2, Loop(model, peer))
-        saved, anchor, run_step, round_ = peer.state_dict(), peer.anchor_sha256, peer.run_step, peer.round
+        saved, anchor, run_step, round_ = peer.state_dict(), peer.anchor_hash, peer.run_step, peer.round
         assert not peer.load_state_dict(fresh)
     with p2ptrain.join(model, diloco=DILOCO, resume=saved, **RUN) as peer:
-        assert (peer.anchor_sha256, peer.run_step, peer.round) == (anchor, run_step, round_)
+        assert (peer.anchor_hash, peer.run_step, peer.round) == (anchor, run_step, round_)
     with p2ptrain.join(model, diloco=DILOCO, **RUN) as peer:
         assert peer.load_state_dict(saved)
-        assert (peer.anchor_sha256, peer.run_step, peer.round) == (anchor, run_step, round_)
+        assert (peer.anchor_hash, peer.run_step, peer.round) == (anchor, run_step, round_)
         train_until(lambda: peer.round > round_, Loop(model, peer))
 
 
@@ -267,7 +267,7 @@ def test_a_joiner_takes_over_the_moments_that_rounds_average() -> None:
             step(0, founder)
         founder_state = founder.state_dict()
         with p2ptrain.join(models[1], optimizer=optimizers[1], initial_peers=founder.maddrs, **RUN) as joiner:
-            assert joiner.anchor_sha256 == founder.anchor_sha256
+            assert joiner.anchor_hash == founder.anchor_hash
             assert founder_state["run_step"] >= 20
             for parameter in models[1].parameters():
                 state = optimizers[1].state[parameter]

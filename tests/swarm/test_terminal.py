@@ -44,7 +44,7 @@ def test_paste_the_line_leave_by_ctrl_c_and_continue(swarm: Swarm, tmp_path: Pat
     swarm.until(lambda: alone.rounds())
     assert alone.peer_id == first.peer_id
     assert alone.events("step")[0]["step"] == step + 1
-    assert alone.events("adopt")[0]["anchor_sha256"] == first.rounds()[-1]["anchor_sha256"]
+    assert alone.events("adopt")[0]["anchor_hash"] == first.rounds()[-1]["anchor_hash"]
 
 
 def test_a_run_from_beginning_to_end_as_its_terminal_shows_it(swarm: Swarm) -> None:

@@ -65,8 +65,8 @@ KINDS: dict[str, Kind] = {
     ),
     "adopt": Kind(
         {
-            "reason": Text, "lineage": Name, "round": Index, "run_step": Count, "anchor_sha256": Text,
-            "state_sha256": Text,
+            "reason": Text, "lineage": Name, "round": Index, "run_step": Count, "anchor_hash": Text,
+            "state_hash": Text,
         },
         {"founded": bool, "founder": Text},
     ),
@@ -84,7 +84,7 @@ KINDS: dict[str, Kind] = {
     "round": Kind(
         {
             "lineage": Name, "round": Index, "status": Text, "late": bool, "group_size": Count,
-            "contributors": Names, "parent_sha256": Text, "anchor_sha256": Text, "state_sha256": Text,
+            "contributors": Names, "parent_hash": Text, "anchor_hash": Text, "state_hash": Text,
             "bytes_sent": Count, "bytes_received": Count, "wall_s": Number | None, "stall_s": Number | None,
             "tokens_discarded": Count, "reason": Text,
         },

@@ -113,9 +113,9 @@ class RoundReport:
     bytes_sent: int = 0
     bytes_received: int = 0
     late: bool = False
-    anchor_sha256: str = ""
-    state_sha256: str = ""
-    parent_sha256: str = ""
+    anchor_hash: str = ""
+    state_hash: str = ""
+    parent_hash: str = ""
     record_sha256: str = ""
     wall_s: float = 0.0
     stall_s: float = 0.0

@@ -92,7 +92,7 @@ class Pairwise:
         self.moment = np.zeros_like(self.anchor)
         self._bounds = chunk_bounds(0, num_blocks)
         self._sampled = sample_blocks(num_blocks)
-        # The head's `state_sha256` when the anchor was taken; "" without an anchor.
+        # The head's `state_hash` when the anchor was taken; "" without an anchor.
         self._state = ""
         self._matching = Matching()
         self._incoming: PartnerWeights | None = None
@@ -118,14 +118,14 @@ class Pairwise:
         if copied is None:
             await self._restart()
             return
-        self._state = self._engine.head.state_sha256
+        self._state = self._engine.head.state_hash
         self.anchor[:], self.moment[:] = copied.anchor, 0
         await self._land("write", torch.from_numpy(copied.anchor), copied.run_step, None)
         self._record_step(_Outcome("joined", copied.donor), trio.current_time())
 
     async def _restart(self) -> None:
         """Go on from our weights: they become the anchor, and the momentum is zero."""
-        state, snapshot = self._engine.head.state_sha256, await self._snapshot()
+        state, snapshot = self._engine.head.state_hash, await self._snapshot()
         # Otherwise a round needed the weights first, and `run_forever` comes back.
         if snapshot is not None:
             self._state = state
@@ -186,7 +186,7 @@ class Pairwise:
     @property
     def _is_free(self) -> bool:
         """Whether a step may begin: no round has changed the weights since our anchor was taken, and none is on."""
-        return self._state == self._engine.head.state_sha256 and not self._waits
+        return self._state == self._engine.head.state_hash and not self._waits
 
     @property
     def _is_willing(self) -> bool:
@@ -202,7 +202,7 @@ class Pairwise:
         """Take outer steps until cancelled."""
         while True:
             try:
-                if self._state != self._engine.head.state_sha256 and not self._waits:
+                if self._state != self._engine.head.state_hash and not self._waits:
                     # A round has changed the weights.
                     await self._restart()
                 elif self._is_free and (self._exchange.due or self._matching.partner):
@@ -365,7 +365,7 @@ class Pairwise:
 
     def _is_current(self, snapshot: Snapshot) -> bool:
         """Whether the weights have gone on from a snapshot by training alone."""
-        same = self._state == self._engine.head.state_sha256
+        same = self._state == self._engine.head.state_hash
         return same and snapshot.epoch == self._exchange.epoch and not self._engine.is_busy
 
     async def _land(self, kind: LandingKind, buffer: torch.Tensor, run_step: int, snapshot: Snapshot | None) -> None:

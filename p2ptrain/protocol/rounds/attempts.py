@@ -260,7 +260,7 @@ class Attempts:
         self._schedule.skip(self.state.round)
         head = self.state.head
         self._context.host.round_ended(
-            RoundReport(self.state.round, "skipped", head.lineage, parent_sha256=head.state_sha256, reason=reason)
+            RoundReport(self.state.round, "skipped", head.lineage, parent_hash=head.state_hash, reason=reason)
         )
 
     # Messages, links and snapshots.

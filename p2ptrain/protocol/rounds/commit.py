@@ -168,8 +168,8 @@ class Committer:
         assert landing.report is not None
         return dataclasses.replace(
             landing.report,
-            anchor_sha256=head.anchor_sha256,
-            state_sha256=head.state_sha256,
+            anchor_hash=head.anchor_hash,
+            state_hash=head.state_hash,
             stall_s=landing.report.stall_s + self._held_s,
             reason=reason,
         )
@@ -239,7 +239,7 @@ class Committer:
             bytes_sent=spent.bytes_sent,
             bytes_received=spent.bytes_received,
             late=not included,
-            parent_sha256=record.parent_sha256,
+            parent_hash=record.parent_hash,
             record_sha256=record.sha256,
             wall_s=spent.wall_s,
             stall_s=own.snapshot.held_s if own else 0.0,

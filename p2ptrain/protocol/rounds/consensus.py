@@ -135,8 +135,8 @@ def _proposer_of(state: State, attempt: m.Attempt) -> Proposer | None:
 
 def _is_next(state: State, record: m.Record) -> bool:
     """Whether a record follows our head."""
-    place = (state.head.genesis, state.head.lineage, state.round, state.head.state_sha256)
-    return (record.genesis, record.lineage, record.round, record.parent_sha256) == place
+    place = (state.head.genesis, state.head.lineage, state.round, state.head.state_hash)
+    return (record.genesis, record.lineage, record.round, record.parent_hash) == place
 
 
 def _promise(state: State, call: m.Call, now: float) -> Result:

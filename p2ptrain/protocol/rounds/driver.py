@@ -182,7 +182,7 @@ class RoundDriver:
 
     def found_lineage(self, head: m.Head, history: History) -> None:
         """Go on alone from this head, where `history` ends, under a new lineage that others may adopt."""
-        founding = self.context.prover.founding(head.lineage, head.round, head.state_sha256)
+        founding = self.context.prover.founding(head.lineage, head.round, head.state_hash)
         lineage = lineage_of(founding)
         logger.info("the voters of lineage %s are gone: beginning lineage %s", head.lineage, lineage)
         self.history = history

@@ -63,7 +63,7 @@ class RecordFetcher:
         """
         context, head = self._context, self._head()
         check_record(record, context.run, context.averaging, context.state.num_blocks)
-        if record.parent_sha256 != head.state_sha256:
+        if record.parent_hash != head.state_hash:
             raise RoundFailedError("the record starts from another state than ours")
         check_advance(record, context.run, head)
         if self._current is None or self._current.record != record:

@@ -85,7 +85,7 @@ def check_entries(entries: Sequence[Entry], prover: Prover) -> None:
             record = entry.commit.record
             if (record.lineage, record.round) != (place.lineage, place.round + 1):
                 raise WireError(f"round {record.round} of a history after round {place.round}")
-            if before is not None and before.founding and before.founding.state_sha256 != record.parent_sha256:
+            if before is not None and before.founding and before.founding.state_hash != record.parent_hash:
                 raise WireError("a lineage whose first round starts from another state than it was founded with")
             prover.verify_commit(entry.commit, place.voters)
         place, before = place_of(entry), entry

@@ -100,11 +100,11 @@ class AveragingLeader:
         Args:
             joins: the Join of each peer, including our own.
         """
-        head, own_state = self._head, self._head.state_sha256
+        head, own_state = self._head, self._head.state_hash
         agreed = policy.agreed_state(joins, own_state)
         for peer_id, join in joins.items():
-            if join.state_sha256 != agreed:
-                logger.warning("%s has state %s, the others %s", peer_id, join.state_sha256[:12], agreed[:12])
+            if join.state_hash != agreed:
+                logger.warning("%s has state %s, the others %s", peer_id, join.state_hash[:12], agreed[:12])
         members = policy.members_of(head.lineage, head.round + 1, joins, agreed, self._context.run.max_contributors)
         if not members:
             raise RoundFailedError("no member has a snapshot")

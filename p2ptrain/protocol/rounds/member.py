@@ -233,7 +233,7 @@ class Participation:
             round=self._head.round + 1,
             attempt=self.attempt,
             incarnation=context.incarnation,
-            state_sha256=self._head.state_sha256,
+            state_hash=self._head.state_hash,
             has_snapshot=own is not None,
             tokens=own.snapshot.tokens if own else 0,
             shard_tokens=context.exchange.shard_tokens,

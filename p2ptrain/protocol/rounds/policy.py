@@ -39,15 +39,15 @@ class Guarded:
 
 def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
     """The state of most joined peers; on a tie, our own. `joins` is not empty."""
-    states = [join.state_sha256 for join in joins.values()]
+    states = [join.state_hash for join in joins.values()]
     return max(set(states), key=lambda state: (states.count(state), state == own))
 
 
 def members_of(
-    lineage: str, round_: int, joins: Mapping[PeerId, Join], state_sha256: str, most: int
+    lineage: str, round_: int, joins: Mapping[PeerId, Join], state_hash: str, most: int
 ) -> list[PeerId]:  # fmt: skip
     """Members with a snapshot on the agreed state, sorted; those drawn for this round if there are more than `most`."""
-    able = [p for p, join in joins.items() if join.has_snapshot and join.state_sha256 == state_sha256]
+    able = [p for p, join in joins.items() if join.has_snapshot and join.state_hash == state_hash]
     return drawn(lineage, round_, able, most)
 
 

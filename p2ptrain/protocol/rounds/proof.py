@@ -34,13 +34,13 @@ def ready_statement(digest: str, ready: Ready) -> bytes:
 
 def head_statement(digest: str, head: Head, incarnation: str) -> bytes:
     """What a voter of a head says of it: everything that a joiner takes over."""
-    fields = head.genesis, head.lineage, head.round, head.state_sha256, head.anchor_sha256, head.voters
+    fields = head.genesis, head.lineage, head.round, head.state_hash, head.anchor_hash, head.voters
     return _statement("head", digest, *fields, head.run_step, head.tokens_total, incarnation)
 
 
 def founding_statement(digest: str, founding: Founding) -> bytes:
     """What a founder says: its lineage goes on from there."""
-    return _statement("founding", digest, founding.parent, founding.round, founding.state_sha256, founding.founder,
+    return _statement("founding", digest, founding.parent, founding.round, founding.state_hash, founding.founder,
                       founding.incarnation)  # fmt: skip
 
 
@@ -104,10 +104,10 @@ class Prover:
             if same != (head.genesis, head.round, head.run_step, head.tokens_total) or head.voters != voters_of(record):
                 raise WireError("a head that its last record does not lead to")
 
-    def founding(self, parent: str, round_: int, state_sha256: str) -> Founding:
+    def founding(self, parent: str, round_: int, state_hash: str) -> Founding:
         """Our founding of a lineage, signed."""
         founder = self._signer.peer_id
-        unsigned = Founding(parent, round_, state_sha256, founder, self._incarnation, b"")
+        unsigned = Founding(parent, round_, state_hash, founder, self._incarnation, b"")
         return msgspec.structs.replace(
             unsigned, signature=self._signer.sign(founding_statement(self._digest, unsigned))
         )

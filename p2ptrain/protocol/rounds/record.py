@@ -56,7 +56,7 @@ def record_of(
         genesis=head.genesis,
         lineage=head.lineage,
         round=head.round + 1,
-        parent_sha256=head.state_sha256,
+        parent_hash=head.state_hash,
         contributors=tuple(contributors),
         parts=conclusion.parts,
         outer_optimizer=optimizer,

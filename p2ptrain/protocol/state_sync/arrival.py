@@ -34,8 +34,8 @@ class Arrivals:
             lineage=head.lineage,
             round=head.round,
             run_step=run_step,
-            anchor_sha256=head.anchor_sha256,
-            state_sha256=head.state_sha256,
+            anchor_hash=head.anchor_hash,
+            state_hash=head.state_hash,
         )
         context.links.announce()
         landing = Landing(

@@ -234,7 +234,7 @@ class Joining:
         self._download = None
         self._skipped.clear()
         self._engine.adopt(adopted, History(adopted.genesis, entries))
-        if restored is not None and restored.head.state_sha256 == adopted.head.state_sha256:
+        if restored is not None and restored.head.state_hash == adopted.head.state_hash:
             await self._arrivals.land("keep", "the swarm has the checkpoint's state", restored.run_step)
         else:
             await self._arrivals.land("write", "adopted the swarm's state")

@@ -149,7 +149,7 @@ def is_preferred(
         after = theirs[common[1] + 1 :]
         founding = after[0].founding if common[0] == len(ours) - 1 and after else None
         # It goes on from our own head, so it has our state.
-        if founding is not None and founding.state_sha256 != head.state_sha256:
+        if founding is not None and founding.state_hash != head.state_hash:
             return False
         return is_better(ours, theirs, present)
     # Neither history proves anything about the other, so only a peer that the user trusts is followed.

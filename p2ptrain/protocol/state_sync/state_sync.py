@@ -184,7 +184,7 @@ class StateSync:
         self._check_pins(signed.genesis, entries)
         logger.info("replacing our state: %s", reason)
         # A new lineage may begin with the state that we have; otherwise download.
-        if head.state_sha256 != engine.head.state_sha256:
+        if head.state_hash != engine.head.state_hash:
             # Into a second state, so that ours remains valid if the download fails.
             self._download = self._download or Download(context, context.state.blank())
             donors = [
@@ -198,7 +198,7 @@ class StateSync:
                 self._download = None
                 return False
             run_step: int | None = None
-            if head.state_sha256 != engine.head.state_sha256:
+            if head.state_hash != engine.head.state_hash:
                 if self._download is None:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)

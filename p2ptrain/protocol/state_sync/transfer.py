@@ -74,7 +74,7 @@ class StateServer:
 
     async def _payload(self, request: Request) -> bytes | None:
         """The requested bytes; None if not available. Chunks of an old state are not sent, as they would be useless."""
-        current = request.subject == self._engine.head.state_sha256
+        current = request.subject == self._engine.head.state_hash
         match request.what:
             case "head":
                 signed = self._engine.signed_head
@@ -92,9 +92,9 @@ class StateServer:
         """One piece of the serialized buffers and the state it belongs to; None if that serialization is gone."""
         async with self._packing:
             now = self._engine.head
-            if request.index == 0 and now.lineage and self._packed_of != now.state_sha256:
+            if request.index == 0 and now.lineage and self._packed_of != now.state_hash:
                 self._packed = await self._compute(self._buffers)
-                self._packed_of = now.state_sha256
+                self._packed_of = now.state_hash
         start = request.index * BUFFER_PIECE_BYTES
         # The piece behind the last full one may be empty: it says that there are no more.
         there = self._packed_of and 0 <= start <= len(self._packed)
@@ -154,10 +154,10 @@ class Download:
         Raises PeerLostError if all donors fail, and WireError if the state is not finite.
         """
         hashes = await self._manifest(head, donors)
-        if head.record is not None and head.record.parent_sha256 == self._held_of:
+        if head.record is not None and head.record.parent_hash == self._held_of:
             await self._roll_forward(head.record, donors)
         self._held = {i: wanted for i, wanted in enumerate(hashes) if self._held.get(i) == wanted}
-        self._held_of = head.state_sha256
+        self._held_of = head.state_hash
         missing = deque(i for i in range(len(hashes)) if i not in self._held)
         self.done_chunks = len(hashes) - len(missing)
         async with trio.open_nursery() as nursery:
@@ -207,7 +207,7 @@ class Download:
             except (PeerLostError, WireError) as error:
                 logger.info("manifest from %s: %s", donor.peer_id, error)
                 continue
-            if self.state.combine(hashes).state == head.state_sha256:
+            if self.state.combine(hashes).state == head.state_hash:
                 return hashes
             logger.info("manifest from %s: its hash is wrong", donor.peer_id)
         raise PeerLostError("no donor has the manifest of this head")
@@ -217,7 +217,7 @@ class Download:
         hashes: list[str] = []
         for page in range(num_pages(self.state.num_chunks)):
             answer, payload = await self._links.request(
-                donor, "manifest", head.state_sha256, page, timeout_s=CHUNK_TIMEOUT_S
+                donor, "manifest", head.state_hash, page, timeout_s=CHUNK_TIMEOUT_S
             )
             if not answer.found:
                 raise PeerLostError("the donor has a newer state")
@@ -253,7 +253,7 @@ class Download:
                 nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
 
     async def _fetch_chunk(self, donor: Link, head: Head, index: int, expected: str) -> None:
-        answer, payload = await self._links.request(donor, "chunk", head.state_sha256, index, timeout_s=CHUNK_TIMEOUT_S)
+        answer, payload = await self._links.request(donor, "chunk", head.state_hash, index, timeout_s=CHUNK_TIMEOUT_S)
         if not answer.found:
             raise PeerLostError("the donor has a newer state")
         target = self.state.chunk(index)

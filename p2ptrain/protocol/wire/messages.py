@@ -198,7 +198,7 @@ class Part(_Struct, frozen=True):
 class Record(_Struct, frozen=True, dict=True):
     """The decision of a round, named by the hash of its packed form.
 
-    The order of `contributors` matters for quorums. `parent_sha256` is the hash of the state (anchor and moments) that
+    The order of `contributors` matters for quorums. `parent_hash` is the hash of the state (anchor and moments) that
     the round starts from, `intervals` each member's next H in inner steps. `cosine` is the average pairwise similarity
     of the outer gradients, `mean_norm` the norm of their mean; 0 if unknown.
     """
@@ -206,7 +206,7 @@ class Record(_Struct, frozen=True, dict=True):
     genesis: Name
     lineage: Name
     round: Int
-    parent_sha256: Name
+    parent_hash: Name
     contributors: Items[Contributor]
     parts: Items[Part]
     outer_optimizer: Name
@@ -248,7 +248,7 @@ class Founding(_Struct, frozen=True):
 
     parent: Name
     round: Int
-    state_sha256: Name
+    state_hash: Name
     founder: Name
     incarnation: Name
     signature: Signature
@@ -271,8 +271,8 @@ class Head(_Struct, frozen=True):
     genesis: Name
     lineage: Name
     round: Int
-    state_sha256: Name
-    anchor_sha256: Name
+    state_hash: Name
+    anchor_hash: Name
     voters: Voters
     run_step: Int
     tokens_total: Int
@@ -326,7 +326,7 @@ class Join(_Struct, frozen=True):
     round: Int
     attempt: Attempt
     incarnation: Text
-    state_sha256: Text
+    state_hash: Text
     has_snapshot: bool
     tokens: Int
     shard_tokens: Int

@@ -63,7 +63,7 @@ class MadeUpSwarm:
             peer.event_log.write(
                 "adopt", founded=founds, lineage="0-x",
                 reason="founded the run" if founds else "adopted the swarm's state",
-                round=self.round - 1, run_step=step, anchor_sha256="a" * 64, state_sha256="s" * 64,
+                round=self.round - 1, run_step=step, anchor_hash="a" * 64, state_hash="s" * 64,
             )  # fmt: skip
 
     def live(self, seconds: int, *, sync_every: int = 30, step_s: int = 1) -> None:
@@ -136,7 +136,7 @@ class MadeUpSwarm:
             peer.event_log.write(
                 "round", lineage="0-x", round=self.round, status="skipped" if skipped else "committed",
                 late=peer in out, group_size=len(contributors), contributors=[] if skipped else contributors,
-                parent_sha256="p" * 64, anchor_sha256=f"{self.round:064x}", state_sha256=f"{self.round:064x}",
+                parent_hash="p" * 64, anchor_hash=f"{self.round:064x}", state_hash=f"{self.round:064x}",
                 bytes_sent=900_000, bytes_received=900_000, wall_s=0.42, stall_s=0.001, tokens_discarded=0,
                 cosine=0.2, mean_norm=1.0, reason="no quorum answered" if skipped else "",
             )  # fmt: skip

@@ -22,14 +22,15 @@ from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, chunk_hash
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.membership.membership import bucket_of, encode_record, member_key
+from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.outer_step import Progress, step_chunks
-from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256
+from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_sha256
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
-from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, Download, StateServer, ask_buffers
+from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, MOST_PER_DONOR, Download, StateServer, ask_buffers
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (
     KIND_OF,
@@ -399,6 +400,10 @@ def test_a_manifest_comes_in_pages(pages: int, monkeypatch: pytest.MonkeyPatch) 
             assert donors["b"].asked["manifest"] == pages
 
     run_virtual(main)
+
+
+def test_a_donor_serves_as_many_requests_as_a_joiner_sends() -> None:
+    assert MOST_PER_DONOR + PARTS_AT_ONCE <= MAX_SERVED_AT_ONCE
 
 
 def test_a_state_of_more_than_2_billion_parameters_can_be_had() -> None:

@@ -18,8 +18,9 @@ from p2ptrain.protocol.state_sync.transfer import StateServer
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Requests of one peer served at once; more are answered with "busy". Observers send one after the other.
-MAX_SERVED_AT_ONCE = 12
+# Requests of one peer served at once; more are answered with "busy". A joiner has 24 in flight, and requests of rounds
+# beside them. Observers send one after the other.
+MAX_SERVED_AT_ONCE = 32
 MAX_SERVED_TO_OBSERVER = 2
 # Answers that are made and sent at once, to all peers together; more wait. Pages of events have 256 KiB, pieces of a
 # part 128 KiB, other answers at most 1 MiB. Each kind has its own limit: rounds do not wait for slow joiners.

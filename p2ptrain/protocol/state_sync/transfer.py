@@ -31,9 +31,10 @@ logger = logging.getLogger(__name__)
 # Eight chunks of 256 KiB take 8 s at 2 Mbit/s (the slowest link we test), and other peers may be joining too.
 CHUNK_TIMEOUT_S = 60.0
 # Requests in flight per donor: two hide the round trip of a slow link, and each chunk that takes less than QUICK_S adds
-# one; 64 fill 1 Gbit/s at a round trip of 130 ms. Chunks in flight are wasted when the swarm commits a round.
+# one; 24 of 256 KiB fill 500 Mbit/s at a round trip of 100 ms. A donor serves 32 at once (`node.requests`). Chunks in
+# flight are wasted when the swarm commits a round.
 PER_DONOR = 2
-MOST_PER_DONOR = 64
+MOST_PER_DONOR = 24
 QUICK_S = 0.5
 # A page of the manifest has 256 KiB, like a chunk; it covers 134M parameters with one moment.
 MANIFEST_PAGE_HASHES = 4096

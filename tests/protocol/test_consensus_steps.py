@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -163,8 +164,17 @@ def test_voters_are_contributors_once_each_and_not_too_many() -> None:
         contributors=(Contributor("a", "1", 1.0, b""), Contributor("b", "1", 1.0, b""), Contributor("a", "2", 1.0, b""))
     )
     assert voters_of(twice) == (("a", "1"), ("b", "1"))
-    many = record(contributors=tuple(Contributor(f"{i:03d}", "1", 1.0, b"") for i in range(99)))
-    assert voters_of(many) == tuple((f"{i:03d}", "1") for i in range(MAX_VOTERS))
+
+
+def test_of_too_many_contributors_others_vote_in_each_round() -> None:
+    """Whoever chooses its id so that it comes first votes no more often than others."""
+    names = [f"{i:03d}" for i in range(2 * MAX_VOTERS)]
+    contributors = tuple(Contributor(name, "1", 1.0, b"") for name in names)
+    voted = Counter(
+        name for i in range(50) for name, _ in voters_of(record(contributors=contributors, parent_hash=f"state {i}"))
+    )
+    assert sum(voted.values()) == 50 * MAX_VOTERS
+    assert all(10 <= voted[name] <= 40 for name in names)
 
 
 def test_a_record_needs_half_of_those_present_as_contributors_with_a_weight() -> None:

@@ -139,6 +139,23 @@ def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None
         policy.reducers_of({name: msgspec.structs.replace(joins[name], linked=()) for name in names}, ())
 
 
+def test_a_member_that_names_too_few_links_cannot_stop_rounds() -> None:
+    names = ("a", "b", "c", "d", "e")
+    joins = {name: join_of(name, linked=tuple(n for n in names if n != name)) for name in names}
+    assert list(policy.averageable(joins, ())) == list(names)
+    silent = joins | {"c": join_of("c", linked=())}
+    assert list(policy.averageable(silent, ())) == list(names)  # it can average for all, until it fails to
+    assert list(policy.averageable(silent, {"c"})) == ["a", "b", "d", "e"]
+    unlinked = {name: msgspec.structs.replace(j, linked=tuple(set(j.linked) - {"c"})) for name, j in silent.items()}
+    assert list(policy.averageable(unlinked, ())) == ["a", "b", "d", "e"]
+    accomplice = joins | {"c": join_of("c", linked=("d",))}
+    assert list(policy.averageable(accomplice, ())) == list(names)
+    assert list(policy.averageable(accomplice, {"c", "d"})) == ["a", "b", "d", "e"]
+    # Two of four that reach each other, and nobody else, are no majority.
+    apart = {name: join_of(name, linked=other) for name, other in zip(names[:4], [("b",), ("a",), (), ()], strict=True)}
+    assert list(policy.averageable(apart, ())) == list(names[:4])
+
+
 def test_nobody_is_in_the_mean_that_is_not_whole_everywhere() -> None:
     complete = {"a": {0, 1}, "b": {0}, "c": {0, 1}, "d": set[int]()}
     sends = {name: {0, 1} for name in "abcd"}

@@ -110,9 +110,10 @@ class AveragingLeader:
             raise RoundFailedError("no member has a snapshot")
         if agreed != own_state:
             raise RoundFailedError("this leader's state differs from that of most members")
-        joins = {peer_id: joins[peer_id] for peer_id in members}
         struck = self._context.links.strikes.keys() & set(members)
         avoided = self._backoff.backed_off(trio.current_time()) | struck
+        joins = policy.averageable({peer_id: joins[peer_id] for peer_id in members}, avoided)
+        members = list(joins)
         self._plan = tuple(self._context.averaging.plan(joins, avoided, self._context.state.num_blocks))
         self._sends = policy.parts_of(members, self._plan)
         if self._context.averaging.reduces:

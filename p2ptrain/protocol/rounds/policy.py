@@ -51,13 +51,29 @@ def members_of(
     return drawn(lineage, round_, able, most)
 
 
+def _can_reduce(peer: PeerId, joins: Mapping[PeerId, Join]) -> bool:
+    """Whether all other members say that they are linked with this one."""
+    return all(peer in join.linked for other, join in joins.items() if other != peer)
+
+
+def averageable(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> dict[PeerId, Join]:
+    """The members without those that keep all others but the avoided ones from reducing, by naming too few links.
+
+    All members if at most half would be left. `avoided`: as for `reducers_of`.
+    """
+    left = dict(joins)
+    while left and not any(_can_reduce(peer, left) for peer in left.keys() - set(avoided)):
+        del left[min(left, key=lambda peer: (len(left.keys() & set(left[peer].linked)), peer))]
+    return left if 2 * len(left) > len(joins) else dict(joins)
+
+
 def reducers_of(joins: Mapping[PeerId, Join], avoided: Collection[PeerId]) -> list[PeerId]:
     """Members that are linked to all other members, the best-connected first. Raises RoundFailedError if none is.
 
     Args:
         avoided: members that were silent as reducers or broke the protocol; used only if no other can reduce.
     """
-    linked = [peer for peer in joins if all(peer in join.linked for other, join in joins.items() if other != peer)]
+    linked = [peer for peer in joins if _can_reduce(peer, joins)]
     if not linked:
         raise RoundFailedError("no member is linked to all others, so none can average")
     able = [peer_id for peer_id in linked if peer_id not in avoided] or linked

@@ -5,6 +5,7 @@ The contributors of a round are the voters of the next.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Sequence
 
 from p2ptrain.protocol.wire.messages import MAX_VOTERS, Join, Record
@@ -14,10 +15,17 @@ Voter = tuple[PeerId, str]
 
 
 def voters_of(record: Record) -> tuple[Voter, ...]:
-    """The voters of the next round: the contributors in the record's order. A peer that is listed twice votes once."""
+    """The voters of the next round: the contributors in the record's order. A peer that is listed twice votes once.
+
+    Of more than `MAX_VOTERS` a hash chooses that nobody knows before the round's parent, so that no choice of a peer id
+    makes its owner a voter of each round.
+    """
     first = {c.peer_id: c.incarnation for c in reversed(record.contributors)}
-    listed = dict.fromkeys(c.peer_id for c in record.contributors)
-    return tuple((peer, first[peer]) for peer in listed)[:MAX_VOTERS]
+    listed = list(dict.fromkeys(c.peer_id for c in record.contributors))
+    if len(listed) > MAX_VOTERS:
+        key = record.parent_hash.encode()[:64]
+        listed.sort(key=lambda peer: hashlib.blake2b(peer.encode(), key=key, digest_size=8).digest())
+    return tuple((peer, first[peer]) for peer in listed[:MAX_VOTERS])
 
 
 def is_quorum(present: Collection[Voter], voters: Sequence[Voter]) -> bool:

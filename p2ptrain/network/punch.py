@@ -33,6 +33,7 @@ from p2ptrain.network.control import DaemonSocket, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
+from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,12 @@ ASK_TIMEOUT_S = 3.0
 DIAL_TIMEOUT_S = 4.0
 # A router that failed once will fail again, and each try delays the link by DIAL_TIMEOUT_S.
 FAILED_S = 600.0
-# More requests are refused, so that a relay cannot make us send many packets to strangers.
+# Peers of which that is remembered; beyond it the oldest is forgotten.
+MAX_FAILED = 1024
+# More requests are refused, so that neither a relay nor who asks it can make us send many packets to strangers. As many
+# a minute as half of the most links of a peer, which itself asks the other half (guess).
 MAX_AT_ONCE = 8
+MAX_A_MINUTE = 32
 CONNECTED_EVERY_S = 0.05
 
 Outer = tuple[str, int]
@@ -103,6 +108,7 @@ class Puncher:
         self._relays = relays
         self._refusal = refusal
         self._failed_until_s: dict[str, float] = {}
+        self._rate = TokenBucket(MAX_A_MINUTE / 60, MAX_A_MINUTE, now=0.0)
         self._asking: set[str] = set()
         self._asked: dict[str, trio.Event] = {}
         self._errors = ErrorLog(logger)
@@ -135,10 +141,7 @@ class Puncher:
         with trio.fail_after(ASK_TIMEOUT_S):
             request, _ = await receive_message(relay, StopMessage)
             peer_id, outer = read_peer(request.peer)
-            # When both ask at once, the request of the lower id counts.
-            ours_counts = peer_id in self._asking and self._peer_id < peer_id
-            refused = relay.remote not in self._relays() or self._refusal(peer_id) is not None
-            if refused or ours_counts or peer_id in self._asked:
+            if not self._agrees(relay.remote, peer_id):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
                 return
         done = self._asked[peer_id] = trio.Event()
@@ -147,17 +150,28 @@ class Puncher:
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
                 now, _ = await receive_message(relay, StopMessage)
             if now.status == Status.OK:
-                await self._punch(peer_id, outer)
+                await self._punch(peer_id, outer, logging.DEBUG)
         finally:
             del self._asked[peer_id]
             done.set()
 
+    def _agrees(self, relay: str, peer_id: str) -> bool:
+        """Whether we dial a peer for which a relay asks. Strangers can have it ask, and choose the ids."""
+        # When both ask at once, the request of the lower id counts.
+        ours_counts = peer_id in self._asking and self._peer_id < peer_id
+        busy = ours_counts or peer_id in self._asked or self._failed_lately(peer_id)
+        refused = relay not in self._relays() or self._refusal(peer_id) is not None
+        return not busy and not refused and self._rate.spend(1, trio.current_time())
+
+    def _failed_lately(self, peer_id: str) -> bool:
+        now = trio.current_time()
+        self._failed_until_s = {peer: until_s for peer, until_s in self._failed_until_s.items() if until_s > now}
+        return peer_id in self._failed_until_s
+
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
         """Try to connect to a peer that is behind another router. Does nothing if it is not, or is connected."""
         points = meeting_points(maddrs)
-        now = trio.current_time()
-        self._failed_until_s = {peer: until_s for peer, until_s in self._failed_until_s.items() if until_s > now}
-        if not points or peer_id in self._failed_until_s or peer_id in await self._connected():
+        if not points or self._failed_lately(peer_id) or peer_id in await self._connected():
             return
         self._asking.add(peer_id)
         try:
@@ -170,7 +184,7 @@ class Puncher:
             return
         finally:
             self._asking.discard(peer_id)
-        await self._punch(peer_id, outer)
+        await self._punch(peer_id, outer, logging.INFO)
 
     async def _ask(self, point: str, peer_id: str) -> Outer:
         """Ask a relay to have a peer dial us at once. Returns where to dial it, now. Raises PeerLostError."""
@@ -189,8 +203,8 @@ class Puncher:
             raise PeerLostError("the relay answered for another peer")
         return outer
 
-    async def _punch(self, peer_id: str, outer: Outer) -> None:
-        """Dial a peer that is told to dial us at the same time."""
+    async def _punch(self, peer_id: str, outer: Outer, level: int) -> None:
+        """Dial a peer that is told to dial us at the same time. The outcome is logged at `level`."""
         try:
             if self._peer_id < peer_id:
                 host, port = outer
@@ -201,11 +215,13 @@ class Puncher:
                     while not (await self._connected()).get(peer_id):
                         await trio.sleep(CONNECTED_EVERY_S)
         except (PeerLostError, trio.TooSlowError) as error:
+            if len(self._failed_until_s) >= MAX_FAILED:
+                del self._failed_until_s[next(iter(self._failed_until_s))]
             self._failed_until_s[peer_id] = trio.current_time() + FAILED_S
-            logger.info("no direct connection to %s, which is behind another router", peer_id)
+            logger.log(level, "no direct connection to %s, which is behind another router", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
         else:
-            logger.info("connected directly to %s, which is behind another router", peer_id)
+            logger.log(level, "connected directly to %s, which is behind another router", peer_id)
 
     async def _connected(self) -> dict[str, bool]:
         """All connected peers, and whether they are so without a relay."""

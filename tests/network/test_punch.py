@@ -5,18 +5,20 @@ With routers: `tests/links/test_nat.py`.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import punch
-from p2ptrain.network._hivemind import Multiaddr
+from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
 from p2ptrain.network.messages import framed, receive_message
 from p2ptrain.network.punch import Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
@@ -116,7 +118,8 @@ def asked(
     if asking:
         puncher._asking.add(asking)
 
-    async def note(peer_id: str, outer: Outer) -> None:
+    async def note(peer_id: str, outer: Outer, level: int) -> None:
+        assert level == logging.DEBUG
         dialled.append((peer_id, outer))
 
     async def main() -> None:
@@ -155,6 +158,53 @@ def test_a_peer_dials_for_no_other_relay_and_no_refused_peer() -> None:
 def test_when_both_ask_the_lower_ids_request_counts() -> None:
     assert asked(HIGH, request_of(LOW), NOW, asking=LOW) == ([Status.OK], [(LOW, OUTER)])
     assert asked(LOW, request_of(HIGH), NOW, asking=HIGH) == ([Status.PERMISSION_DENIED], [])
+
+
+def answers(peers: list[str], dial: Callable[[], Any]) -> list[int]:
+    """What a peer answers when a relay asks it for these peers, one after the other, and it dials so."""
+    streams = [FromRelay(request_of(peer_id), NOW) for peer_id in peers]
+
+    async def main() -> None:
+        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(punch, "dial", lambda *_: dial())
+            patch.setattr(Puncher, "_connected", lambda _: dial())
+            patch.setattr(punch, "MAX_FAILED", 4)
+            for stream in streams:
+                await puncher._answer(stream)  # type: ignore[arg-type]
+                assert len(puncher._failed_until_s) <= 4
+
+    trio.run(main, clock=trio.testing.MockClock())
+    return [status for stream in streams for status in stream.statuses()]
+
+
+async def fail() -> None:
+    raise PeerLostError("the router lets nothing in")
+
+
+async def connected() -> None:
+    """A dial that ends at once."""
+
+
+STRANGERS = [PeerID(bytes([18, 32, *[0] * 31, number])).to_base58() for number in range(40)]
+
+
+def test_a_peer_that_was_dialled_in_vain_is_not_dialled_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks, and however often: a stranger can have a relay ask."""
+    with caplog.at_level(logging.INFO):
+        assert answers([LOW, LOW, STRANGERS[0], LOW], fail) == [
+            Status.OK, Status.PERMISSION_DENIED, Status.OK, Status.PERMISSION_DENIED,
+        ]  # fmt: skip
+    assert not caplog.records
+
+
+def test_a_peer_dials_so_often_a_minute_for_its_relays() -> None:
+    statuses = answers(STRANGERS, connected)
+    assert statuses == punch.MAX_A_MINUTE * [Status.OK] + (40 - punch.MAX_A_MINUTE) * [Status.PERMISSION_DENIED]
+
+
+def test_failures_of_many_strangers_are_forgotten() -> None:
+    assert answers(STRANGERS[: punch.MAX_A_MINUTE], fail) == punch.MAX_A_MINUTE * [Status.OK]
 
 
 def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: Run) -> None:

@@ -17,9 +17,10 @@ and a circuit before it starts; p2pd does not dial again a peer that it is conne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 
 import trio
 
@@ -29,7 +30,7 @@ from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.control import DaemonSocket, connections, open_stream
+from p2ptrain.network.control import LINGER_S, DaemonSocket, connections, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
@@ -211,9 +212,9 @@ class Puncher:
                 await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
             else:
                 with trio.fail_after(DIAL_TIMEOUT_S):
-                    await _join(_listening(self._maddrs()), outer)
-                    while not (await self._connected()).get(peer_id):
-                        await trio.sleep(CONNECTED_EVERY_S)
+                    async with _joined(_listening(self._maddrs()), outer):
+                        while not (await self._connected()).get(peer_id):
+                            await trio.sleep(CONNECTED_EVERY_S)
         except (PeerLostError, trio.TooSlowError) as error:
             if len(self._failed_until_s) >= MAX_FAILED:
                 del self._failed_until_s[next(iter(self._failed_until_s))]
@@ -240,63 +241,74 @@ def _listening(maddrs: Iterable[str]) -> Outer:
     raise PeerLostError("this peer listens on no TCP port")
 
 
-async def _join(listening: Outer, outer: Outer) -> None:
+@contextlib.asynccontextmanager
+async def _joined(listening: Outer, outer: Outer) -> AsyncIterator[None]:
     """Connect to an outer address from the port on which p2pd listens, and join that connection to one to p2pd.
 
-    It lasts until one end closes it. Raises PeerLostError.
+    If the block ends without an error, they last until one of them is closed; otherwise both are aborted. Raises
+    PeerLostError.
     """
-    remote, own = _End(), _End()
-    remote.other, own.other = own, remote
-    with socket.socket() as dialled, socket.socket() as local:
-        try:
-            for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as p2pd does
-                dialled.setsockopt(socket.SOL_SOCKET, option, 1)
-            dialled.bind(("", listening[1]))
-            await from_asyncio(_connect(dialled, outer, remote))
-            await from_asyncio(_connect(local, listening, own))
-        except OSError as error:
-            raise PeerLostError(f"dialling from our own port: {error}") from None
-        finally:
-            if own.transport is None and remote.transport is not None:
-                remote.transport.abort()
-
-
-async def _connect(unconnected: socket.socket, to: Outer, end: _End) -> None:
-    unconnected.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(unconnected, to)
-    await loop.create_connection(lambda: end, sock=unconnected.dup())
+    with contextlib.ExitStack() as unless_done:
+        with socket.socket() as dialled, socket.socket() as local:
+            try:
+                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as p2pd does
+                    dialled.setsockopt(socket.SOL_SOCKET, option, 1)
+                dialled.bind(("", listening[1]))
+                ends = []
+                for unconnected, to in ((dialled, outer), (local, listening)):
+                    unconnected.setblocking(False)
+                    await from_asyncio(loop.sock_connect(unconnected, to))
+                    _, end = await from_asyncio(loop.create_connection(_End, sock=unconnected.dup()))
+                    unless_done.callback(end.transport.abort)
+                    ends.append(end)
+            except OSError as error:
+                raise PeerLostError(f"dialling from our own port: {error}") from None
+        remote, own = ends
+        remote.other, own.other = own.transport, remote.transport
+        for end in ends:
+            end.start()
+        yield
+        unless_done.pop_all()
 
 
 class _End(asyncio.Protocol):
-    """One of two joined connections: sends on the other one what it receives."""
+    """One of two joined connections: sends on the other one what it receives, and closes it when it ends.
 
-    def __init__(self) -> None:
-        self.other = self
-        self.transport: asyncio.Transport | None = None
-        self._early = b""
+    Until `start` it reads once.
+    """
 
-    def send(self, data: bytes) -> None:
-        if self.transport is None:
-            self._early += data
+    transport: asyncio.Transport
+    other: asyncio.Transport | None = None
+    _early = b""
+
+    def start(self) -> None:
+        assert self.other is not None
+        if self.transport.is_closing():
+            self.other.close()
         else:
-            self.transport.write(data)
+            self.transport.resume_reading()
+            self.other.write(self._early)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        transport.write(self._early)
 
     def data_received(self, data: bytes) -> None:
-        self.other.send(data)
+        if self.other is None:
+            self._early += data
+            self.transport.pause_reading()
+        elif not self.other.is_closing():
+            self.other.write(data)
 
     def pause_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.pause_reading()
+        if self.other is not None and not self.other.is_closing():
+            self.other.pause_reading()
 
     def resume_writing(self) -> None:
-        if self.other.transport is not None:
-            self.other.transport.resume_reading()
+        if self.other is not None and not self.other.is_closing():
+            self.other.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.other.transport is not None:
-            self.other.transport.close()
+        if self.other is not None:
+            self.other.close()
+            asyncio.get_running_loop().call_later(LINGER_S, self.other.abort)

@@ -5,10 +5,12 @@ With routers: `tests/links/test_nat.py`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -207,18 +209,35 @@ def test_failures_of_many_strangers_are_forgotten() -> None:
     assert answers(STRANGERS[: punch.MAX_A_MINUTE], fail) == punch.MAX_A_MINUTE * [Status.OK]
 
 
+@contextlib.asynccontextmanager
+async def two_listening() -> AsyncIterator[tuple[Any, Any]]:
+    """Two listening sockets that let others use their ports, as p2pd does: ours, and the other peer's."""
+    with trio.socket.socket() as p2pd, trio.socket.socket() as far:
+        for listening in (p2pd, far):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            await listening.bind(("127.0.0.1", 0))
+            listening.listen()
+        yield p2pd, far
+
+
+async def end_of(connection: Any) -> bytes:
+    """All bytes until the end or the reset of a connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := await connection.recv(65536):
+            received += data
+    connection.close()
+    return received
+
+
 def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: Run) -> None:
-    """From the port on which another socket listens, as p2pd does."""
+    """From the port on which another socket listens."""
 
     async def main() -> None:
-        with trio.socket.socket() as p2pd, trio.socket.socket() as far:
-            for listening in (p2pd, far):
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                await listening.bind(("127.0.0.1", 0))
-                listening.listen()
-            await punch._join(p2pd.getsockname(), far.getsockname())
-            (theirs, address), (ours, _) = await far.accept(), await p2pd.accept()
+        async with two_listening() as (p2pd, far):
+            async with punch._joined(p2pd.getsockname(), far.getsockname()):
+                (theirs, address), (ours, _) = await far.accept(), await p2pd.accept()
             assert address == p2pd.getsockname()
             data = bytes(range(256)) * 8192
             async with trio.open_nursery() as nursery:
@@ -229,19 +248,74 @@ def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: 
                         received += await receiver.recv(65536)
                     assert received == data
             theirs.close()
-            assert await ours.recv(1) == b""
-            ours.close()
+            assert await end_of(ours) == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize("sent", [b"", b"hello"])
+def test_a_connection_that_ends_before_it_is_joined_ends_the_other(
+    run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """What it has sent still arrives."""
+
+    async def main() -> None:
+        async with two_listening() as (p2pd, far):
+            bridged = punch.from_asyncio
+
+            async def send_and_close(coroutine: Any) -> Any:
+                """After the first connection, and before the second."""
+                result = await bridged(coroutine)
+                if result is not None:
+                    monkeypatch.setattr(punch, "from_asyncio", bridged)
+                    theirs, _ = await far.accept()
+                    await theirs.send(sent)
+                    theirs.close()
+                    await trio.testing.wait_all_tasks_blocked()
+                return result
+
+            monkeypatch.setattr(punch, "from_asyncio", send_and_close)
+            async with punch._joined(p2pd.getsockname(), far.getsockname()):
+                ours, _ = await p2pd.accept()
+            assert await end_of(ours) == sent
+
+    run(main)
+
+
+def test_a_peer_that_reads_nothing_keeps_no_connection_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(punch, "LINGER_S", 0.0)
+        aborted = trio.Event()
+        end = punch._End()
+        end.other = Mock(abort=aborted.set)
+        end.connection_lost(None)
+        await aborted.wait()
+
+    run(main)
+
+
+def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(Puncher, "_connected", lambda _: fail())
+        async with two_listening() as (p2pd, far):
+            host, port = p2pd.getsockname()
+            maddr = f"/ip4/{host}/tcp/{port}/p2p/{HIGH}"
+            puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal)
+            await puncher._punch(LOW, far.getsockname(), logging.INFO)
+            for listening in (far, p2pd):
+                connection, _ = await listening.accept()
+                assert await end_of(connection) == b""
 
     run(main)
 
 
 def test_a_port_that_nobody_listens_on_is_a_lost_peer(run: Run) -> None:
     async def main() -> None:
-        with trio.socket.socket() as p2pd, trio.socket.socket() as silent:
-            p2pd.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            for bound in (p2pd, silent):
-                await bound.bind(("127.0.0.1", 0))
+        async with two_listening() as (p2pd, far):
+            silent = far.getsockname()
+            far.close()
             with pytest.raises(PeerLostError, match="dialling from our own port"):
-                await punch._join(p2pd.getsockname(), silent.getsockname())
+                async with punch._joined(p2pd.getsockname(), silent):
+                    pass
 
     run(main)

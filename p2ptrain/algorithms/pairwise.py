@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 
 Array = npt.NDArray[np.float32]
 
@@ -36,7 +36,7 @@ MOST_APART = 0.99
 def pairwise_step(
     anchor: Array, moment: Array, own: Array, partner: Array | None, *, lr: float, momentum: float, scale: float = 1.0
 ) -> None:
-    """Take one step, in place: m ← μ m + η (mean(θ) − φ); φ ← φ + m. Elementwise, so chunks can be updated separately.
+    """Take one step, in place: m ← μ m + η (mean(θ) − φ); φ ← φ + m. Elementwise, and chunk by chunk without copies.
 
     Args:
         anchor: φ, float32 of any shape; changed in place.
@@ -47,17 +47,28 @@ def pairwise_step(
         momentum: μ, in [0, 1).
         scale: of the partner's difference from φ (see `clip_scale`).
     """
-    update = np.zeros_like(own) if partner is None else partner
+    for rows in _chunks(own):
+        _step_chunk(
+            anchor[rows], moment[rows], own[rows], None if partner is None else partner[rows],
+            lr=np.float32(lr), momentum=np.float32(momentum), scale=np.float32(scale),
+        )  # fmt: skip
+
+
+def _step_chunk(
+    anchor: Array, moment: Array, own: Array, partner: Array | None,
+    *, lr: np.float32, momentum: np.float32, scale: np.float32,
+) -> None:  # fmt: skip
     own -= anchor
     if partner is None:
-        update += own
+        update = own * lr
     else:
+        update = partner
         update -= anchor
-        update *= np.float32(scale)
+        update *= scale
         update += own
         update *= np.float32(0.5)
-    update *= np.float32(lr)
-    moment *= np.float32(momentum)
+        update *= lr
+    moment *= momentum
     moment += update
     # φ + m − θ, without rounding to the size of φ in between.
     np.subtract(moment, own, out=own)
@@ -87,10 +98,13 @@ def is_usual(sample: Array, others: Sequence[Array]) -> bool:
 
 
 def squared_distance(own: Array, partner: Array) -> float:
-    """The squared Euclidean distance, in double precision."""
-    difference = own.astype(np.float64)
-    difference -= partner
-    return float(np.vdot(difference, difference))
+    """The squared Euclidean distance, in double precision; chunk by chunk, without copies of the whole."""
+    square = 0.0
+    for rows in _chunks(own):
+        difference = own[rows].astype(np.float64)
+        difference -= partner[rows]
+        square += float(np.vdot(difference, difference))
+    return square
 
 
 def spread(own: Array, partner: Array) -> float:
@@ -111,3 +125,8 @@ def exchange_bytes(codec: Codec, num_blocks: int) -> int:
 def sample_blocks(num_blocks: int) -> npt.NDArray[np.int64]:
     """The blocks, spread evenly, by which anchors are compared."""
     return np.unique(np.linspace(0, num_blocks - 1, min(SAMPLE_BLOCKS, num_blocks)).astype(np.int64))
+
+
+def _chunks(values: Array) -> Iterator[slice]:
+    """The rows of each chunk."""
+    return (slice(start, start + CHUNK_BLOCKS) for start in range(0, len(values), CHUNK_BLOCKS))

@@ -1,6 +1,9 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS
 from p2ptrain.algorithms.pairwise import MOST_TIMES, clip_scale, is_usual, pairwise_step, spread, squared_distance
 
 ETA, MU = 0.7, 0.5
@@ -70,6 +73,18 @@ def test_chunks_can_be_stepped_separately_with_the_same_bits() -> None:
         pairwise_step(*(values[start : start + 3] for values in chunked), lr=ETA, momentum=MU)
     for values, wanted in zip(chunked, whole, strict=True):
         assert values.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("partners", [0, 1])
+def test_passes_over_a_model_copy_a_chunk_at_a_time(partners: int) -> None:
+    anchor, moment, own, *theirs = (randn(20 * CHUNK_BLOCKS, 64, seed=seed) for seed in range(3 + partners))
+    tracemalloc.start()
+    squared_distance(anchor, own)
+    pairwise_step(anchor, moment, own, theirs[0] if theirs else None, lr=ETA, momentum=MU)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Two chunks in double precision.
+    assert peak_bytes < 5 * own[:CHUNK_BLOCKS].nbytes
 
 
 def test_spread_estimates_how_far_a_peer_is_from_the_mean_of_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -126,6 +127,24 @@ def test_a_step_with_a_partner_is_that_of_the_algorithm() -> None:
             np.testing.assert_allclose(after[0].anchor, after[1].anchor, atol=1e-6)
             np.testing.assert_allclose(after[0].anchor, start[0] + after[0].moment, atol=1e-6)
             assert np.abs(after[0].moment).max() > 0.001
+
+    run_virtual(main)
+
+
+def test_passes_over_the_whole_model_run_in_worker_threads() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 2)
+            context, works = peers[0].node.engine.context, set[str]()
+            honest = context.compute
+
+            async def compute(work: Callable[..., Any], *args: Any) -> Any:
+                works.add(getattr(work, "func", work).__name__)
+                return await honest(work, *args)
+
+            context.compute = compute
+            await members.until(lambda: bool(pairs(peers[0], "paired")))
+            assert works >= {"copyto", "fill", "is_within", "squared_distance", "distance", "step"}
 
     run_virtual(main)
 

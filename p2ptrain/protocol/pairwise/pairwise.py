@@ -20,7 +20,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.pairwise import clip_scale, pairwise_step, sample_blocks, spread, squared_distance
+from p2ptrain.algorithms.pairwise import Array, clip_scale, pairwise_step, sample_blocks, spread, squared_distance
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link, Traffic
@@ -118,8 +118,7 @@ class Pairwise:
         if copied is None:
             await self._restart()
             return
-        self._state = self._engine.head.state_hash
-        self.anchor[:], self.moment[:] = copied.anchor, 0
+        await self._begin_from(copied.anchor, self._engine.head.state_hash)
         await self._land("write", torch.from_numpy(copied.anchor), copied.run_step, None)
         self._record_step(_Outcome("joined", copied.donor), trio.current_time())
 
@@ -128,9 +127,13 @@ class Pairwise:
         state, snapshot = self._engine.head.state_hash, await self._snapshot()
         # Otherwise a round needed the weights first, and `run_forever` comes back.
         if snapshot is not None:
-            self._state = state
-            self.anchor[:] = snapshot.weights.numpy()
-            self.moment[:] = 0
+            await self._begin_from(snapshot.weights.numpy(), state)
+
+    async def _begin_from(self, weights: Array, state: str) -> None:
+        """Make these weights the anchor, taken with this `state_hash`, and the momentum zero."""
+        await self._context.compute(np.copyto, self.anchor, weights)
+        await self._context.compute(self.moment.fill, 0)
+        self._state = state
 
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for a chunk of our anchor, if we have one."""
@@ -268,7 +271,7 @@ class Pairwise:
         most = snapshot.run_step + MOST_INTERVAL * self._run.sync_every
         run_step = max(snapshot.run_step, min(others_step(linked_others(self._context)), most))
         own = snapshot.weights.numpy()
-        if not is_within(own, MAX_GRADIENT):
+        if not await self._context.compute(is_within, own, MAX_GRADIENT):
             return _Outcome("skipped", partner, "its weights are not finite, or far too large")
         outcome, theirs, scale = _Outcome("alone", reason="found no partner"), None, 1.0
         if partner:

@@ -421,6 +421,24 @@ def test_an_anchor_is_taken_anew_if_a_round_came_first() -> None:
     run_virtual(main)
 
 
+def test_a_step_that_raises_an_unexpected_error_is_left_out() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            (peer,) = grow(members, 1)
+            await members.until(lambda: bool(pairs(peer)))
+            tried: list[int] = []
+
+            async def snapshot() -> None:
+                tried.append(peer.exchange.steps)
+                raise RuntimeError("planted")
+
+            pairwise_of(peer)._snapshot = snapshot  # type: ignore[method-assign]
+            await members.until(lambda: len(tried) >= 4)
+            assert all(after - before >= RUN.sync_every for before, after in itertools.pairwise(tried))
+
+    run_virtual(main)
+
+
 def test_a_peer_without_an_anchor_serves_none() -> None:
     async def main() -> None:
         async with swarm(RUN) as members:

@@ -215,6 +215,7 @@ class Pairwise:
                         await self._changed.wait()
             except Exception as error:
                 self._context.errors.note("an outer step with a partner; it is left out", error)
+                self._leave_out()
                 await trio.sleep(RETRY_S)
 
     async def _step(self) -> None:
@@ -230,9 +231,14 @@ class Pairwise:
                 if link is not None:
                     link.send(PairAnswer(self._matching.partner_number, 0, False))
             self._matching, self._incoming, self._stepping = self._matching.stepped(), None, False
-        if outcome.status == "skipped" and not self._exchange.at_length:
-            self._exchange.postpone()
+        if outcome.status == "skipped":
+            self._leave_out()
         self._record_step(outcome, began_s)
+
+    def _leave_out(self) -> None:
+        """The next step is due an interval from here; the round at the end of the run stays due."""
+        if not self._exchange.at_length:
+            self._exchange.postpone()
 
     async def _find_partner(self) -> None:
         """Offer to one random peer after the other, until one accepts, or we have looked for long enough."""

@@ -18,6 +18,7 @@ from p2ptrain.algorithms.pairwise import sample_blocks
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.pairwise.joining import CHUNK_TIMEOUT_S, MEET_S
 from p2ptrain.protocol.pairwise.matching import Matching
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
@@ -394,6 +395,50 @@ def test_a_joiner_takes_no_anchor_that_is_unlike_those_of_most(factor: float) ->
             (joined,) = pairs(joiner)
             assert joined["partner"] in ("p0", "p2", "p3")
             assert torch.isfinite(joiner.flat()).all()
+
+    run_virtual(main)
+
+
+def test_members_that_give_no_chunks_do_not_hold_a_joiner_up() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 5)
+            await members.until(lambda: peers[0].exchange.run_step > 100)
+            served_s: list[float] = []
+
+            async def hang(link: Link, request: Request) -> None:
+                served_s.append(trio.current_time())
+                await trio.sleep_forever()
+
+            for peer in peers[1:]:
+                pairwise_of(peer).serve = hang  # type: ignore[method-assign]
+            joiner = members.start("p9", chosen=["p0"])
+            await members.until(joiner.node.ready.is_set)
+            assert trio.current_time() - served_s[0] < 1.1 * CHUNK_TIMEOUT_S
+            assert max(served_s) - served_s[0] < 1
+            assert pairs(joiner)[0]["partner"] == "p0"
+
+    run_virtual(main)
+
+
+def test_a_joiner_of_a_small_swarm_waits_for_no_more_members() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            peers = grow(members, 3)
+            await members.until(lambda: peers[0].exchange.run_step > 100)
+            joiner = members.start("p9")
+            began_s: list[float] = []
+            pairwise = pairwise_of(joiner)
+            honest = pairwise.begin
+
+            async def begin() -> None:
+                began_s.append(trio.current_time())
+                await honest()
+
+            pairwise.begin = begin  # type: ignore[method-assign]
+            await members.until(joiner.node.ready.is_set)
+            assert pairs(joiner)[0]["status"] == "joined"
+            assert pairs(joiner)[0]["t"] - began_s[0] < MEET_S - 1
 
     run_virtual(main)
 

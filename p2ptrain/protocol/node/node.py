@@ -129,7 +129,9 @@ class Node:
         self.membership.in_round = lambda: self.engine.round_state.member is not None or self.engine.committer.resolving
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
-        self.pairwise = Pairwise(self.engine, rng, events) if run.averaging == "pairwise" else None
+        self.pairwise: Pairwise | None = None
+        if run.averaging == "pairwise":
+            self.pairwise = Pairwise(self.engine, rng, events, lambda: self.membership.undecided)
         self._server = RequestServer(self.engine, self.pairwise, buffers, event_log)
         self._leaving = False
         self._nursery: trio.Nursery | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,11 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
 
-# For one chunk of an anchor, as for one of the state in `state_sync`.
+# For one chunk of an anchor, as for one of the state in `state_sync`; and for all that a peer is compared by.
 CHUNK_TIMEOUT_S = 60.0
 # A copied anchor is compared with those of so many other peers, in so many chunks (guesses).
 COMPARED_PEERS, COMPARED_CHUNKS = 4, 8
-# A joiner waits this long for that many: members are linked and have sent a Beat within two seconds (guess).
+# A joiner waits so long for that many, if it knows more members. They link and send a Beat within two seconds (guess).
 MEET_S, MEET_POLL_S = 5.0, 0.1
 # Before another donor is asked.
 RETRY_S = 1.0
@@ -47,11 +47,16 @@ class Copied:
 
 
 class AnchorCopier:
-    """Copies the anchor of a peer that is ahead of us."""
+    """Copies the anchor of a peer that is ahead of us.
 
-    def __init__(self, context: RoundContext, rng: random.Random) -> None:
+    Args:
+        undecided: whether some known member was not dialled yet.
+    """
+
+    def __init__(self, context: RoundContext, rng: random.Random, undecided: Callable[[], bool]) -> None:
         self._context = context
         self._rng = rng
+        self._undecided = undecided
 
     async def copy(self) -> Copied | None:
         """The checked anchor of a peer that is more than an interval ahead; None once there is no such peer."""
@@ -59,7 +64,7 @@ class AnchorCopier:
         if self._ahead():
             # Until there are some to compare its anchor with.
             with trio.move_on_after(MEET_S):
-                while len(self._ahead()) <= COMPARED_PEERS:
+                while len(self._ahead()) <= COMPARED_PEERS and self._meets_more():
                     await trio.sleep(MEET_POLL_S)
         while donors := self._ahead():
             chosen = [link for link in donors if link.peer_id in self._context.links.chosen]
@@ -71,6 +76,10 @@ class AnchorCopier:
             refused.add(donor.peer_id)
             await trio.sleep(RETRY_S)
         return None
+
+    def _meets_more(self) -> bool:
+        """Whether a known member is not linked yet, or has sent no Beat."""
+        return self._undecided() or any(link.beat is None for link in self._context.links.trainers())
 
     def _ahead(self) -> list[Link]:
         """Linked peers that are where the others are, if that is more than an interval ahead of us."""
@@ -85,14 +94,14 @@ class AnchorCopier:
         assert donor.beat is not None
         run_step, state = donor.beat.step, self._context.state
         anchor = await self._context.compute(np.empty_like, state.anchor)
-        if not await self._fetch(donor, range(state.num_slices), anchor):
+        if not await self._fetch(donor, range(state.num_slices), anchor, self._context.run.round_timeout_s):
             return None
         if not await self._is_usual(anchor, others):
             logger.warning("the anchor of %s is unlike those of other peers: not taken", donor.peer_id)
             return None
         return Copied(donor.peer_id, run_step, anchor)
 
-    async def _fetch(self, donor: Link, indices: Sequence[int], out: Array) -> bool:
+    async def _fetch(self, donor: Link, indices: Sequence[int], out: Array, timeout_s: float) -> bool:
         """Write chunks of a donor's anchor into `out`, one after the other. False if it does not give them in time."""
 
         async def fetch(i: int) -> None:
@@ -108,8 +117,7 @@ class AnchorCopier:
             if not is_within(chunk, MAX_GRADIENT):
                 raise WireError(f"an anchor with values that are NaN or beyond {MAX_GRADIENT:g}")
 
-        round_timeout_s = self._context.run.round_timeout_s
-        with self._context.links.containing(donor, "copying its anchor"), trio.move_on_after(round_timeout_s):
+        with self._context.links.containing(donor, "copying its anchor"), trio.move_on_after(timeout_s):
             try:
                 await fetch_pipelined(len(indices), fetch)
                 return True
@@ -126,11 +134,16 @@ class AnchorCopier:
         slices = range(max(1, self._context.state.num_slices - 1))
         indices = self._rng.sample(slices, min(len(slices), COMPARED_CHUNKS))
         sample = np.concatenate([anchor[_rows(index)] for index in indices])
-        samples = []
-        for link in self._rng.sample(others, min(len(others), COMPARED_PEERS)):
+        samples = list[Array]()
+
+        async def compare(link: Link) -> None:
             theirs = np.empty_like(sample)
-            if await self._fetch(link, indices, theirs):
+            if await self._fetch(link, indices, theirs, CHUNK_TIMEOUT_S):
                 samples.append(theirs)
+
+        async with trio.open_nursery() as nursery:
+            for link in self._rng.sample(others, min(len(others), COMPARED_PEERS)):
+                nursery.start_soon(compare, link)
         # Odd with the donor's, so that the median is one of them.
         samples = samples[: len(samples) // 2 * 2]
         return not samples or await self._context.compute(is_usual, sample, samples)

@@ -73,19 +73,22 @@ class Pairwise:
 
     Args:
         record: takes the name of an event, and its fields.
+        undecided: whether some known member was not dialled yet.
 
     Attributes:
         anchor: what the next step starts from, float32 of [blocks, 64]; changed in place.
         moment: the momentum, of the same shape.
     """
 
-    def __init__(self, engine: RoundDriver, rng: random.Random, record: Callable[..., None]) -> None:
+    def __init__(
+        self, engine: RoundDriver, rng: random.Random, record: Callable[..., None], undecided: Callable[[], bool]
+    ) -> None:
         self._engine = engine
         self._context = context = engine.context
         self._exchange = context.exchange
         self._run = context.run
         self._rng = rng
-        self._copier = AnchorCopier(context, rng)
+        self._copier = AnchorCopier(context, rng, undecided)
         self._record = record
         num_blocks = context.state.num_blocks
         self.anchor = np.zeros((num_blocks, 64), np.float32)

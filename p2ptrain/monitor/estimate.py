@@ -29,7 +29,8 @@ from p2ptrain.settings.link import UNITS, Link
 # From due to landed: four from the Call (protocol/test_rounds.py::test_a_round_takes_four_round_trips_from_its_call),
 # and one until enough voters are known to be due.
 ROUND_TRIPS = 5
-# Of a pairwise step: a pause of at most four, two on average; an offer and its answer; weights and the last chunk.
+# Of a pairwise step: a pause of at most four, two on average; and two from the first offer
+# (protocol/test_pairwise.py::test_a_pairwise_step_takes_two_round_trips_from_its_offer).
 PAIR_ROUND_TRIPS = 4
 # Snapshot, encoding, hashing, averaging and the outer step: about a second for 25M parameters on one busy core
 # (docs/BENCHMARKS.md, "Far apart").
@@ -62,7 +63,7 @@ class Estimate:
         fragment_bytes: of the fragment of one step.
         state_bytes, joining_s: what a joiner downloads, and how long that takes.
         at_rest_bytes: weights, gradients and AdamW's moments, in the GPU's memory if there is one.
-        in_a_round_bytes: what a round adds to that, and the libraries, in host memory.
+        in_a_round_bytes: what a round, or a pairwise step, adds to that, and the libraries, in host memory.
     """
 
     round_up_bytes: int
@@ -112,9 +113,14 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     pairwise = run.averaging == "pairwise"
     connections = 1 if pairwise else contributors - 1
     fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
-    # In a run with pairwise steps the second vector is the anchor of a peer.
-    state_bytes = codec("none").size_bytes(averaged_blocks) * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
+    vector_bytes = codec("none").size_bytes(averaged_blocks)
+    state_bytes = vector_bytes * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
     donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * donors_count)
+    # With pairwise steps the second vector is an anchor, which one peer gives.
+    from_all_bytes = vector_bytes if pairwise else state_bytes
+    joining_s = transfer_s(from_all_bytes, donated_bytes_s, link.rtt_s, donors_count)
+    if pairwise:
+        joining_s += transfer_s(vector_bytes, min(link.down_bytes_s, link.up_bytes_s), link.rtt_s, 1)
     return Estimate(
         round_up_bytes=up_bytes,
         round_down_bytes=down_bytes,
@@ -129,9 +135,9 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         fragment_bytes=fragment_bytes,
         gossip_bytes_s=fragment_bytes * receivers(run, link.peers) / link.step_s,
         state_bytes=state_bytes,
-        joining_s=transfer_s(state_bytes, donated_bytes_s, link.rtt_s, donors_count),
+        joining_s=joining_s,
         at_rest_bytes=at_rest_bytes(params),
-        in_a_round_bytes=in_a_round_bytes(params),
+        in_a_round_bytes=in_a_round_bytes(params) + pairwise * 4 * params,
     )
 
 

@@ -88,6 +88,18 @@ def test_the_bytes_of_a_pair_are_those_that_partners_send(codec: str) -> None:
     assert "a round" not in " ".join(advice(run, numel, link, found))
 
 
+def test_a_joiner_of_a_pairwise_run_copies_the_anchor_of_one_peer_and_holds_a_vector_more() -> None:
+    run, link = (
+        dataclasses.replace(RUN, averaging="pairwise", outer_optimizer="sgdm"),
+        Link(rate_mbit=100, rate_up_mbit=20),
+    )
+    rounds, pairs = (estimate_run(each, GPT2, link) for each in (dataclasses.replace(run, averaging="parts"), run))
+    assert pairs.state_bytes == rounds.state_bytes
+    # The first vector as with rounds, the second at the uplink of the donor: 496 MB at 2.5 MB a second.
+    assert pairs.joining_s == pytest.approx(rounds.joining_s / 2 + 4 * GPT2 / 2.5e6, rel=0.01)
+    assert pairs.in_a_round_bytes == rounds.in_a_round_bytes + 4 * GPT2
+
+
 @pytest.mark.parametrize(("topology", "expected"), [("push", 2), ("pairs", 1), ("groups", 2), ("all", 8)])
 def test_how_many_peers_get_a_fragment(topology: str, expected: int) -> None:
     run = dataclasses.replace(RUN, topology=topology, fan_out=2)

@@ -16,15 +16,17 @@ import trio
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.pairwise import sample_blocks
 from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.memory_network import PacketFault
+from p2ptrain.monitor.estimate import PAIR_ROUND_TRIPS
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.pairwise.joining import CHUNK_TIMEOUT_S, MEET_S
 from p2ptrain.protocol.pairwise.matching import Matching
-from p2ptrain.protocol.pairwise.pairwise import Pairwise
+from p2ptrain.protocol.pairwise.pairwise import PAUSE_ROUND_TRIPS, Pairwise
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.protocol.wire.messages import Attempt, Call, PairOffer, PairWeights, Request
+from p2ptrain.protocol.wire.messages import KINDS, Attempt, Call, PairOffer, PairWeights, Request
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Swarm, TestPeer, run_virtual, swarm
 
@@ -146,6 +148,35 @@ def test_passes_over_the_whole_model_run_in_worker_threads() -> None:
             context.compute = compute
             await members.until(lambda: bool(pairs(peers[0], "paired")))
             assert works >= {"copyto", "fill", "is_within", "squared_distance", "distance", "step"}
+
+    run_virtual(main)
+
+
+def test_a_pairwise_step_takes_two_round_trips_from_its_offer() -> None:
+    """Offer, answer; weights, and the last chunk. A random pause comes before."""
+    round_trip_s, step_s = 0.4, 0.05
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, sync_every=200)) as members:
+            members.network.latency = lambda a, b: round_trip_s / 2  # type: ignore[method-assign]
+            offered_s: list[float] = []
+
+            def watch(source: str, target: str, packet: bytes) -> PacketFault:
+                if KINDS[packet[1]] is PairOffer:
+                    offered_s.append(trio.current_time())
+                return PacketFault.NONE
+
+            members.network.fault = watch
+            peers = [members.start(name, founder=name == "a", step_s=step_s) for name in "ab"]
+            await members.until(lambda: all(len(pairs(peer, "paired")) >= 4 for peer in peers))
+            # The pause is random, so half of the longest on average.
+            most_s = (PAIR_ROUND_TRIPS - PAUSE_ROUND_TRIPS / 2) * round_trip_s
+            for step in range(1, 4):
+                ends = [pairs(peer, "paired")[step] for peer in peers]
+                offer_s = max(s for s in offered_s if s < ends[0]["t"])
+                assert offer_s - max(end["t"] - end["wall_s"] for end in ends) <= PAUSE_ROUND_TRIPS * round_trip_s
+                # A snapshot and a landing each wait for the end of a step.
+                assert round_trip_s < max(end["t"] for end in ends) - offer_s <= most_s + 2 * step_s + 0.01
 
     run_virtual(main)
 

@@ -78,8 +78,8 @@ harm: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.harm $(ARGS)
 	$(BIN)/python -m benchmarks.harm --report
 
-# Random pairs (NoLoCo) against rounds at the same bytes, 8, 64 and 256 simulated peers: hours of a core; runs that are
-# done are kept.
+# Random pairs (NoLoCo) against rounds at the same bytes, 8 and 64 simulated peers: 20 minutes of a core; runs that are
+# done are kept. ARGS="--peers 256": hours.
 pairwise: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pairwise $(ARGS)
 

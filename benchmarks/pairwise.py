@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pairwise`: random pairs (NoLoCo) against rounds, at the same bytes, with 8 to 256 peers.
+"""`python -m benchmarks.pairwise`: random pairs (NoLoCo) against rounds, at the same bytes, with 8 and 64 peers.
 
 Simulated peers train the demo model, with the nodes of `p2ptrain join` in virtual time. A pairwise step
 sends one encoded model, a round nearly two (outer gradients to the reducers, means to the members). Four rounds, H =
@@ -6,6 +6,7 @@ sends one encoded model, a round nearly two (outer gradients to the reducers, me
 peers they find their partners later, and take shorter intervals for the same bytes.
 
 Each run is one line of `docs/pairwise.jsonl`; runs that are there are not repeated. `--report` prints the table.
+256 peers only with `--peers 256`: a run that trains for longer than a few steps takes many minutes of a core.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _of(values: list[float]) -> str:
 
 
 @click.command("python -m benchmarks.pairwise")
-@click.option("--peers", multiple=True, type=click.Choice(list(map(str, SCALES))), default=list(map(str, SCALES)))
+@click.option(
+    "--peers", multiple=True, type=click.Choice(list(map(str, SCALES))), default=("8", "64"), show_default=True
+)
 @click.option("--arm", multiple=True, type=click.Choice(list(ARMS)), default=list(ARMS))
 @click.option("--seed", multiple=True, type=int, default=(0, 1, 2))
 @click.option("--jobs", default=1, help="Runs at once, one core each.", show_default=True)

@@ -109,10 +109,10 @@ class RunConfig:
         help="Number of peers that get each fragment.",
         why="The fewest bytes: two peers take twice as many.")
     averaging: str = setting("parts", choice(*AVERAGINGS),
-        help="Each peer averages one part, all average everything, or pairs average.",
+        help="Average in parts, all-to-all, or in random pairs.",
         why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
-        "Gather suits two or three peers, and topk. Pairwise (NoLoCo) is for swarms beyond what a round can hold: "
-        "random pairs, no rounds but the last, and peers that are close, not equal.")
+        "Gather suits two or three peers, and topk. Pairwise (NoLoCo) is experimental: random pairs, no rounds but the "
+        "last, and peers that are close, not equal.")
     round_codec: str = setting("int8", choice("int8", "int4", "fp16", "none", "topk"),
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "

@@ -1,4 +1,4 @@
-"""Outer steps between random pairs of peers (NoLoCo), for swarms beyond what one round can hold.
+"""Outer steps between random pairs of peers (NoLoCo), without a quorum.
 
 `matching` decides who pairs with whom, `partner` holds what a partner sends, `pairwise` has the tasks around them.
 `joining` gets a joiner its first anchor, and `others` tells where in the run the other peers are.

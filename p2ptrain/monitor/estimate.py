@@ -110,16 +110,15 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     averaged_blocks = num_blocks * (3 if run.inner_moments == "averaged" else 1)
     contributors, donors_count = min(link.peers, run.max_contributors), link.peers - 1
     up_bytes, down_bytes = round_bytes(run, averaged_blocks, contributors)
-    pairwise = run.averaging == "pairwise"
-    connections = 1 if pairwise else contributors - 1
+    connections = 1 if run.is_pairwise else contributors - 1
     fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
     vector_bytes = codec("none").size_bytes(averaged_blocks)
     state_bytes = vector_bytes * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
     donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * donors_count)
     # With pairwise steps the second vector is an anchor, which one peer gives.
-    from_all_bytes = vector_bytes if pairwise else state_bytes
+    from_all_bytes = vector_bytes if run.is_pairwise else state_bytes
     joining_s = transfer_s(from_all_bytes, donated_bytes_s, link.rtt_s, donors_count)
-    if pairwise:
+    if run.is_pairwise:
         joining_s += transfer_s(vector_bytes, min(link.down_bytes_s, link.up_bytes_s), link.rtt_s, 1)
     return Estimate(
         round_up_bytes=up_bytes,
@@ -137,18 +136,18 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         state_bytes=state_bytes,
         joining_s=joining_s,
         at_rest_bytes=at_rest_bytes(params),
-        in_a_round_bytes=in_a_round_bytes(params) + pairwise * 4 * params,
+        in_a_round_bytes=in_a_round_bytes(params) + run.is_pairwise * 4 * params,
     )
 
 
 def event_of(run: RunConfig) -> tuple[str, int]:
     """What averages in this run, and its round trips."""
-    return ("a pair", PAIR_ROUND_TRIPS) if run.averaging == "pairwise" else ("a round", ROUND_TRIPS)
+    return ("a pair", PAIR_ROUND_TRIPS) if run.is_pairwise else ("a round", ROUND_TRIPS)
 
 
 def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int]:
     """The most that a member sends and receives in a round, by the plan of the averaging strategy; or in a pair."""
-    if run.averaging == "pairwise":
+    if run.is_pairwise:
         return (exchange_bytes(gradient_codec(run), num_blocks),) * 2
     averaging = averaging_of(run)
     gradient, mean = gradient_codec(run).size_bytes, mean_codec(run, members).size_bytes
@@ -200,12 +199,12 @@ def fewest_steps(round_s: float, step_s: float) -> int:
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
     """Yield what the user should change, and always the H that suits this link."""
-    steps, pairwise, event = fewest_steps(found.round_s, link.step_s), run.averaging == "pairwise", event_of(run)[0]
+    steps, event = fewest_steps(found.round_s, link.step_s), event_of(run)[0]
     if found.share > SHARE_OF_INTERVAL:
         yield f"give --sync-every {steps} or more: {event} then takes at most a tenth of its interval"
     else:
         yield f"H = {run.sync_every} suits this link: {event} takes at most a tenth of its interval from {steps} on"
-    smaller = None if pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)
+    smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)
     if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
         other = estimate_run(dataclasses.replace(run, round_codec=smaller), params, link)
         yield (
@@ -226,7 +225,7 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield (
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
-    if link.peers > run.max_contributors and not pairwise:
+    if link.peers > run.max_contributors and not run.is_pairwise:
         yield (
             f"{run.max_contributors} of the {link.peers} peers contribute to a round, others to the next; a peer that "
             f"does not takes its mean over from its partners, {size(found.taken_over_bytes)}"

@@ -197,7 +197,7 @@ class RunConfig:
         exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
         rule = "local unless round_codec = 'none' and round_mean = 'weighted'"
         check(exact, "inner_moments", self.inner_moments, rule)
-        if self.averaging == "pairwise":
+        if self.is_pairwise:
             self._check_pairwise()
 
     def _check_pairwise(self) -> None:
@@ -209,6 +209,11 @@ class RunConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             check(value in allowed, name, value, f"{' or '.join(map(str, allowed))} with averaging = 'pairwise'")
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether outer steps are taken in random pairs, and a round at the end of the run only."""
+        return self.averaging == "pairwise"
 
     @property
     def digest(self) -> str:

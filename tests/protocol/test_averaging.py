@@ -17,6 +17,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.rounds.averaging import STRATEGIES, averaging_of
 from p2ptrain.protocol.rounds.averaging.gather import Gather
+from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Averaging, Conclusion, Plan, merge_of
 from p2ptrain.protocol.rounds.checks import check_roster
 from p2ptrain.protocol.rounds.codecs import gradient_codec
@@ -37,8 +38,7 @@ WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
 CONTRIBUTORS = tuple(Contributor(name, f"{name}.1", weight, bytes(32)) for name, weight in WEIGHTS.items())
 ATTEMPT = Attempt(1, "a", "a.1")
 TIMEOUTS = Timeouts(peer_timeout_s=30.0, round_timeout_s=60.0)
-# Those of runs with rounds; the round of one with pairwise steps is averaged as parts.
-RUNS = {name: RunConfig(averaging=name) for name in ("parts", "gather")}
+RUNS = {name: RunConfig(averaging=name) for name in STRATEGIES}
 
 
 def gradients() -> dict[str, np.ndarray]:
@@ -172,7 +172,9 @@ def test_what_an_attempt_can_lose_is_up_to_the_strategy() -> None:
 
 
 def test_a_strategy_is_a_line_of_configuration() -> None:
-    assert tuple(STRATEGIES) == AVERAGINGS
+    assert (*STRATEGIES, "pairwise") == AVERAGINGS
+    # The one round of a run with pairwise steps.
+    assert isinstance(averaging_of(RunConfig(averaging="pairwise", outer_optimizer="sgdm")), Parts)
     assert tuple(MERGES) == ROUND_MEANS
     assert RunConfig().averaging == "parts"
 

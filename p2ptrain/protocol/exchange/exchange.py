@@ -53,7 +53,6 @@ class Exchange:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last included.
         merge_cpu_s: CPU seconds of merging the last fragment.
-        pairwise: whether outer steps are taken in pairs, and a round at the end of the run only.
         inbox: received fragments, and counts of merged and skipped ones.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
@@ -93,9 +92,9 @@ class Exchange:
         self.loses_gradient: Callable[[], bool] = lambda: False
         # Tokens in this peer's shard, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
-        self.pairwise = run.averaging == "pairwise"
+        self._is_pairwise = run.is_pairwise
         # What rounds agree on has no moments with pairwise steps: each peer has its own, and rounds are plain averages.
-        self._num_moments = 0 if self.pairwise else OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
+        self._num_moments = 0 if run.is_pairwise else OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
         self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
         self._slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._fragment_schedule = run.fragment_schedule
@@ -178,7 +177,7 @@ class Exchange:
     @property
     def round_due(self) -> bool:
         """Whether a round is due. With pairwise steps, only the one at the end of the run is."""
-        return self._position.at_length if self.pairwise else self._position.due
+        return self._position.at_length if self._is_pairwise else self._position.due
 
     @property
     def of_interval(self) -> float:

@@ -130,7 +130,7 @@ class Node:
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None
-        if run.averaging == "pairwise":
+        if run.is_pairwise:
             self.pairwise = Pairwise(self.engine, rng, events, lambda: self.membership.undecided)
         self._server = RequestServer(self.engine, self.pairwise, buffers, event_log)
         self._leaving = False

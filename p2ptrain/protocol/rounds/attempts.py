@@ -23,7 +23,7 @@ from p2ptrain.protocol.rounds.commit import Committer
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.member import Participation
-from p2ptrain.protocol.rounds.record import is_near
+from p2ptrain.protocol.rounds.record import joins_rounds
 from p2ptrain.protocol.rounds.round_state import State
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -303,7 +303,7 @@ class Attempts:
             schedule.ignore(sender, now)
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        if sender in schedule.leaders.backed_off(now) or not is_near(
+        if sender in schedule.leaders.backed_off(now) or not joins_rounds(
             self._context.run, self._context.exchange.run_step
         ):
             return

@@ -151,7 +151,7 @@ class RoundDriver:
         self._voter_ids, self._ranks = frozenset(peer for peer, _ in head.voters), {}
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
-        self._schedule.begin(head, same_lineage=same_lineage)
+        self._schedule.begin(head, trio.current_time(), same_lineage=same_lineage)
         self._lineage_watch.reset(trio.current_time())
         self.committer.forget()
         self._landed = self._head_votes.begin(head, votes)
@@ -315,6 +315,7 @@ class RoundDriver:
     def _act(self, now: float) -> float:
         """Do what is due; returns the seconds until the next call."""
         wake_s, state = POLL_S, self.round_state
+        self._schedule.note_time(now)
         if state.learned is not None:
             self.committer.retry(state.learned, now)
             if self.committer.resolving:
@@ -324,7 +325,7 @@ class RoundDriver:
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
         ended = self._lineage_watch.has_ended(self.head, three_intervals_s, now)
         # Pairs need no voters: with them, a lineage is not missed before its round is due.
-        is_missed = not self._exchange.pairwise or self._exchange.round_due
+        is_missed = not self.context.run.is_pairwise or self._exchange.round_due
         # Who does not take part in the round is not linked with its voters.
         may_found = is_missed and self.takes_part(self.context.peer_id)
         if ended and may_found and not self.committer.interrupted:

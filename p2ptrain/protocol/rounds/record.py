@@ -75,7 +75,7 @@ def record_of(
 
 def most_run_step(run: RunConfig, head: Head) -> int:
     """The furthest that the round after `head` may bring the run, whatever steps its members claim."""
-    if run.averaging == "pairwise" and run.total_steps:
+    if run.is_pairwise and run.total_steps:
         return run.total_steps
     furthest = head.run_step + MOST_INTERVALS * run.sync_every
     return min(furthest, run.total_steps) if run.total_steps else furthest
@@ -83,7 +83,7 @@ def most_run_step(run: RunConfig, head: Head) -> int:
 
 def outer_settings(run: RunConfig, run_step: int) -> tuple[str, float, float]:
     """Outer optimizer, learning rate and momentum of a round that brings the run to this step."""
-    if 0 < run.total_steps <= run_step or run.averaging == "pairwise":
+    if 0 < run.total_steps <= run_step or run.is_pairwise:
         # The last round is a plain average: with few rounds Nesterov overshoots (measured: 2.255 → 2.323). Pairwise
         # steps are the outer optimizer of their runs.
         return "sgd", 1.0, 0.0
@@ -141,10 +141,10 @@ def check_proposal(record: Record, run: RunConfig, head: Head, own_step: int) ->
         raise RoundFailedError(f"a record at step {record.run_step} of the run, while we are at {own_step}")
 
 
-def is_near(run: RunConfig, own_step: int) -> bool:
+def joins_rounds(run: RunConfig, own_step: int) -> bool:
     """Whether we join a round. With pairwise steps, only near the end of the run: an attempt holds up all pairs."""
     left = run.total_steps - own_step
-    return run.averaging != "pairwise" or (run.total_steps > 0 and left <= MOST_AHEAD * run.sync_every)
+    return not run.is_pairwise or (run.total_steps > 0 and left <= MOST_AHEAD * run.sync_every)
 
 
 def check_company(record: Record, present: Collection[Voter]) -> None:

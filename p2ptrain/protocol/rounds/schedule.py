@@ -88,21 +88,26 @@ class Schedule:
         self._counters: dict[PeerId, int] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = 0.0
-        self._began_s: float | None = None
+        self._began_s = 0.0
         self._sent_s = 0.0
         self._sent_for = ("", -2, 0)
         self._called_s = self._delayed_until_s = 0.0
 
-    def begin(self, head: Head, *, same_lineage: bool) -> None:
+    def begin(self, head: Head, now: float, *, same_lineage: bool) -> None:
         """After a new head: forget Dues of earlier rounds."""
         self.counter = 0
         self._counters = {}
-        self._began_s = self._began_s if same_lineage else None
+        self._began_s = self._began_s if same_lineage else now
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
 
     def skip(self, round_: int) -> None:
         """The round was skipped: forget its Dues."""
         self._due.pop(round_, None)
+
+    def note_time(self, now: float) -> None:
+        """Call it every second: notes since when we are due."""
+        if not self._context.exchange.round_due:
+            self._due_from_s = now
 
     def waits(self, now: float) -> bool:
         """Whether to delay a round for joiners, as it would change the state that they download.
@@ -111,11 +116,7 @@ class Schedule:
         another lineage, which follow.
         """
         exchange, host = self._context.exchange, self._context.host
-        if not exchange.round_due:
-            self._due_from_s = now
-        if self._began_s is None:
-            self._began_s = now
-        if exchange.pairwise and not host.trainers() and self._context.links.trainers():
+        if self._context.run.is_pairwise and not host.trainers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S
         if exchange.at_length or host.trainers() or not host.joiners():
@@ -150,7 +151,7 @@ class Schedule:
         present = {voter for voter in liveness.present() if voter[0] not in ignored}
         due = self._due.get(head.round + 1, set())
         # With pairwise steps its only voter, who founded the run, may be far ahead of most.
-        few = self._context.exchange.pairwise and 2 * len(due) < len(present)
+        few = self._context.run.is_pairwise and 2 * len(due) < len(present)
         if few and now - self._due_from_s < MEMBERS_PATIENCE_S:
             return False
         return leader_of(head, self.counter, due, present, liveness.reaches(head)) == self._context.peer_id

@@ -202,7 +202,7 @@ class StateSync:
                 if self._download is None:
                     raise PeerLostError("a round of our own came first")
                 context.state.copy_from(self._download.state)
-            elif context.exchange.pairwise:
+            elif context.run.is_pairwise:
                 run_step = context.exchange.run_step  # Pairs have brought us further than the head's round.
             self._download = None
             kind: LandingKind = "keep" if head.genesis == engine.head.genesis else "write"

@@ -14,9 +14,9 @@ from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging
 from p2ptrain.settings.config import RunConfig
 
-STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gather": Gather, "pairwise": Parts}
+STRATEGIES: dict[str, Callable[[RunConfig], Averaging]] = {"parts": Parts, "gather": Gather}
 
 
 def averaging_of(run: RunConfig) -> Averaging:
-    """The strategy in a run's settings."""
-    return STRATEGIES[run.averaging](run)
+    """The strategy in a run's settings; with pairwise steps, that of the run's one round."""
+    return (Parts if run.is_pairwise else STRATEGIES[run.averaging])(run)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
+import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -177,6 +181,25 @@ def test_a_strategy_is_a_line_of_configuration() -> None:
     assert isinstance(averaging_of(RunConfig(averaging="pairwise", outer_optimizer="sgdm")), Parts)
     assert tuple(MERGES) == ROUND_MEANS
     assert RunConfig().averaging == "parts"
+
+
+def test_the_example_in_contributing_is_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^   ```python\n(.*?)^   ```$", page[page.index("`single.py`") :], re.DOTALL | re.MULTILINE)
+    strategy, line, tests = map(textwrap.dedent, blocks)
+    made: dict[str, Any] = {"__name__": "single"}
+    exec(strategy, made)
+    # The settings take no other name.
+    monkeypatch.setitem(STRATEGIES, "gather", made["Single"])
+    added = line.partition(" = ")[2].replace("Single", "Parts")
+    assert list(eval(added)) == [*STRATEGIES, "single"]
+    namespace = dict(globals())
+    exec(tests.replace('"single"', '"gather"'), namespace)
+    for name in re.findall(r"def (test_\w+)", tests):
+        namespace[name]()
+    test_plans_and_records_of_others_are_checked("gather")
+    for codec in ("int8", "topk"):
+        test_every_strategy_gives_about_the_mean_with_every_codec("gather", codec)
 
 
 # --- rounds of real nodes -------------------------------------------------------------------------------------------

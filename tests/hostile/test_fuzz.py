@@ -20,6 +20,7 @@ def test_findings_stay_mended(as_member: bool) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 4, 7], ids=["stranger", "member", "pairwise stranger", "pairwise member"])
 def test_random_frames_end_nobody(seed: int) -> None:
     counted = fuzz.fuzz(seed, 2500)
+    # 9 % of a member's in a pairwise run (measured): weights of another step, or of no partner, are ignored.
     assert 0.05 < counted.refused / counted.read < 0.9
 
 

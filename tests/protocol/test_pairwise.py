@@ -278,7 +278,7 @@ def test_a_peer_that_offers_first_and_sends_nothing_takes_a_minority_of_the_step
     run_virtual(main)
 
 
-def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_an_interval() -> None:
+def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_peer_timeout_or_an_interval() -> None:
     async def main() -> None:
         async with swarm(RUN) as members:
             peers = grow(members, 2)
@@ -293,11 +293,13 @@ def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_an_interval()
 
             slow._send = send  # type: ignore[method-assign]
             seen = len(pairs(peers[0]))
-            await members.until(lambda: len(pairs(peers[0])) > seen, within_s=60)
+            await members.until(lambda: len(pairs(peers[0])) > seen)
             event = pairs(peers[0])[-1]
             assert (event["status"], event["partner"]) == ("alone", "p1")
             assert "took too long" in event["reason"]
-            assert event["wall_s"] < RUN.round_timeout_s
+            # Its chunks come more often than that; an interval is shorter here.
+            longest_s = peers[0].node.links.peer_timeout_s
+            assert RUN.sync_every * peers[0].step_s < longest_s <= event["wall_s"] < longest_s + 3
 
     run_virtual(main)
 

@@ -212,7 +212,7 @@ class Pairwise:
                     # A round has changed the weights.
                     await self._restart()
                 elif self._is_free and (self._exchange.due or self._matching.partner):
-                    await self._step()
+                    await self._run_step()
                 else:
                     with trio.move_on_after(POLL_S):
                         await self._changed.wait()
@@ -221,13 +221,14 @@ class Pairwise:
                 self._leave_out()
                 await trio.sleep(RETRY_S)
 
-    async def _step(self) -> None:
+    async def _run_step(self) -> None:
+        """Find a partner, take the step, and record how it ended."""
         began_s = trio.current_time()
         outcome = _Outcome("skipped", reason="a round began")
         try:
             await self._find_partner()
             if self._is_free:
-                outcome = await self._step_with(self._matching.partner)
+                outcome = await self._apply_step(self._matching.partner)
         finally:
             if self._matching.partner and outcome.status != "paired":
                 link = self._context.links.get(self._matching.partner)
@@ -270,7 +271,7 @@ class Pairwise:
             while not condition():
                 await self._changed.wait()
 
-    async def _step_with(self, partner: PeerId) -> _Outcome:
+    async def _apply_step(self, partner: PeerId) -> _Outcome:
         """Take the step with a partner; alone if it is ""."""
         self._stepping = True
         snapshot = await self._snapshot()
@@ -284,7 +285,7 @@ class Pairwise:
             return _Outcome("skipped", partner, "its weights are not finite, or far too large")
         outcome, theirs, scale = _Outcome("alone", reason="found no partner"), None, 1.0
         if partner:
-            outcome, theirs, scale = await self._with_partner(partner, snapshot)
+            outcome, theirs, scale = await self._exchange_weights(partner, snapshot)
         if not self._is_current(snapshot):
             return _Outcome("skipped", partner, "a round began")
         vectors, lr, momentum = (self.anchor, self.moment, own), self._run.outer_lr, self._run.outer_momentum
@@ -296,13 +297,15 @@ class Pairwise:
         await self._land("add", snapshot.weights, run_step, snapshot)
         return outcome
 
-    async def _with_partner(self, partner: PeerId, snapshot: Snapshot) -> tuple[_Outcome, PartnerWeights | None, float]:
-        """Exchange weights with a partner. Returns its weights and their scale; None if the step is taken alone."""
+    async def _exchange_weights(
+        self, partner: PeerId, snapshot: Snapshot
+    ) -> tuple[_Outcome, PartnerWeights | None, float]:
+        """Send ours to a partner; returns its weights and their scale, or None if the step is taken alone."""
         link, theirs = self._context.links.get(partner), self._partner_weights()
         if link is None:
             return _Outcome("alone", partner, f"{partner} left"), None, 1.0
         self._before.append(partner)
-        reason = f"{partner} took too long, or sent what cannot be"
+        reason = f"{partner} took too long or broke the protocol"
         with self._context.links.containing(link, "an outer step with it"):
             try:
                 with trio.move_on_after(self._longest_s):

@@ -24,12 +24,12 @@ from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
 
 Array = npt.NDArray[np.float32]
 
-# As the limit of an outer gradient's norm in a round (guess).
+# Same factor as the norm limit of an outer gradient in a round (guess).
 MOST_TIMES = 3.0
 # Blocks of the sample that two peers compare their anchors by: 1024 values (guess).
 SAMPLE_BLOCKS = 16
-# An anchor is as far from most others' at most, relative to their size, as weights in a fragment may be: zeros are at
-# 1.0, a flipped sign at 2.0, honest anchors below 0.3 (measured).
+# An anchor is refused if its distance from the median exceeds this share of the median's norm. Zeros are at 1.0, a
+# flipped sign at 2.0, honest anchors below 0.3 (measured).
 MOST_APART = 0.99
 
 

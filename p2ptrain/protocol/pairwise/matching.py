@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer
 from p2ptrain.protocol.wire.transport import PeerId
 
-# A peer does not pair again with its last partners, at most so many (guess).
+# A peer does not pair again with its last partners: at most this many (guess).
 MOST_RECENT = 8
 
 
 def recent_partners(before: Sequence[PeerId], others: int) -> frozenset[PeerId]:
-    """The last partners, which have no part in the next step: fewer than half of the `others`.
+    """The last partners, which are not asked again: fewer than half of the `others`.
 
     So a peer that always offers first, to everybody, gets every ninth step of each in a large swarm, not all of them.
     """

@@ -15,9 +15,9 @@ def linked_others(context: RoundContext) -> list[Link]:
 
 
 def others_step(others: Sequence[Link]) -> int:
-    """A step of the run that a third of these peers have reached; 0 without any.
+    """The step that more than a third of these peers have reached; 0 without any. So a third of liars cannot raise it.
 
-    Steps are claims. Fewer liars than that cannot raise it, nor can new members, that are at 0, hide it.
+    Steps are claims. New members, which are at 0, lower it only if they are two thirds.
     """
     steps = sorted(link.beat.step for link in others if link.beat is not None)
     return steps[(2 * len(steps) - 1) // 3] if steps else 0

@@ -11,6 +11,7 @@ import pytest
 
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.consensus import step
+from p2ptrain.protocol.rounds.draw import drawn, rank
 from p2ptrain.protocol.rounds.events import (
     Average,
     Averaged,
@@ -33,7 +34,7 @@ from p2ptrain.protocol.rounds.events import (
     Tick,
 )
 from p2ptrain.protocol.rounds.quorum import MAX_VOTERS, is_quorum, voters_of
-from p2ptrain.protocol.rounds.record import check_company
+from p2ptrain.protocol.rounds.record import check_company, expected
 from p2ptrain.protocol.rounds.round_state import (
     MAX_COUNTERS_AHEAD,
     MAX_UNHELD,
@@ -184,6 +185,24 @@ def test_a_record_needs_half_of_those_present_as_contributors_with_a_weight() ->
     for alone in (named[:1], (named[0], msgspec.structs.replace(named[1], weight=0.0))):
         with pytest.raises(RoundFailedError, match="names 1 of the 4 peers that we see"):
             check_company(record(contributors=alone), present)
+
+
+def test_a_record_of_drawn_peers_may_lack_some_of_them_but_not_most() -> None:
+    present = [(f"p{i}", "1") for i in range(20)]
+    by_rank = sorted(present, key=lambda voter: rank("0-x", 5, voter[0]))
+    assert {name for name, _ in by_rank[:8]} == set(drawn("0-x", 5, [name for name, _ in present], 8))
+
+    def check(named: list[tuple[str, str]], seen: list[tuple[str, str]], swarm_size: float = 0.0) -> None:
+        some = record(contributors=tuple(Contributor(*voter, 1.0, b"") for voter in named))
+        check_company(some, expected(some, seen, 8, swarm_size))
+
+    for swarm_size in (0.0, 20.0):
+        check(by_rank[:7], present, swarm_size)
+        check(by_rank[1:9], present, swarm_size)
+        check(by_rank[:8], by_rank[:2] + by_rank[9:], swarm_size)
+    for others in (by_rank[:3], by_rank[12:], by_rank[:3] + by_rank[15:]):
+        with pytest.raises(RoundFailedError, match="of the 8 peers that we see"):
+            check(others, present)
 
 
 # --- acceptor --------------------------------------------------------------------------------------------------------

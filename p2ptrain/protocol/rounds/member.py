@@ -17,12 +17,10 @@ from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.draw import may_be_drawn, rank
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.grid import chunk_bounds, num_chunks
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
-from p2ptrain.protocol.rounds.quorum import Voter
-from p2ptrain.protocol.rounds.record import check_company, check_proposal
+from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
@@ -164,7 +162,9 @@ class Participation:
         # A leader without a roster proposes the record of an attempt before, which may name anybody.
         leads = self.attempt.leader == self._context.peer_id and self._transfer is not None
         if not self._taker.sits_out and not leads:
-            check_company(record, self._expected(record))
+            context = self._context
+            most, size = context.run.max_contributors, context.swarm_size()
+            check_company(record, expected(record, context.liveness.present(), most, size))
         self._check_commitments(record)
         try:
             norms = await self._fetch(record)
@@ -177,16 +177,6 @@ class Participation:
         await self._check_mean(record, norms)
         self._held = True
         self._apply(Held(self.attempt, record.sha256))
-
-    def _expected(self, record: Record) -> set[Voter]:
-        """The peers that we see and that this record should name."""
-        most, size = self._context.run.max_contributors, self._context.swarm_size()
-        ranks = {voter: rank(record.lineage, record.round, voter[0]) for voter in self._context.liveness.present()}
-        likely = {voter for voter in ranks if may_be_drawn(ranks[voter], most, size)}
-        if len(record.contributors) < most:
-            return likely
-        last = max(rank(record.lineage, record.round, c.peer_id) for c in record.contributors)
-        return {voter for voter in likely if ranks[voter] <= last}
 
     def _check_commitments(self, record: Record) -> None:
         """Raises RoundFailedError if the record names other contributions than we sent or averaged."""

@@ -13,6 +13,7 @@ from p2ptrain.algorithms.schedules import outer_lr_scale, scaled_interval, sched
 from p2ptrain.errors import RoundFailedError, WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Conclusion, is_audited
 from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS, MOST_COUNT, check_size, root_bytes
+from p2ptrain.protocol.rounds.draw import may_be_drawn, rank
 from p2ptrain.protocol.rounds.quorum import Voter
 from p2ptrain.protocol.wire.messages import MAX_COUNT, Contributor, Head, Join, Record
 from p2ptrain.protocol.wire.transport import PeerId
@@ -147,6 +148,19 @@ def joins_rounds(run: RunConfig, own_step: int) -> bool:
     return not run.is_pairwise or (run.total_steps > 0 and left <= MOST_AHEAD * run.sync_every)
 
 
+def expected(record: Record, present: Collection[Voter], most: int, swarm_size: float) -> set[Voter]:
+    """The voters that a record should name: of those present, at most `most`, drawn as its leader draws them."""
+    ranks = {voter: rank(record.lineage, record.round, voter[0]) for voter in present}
+    last = max((rank(record.lineage, record.round, c.peer_id) for c in record.contributors), default=0)
+    is_full = len(record.contributors) >= most
+    likely = [
+        voter
+        for voter in ranks
+        if may_be_drawn(ranks[voter], most, swarm_size) and (ranks[voter] <= last or not is_full)
+    ]
+    return set(sorted(likely, key=lambda voter: ranks[voter])[:most])
+
+
 def check_company(record: Record, present: Collection[Voter]) -> None:
     """Raises RoundFailedError if a record that we have not decided yet leaves most of us out.
 
@@ -155,7 +169,7 @@ def check_company(record: Record, present: Collection[Voter]) -> None:
     chosen the contributors itself.
 
     Args:
-        present: ourselves, and the live peers of our lineage.
+        present: ourselves, and the live peers of our lineage, of those that it should name.
     """
     named = sum(c.weight > 0 and (c.peer_id, c.incarnation) in present for c in record.contributors)
     if 2 * named < min(len(present), MAX_CONTRIBUTORS):

@@ -70,9 +70,11 @@ class NetworkConfig:
         help="Time limit for the libp2p daemon to start.",
         why="hivemind's 15 s is too short on busy machines (a known complaint); errors are due within 30 s.")
     peer_timeout_s: float = setting(30.0,
-        number("at least 3 (peers send a heartbeat every second)", lambda seconds: seconds >= 3), metavar="SECONDS",
+        number("at least 3 (a peer with few links sends a heartbeat every second)", lambda seconds: seconds >= 3),
+        metavar="SECONDS",
         help="Seconds without a message before a peer is considered lost.",
-        why="Enough for a laptop that swaps or a route that changes (guess). Less on links that are usually quick.")
+        why="Enough for a laptop that swaps or a route that changes (guess). Less on links that are usually quick. A "
+        "peer with many links sends heartbeats more rarely, and is waited for 3 times as long as that.")
     gossip_budget: float = setting(0.02, number("above 0 and at most 1, all cores", lambda share: 0 < share <= 1),
         metavar="SHARE",
         help="Share of this machine's CPU time that gossip may take; less: fewer pushes.",

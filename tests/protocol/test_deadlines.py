@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
-from p2ptrain.protocol.links.link import MIN_PATIENCE_S, Link, Traffic
+from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link, Traffic
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
@@ -55,8 +55,8 @@ async def pair(network: MemoryNetwork, nursery: trio.Nursery, peer_timeout_s: fl
     return a, b
 
 
-async def silence_until_lost(network: MemoryNetwork, a: Endpoint) -> float:
-    network.partition(["a"], ["b"])
+async def silence_until_lost(network: MemoryNetwork, a: Endpoint, other: str = "b") -> float:
+    network.partition([other])
     began_s = trio.current_time()
     await until(lambda: bool(a.lost))
     return trio.current_time() - began_s
@@ -91,6 +91,29 @@ def test_who_was_often_silent_is_given_longer_up_to_the_users_bound(peer_timeout
             await trio.sleep(3)
             assert not a.lost
             assert at_least_s <= await silence_until_lost(network, a) <= peer_timeout_s + 2.5
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_a_peer_with_many_links_is_not_lost_between_its_rare_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.protocol.links.links.LINKS_BEATEN", 1)
+    names = [f"peer-{i}" for i in range(9)]
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            hub = await start_endpoint(network, nursery, hello_of("hub"))
+            others = [await start_endpoint(network, nursery, hello_of(name), peer_timeout_s=3.0) for name in names]
+            for other in others:
+                await other.links.connect("hub", [])
+            await until(lambda: len(hub.linked) == len(others))
+            hub.links.announce()  # as a node does when a link begins
+            await trio.sleep(60)
+            assert hub.links.live["peer-0"].beat_gap_s == MAX_BEAT_EVERY_S
+            assert not hub.lost
+            assert not any(other.lost for other in others)
+            assert 3.0 <= await silence_until_lost(network, others[0], "hub") <= 3 * MAX_BEAT_EVERY_S + 2.5
             nursery.cancel_scope.cancel()
 
     run_virtual(main)

@@ -54,6 +54,9 @@ COMPRESS_BELOW_BYTES_S = 5_000_000
 # A setting. Seconds until a silent peer is lost, until bulk bytes without an acknowledgement mean a dead path (whatever
 # the heartbeat shows), and the longest that one frame may take to arrive.
 PEER_TIMEOUT_S = NetworkConfig.peer_timeout_s
+# A peer with many links sends Beats more rarely: at least this often, and the time between two grows to twice at most,
+# or a bit more by rounding to whole seconds. So it is waited for at least 3 times the longest recent interval.
+MAX_BEAT_EVERY_S, BEATS_APART = 8.0, 3.0
 # A killed peer's stream breaks at once; this detects frozen and disconnected peers. Beats come every second; a peer is
 # lost after several times the longest recent interval. At least ten beats, as a quiet link tells nothing about a full
 # one: the windows of eight links fill an uplink of 2 Mbit/s for four seconds.
@@ -317,14 +320,19 @@ class Link:
         held = now - self._beat_heard_at if self.beat else 0.0
         self.beat_sent_s = now
         self.send(beat(now, echo, held))
-        timeout_s = self._setup.peer_timeout_s
+        timeout_s = self._timeout_s
         if self.flow.stalled_s(now) > timeout_s:
             self.close(f"it acknowledged nothing for {timeout_s:.0f} s")
 
     @property
     def patience_s(self) -> float:
         """How long this peer may be silent: a few times the longest recent interval between beats, within bounds."""
-        return min(self._setup.peer_timeout_s, max(MIN_PATIENCE_S, MISSED_BEATS * max(self._waits, default=0.0)))
+        return min(self._timeout_s, max(MIN_PATIENCE_S, MISSED_BEATS * max(self._waits, default=0.0)))
+
+    @property
+    def _timeout_s(self) -> float:
+        """The user's bound, or more if the peer's Beats are rarer."""
+        return max(self._setup.peer_timeout_s, BEATS_APART * min(MAX_BEAT_EVERY_S, max(self._waits, default=0.0)))
 
     @property
     def silent_s(self) -> float:

@@ -21,7 +21,7 @@ import trio
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Handshake
-from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
+from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
 from p2ptrain.protocol.links.places import excess_observers, greeting_to_end
 from p2ptrain.protocol.links.rates import PeerRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 8.0
 BEAT_EVERY_S = 1.0
-# With more links than this, beats on each are rarer, so that a peer sends so many in a second; but not rarer than this.
-LINKS_BEATEN, MAX_BEAT_EVERY_S = 16, 8.0
+# With more links than LINKS_BEATEN, each link gets fewer Beats: about LINKS_BEATEN a second in all, and one per
+# MAX_BEAT_EVERY_S at least.
+LINKS_BEATEN = 16
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
 # Answers received and not yet taken; beyond it the link is closed.

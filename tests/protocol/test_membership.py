@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections import Counter
@@ -639,6 +640,35 @@ def test_in_a_large_swarm_few_links_are_sought() -> None:
             await late.links.connect("a", [])
             await trio.sleep(1)
             assert len(a.linked) == 7
+
+    run_virtual(main)
+
+
+@pytest.mark.usefixtures("large_from_12")
+def test_no_link_in_use_is_ended_as_one_too_many() -> None:
+    async def main() -> None:
+        async with town() as t:
+            others = [await t.start(f"p{i:02d}") for i in range(24)]
+            a = await t.start("a")
+            await trio.sleep(5)
+            for other in others:
+                other.lineage = "0-g"
+                other.membership.stop()
+            a.membership.takes_part = a.membership.may_take_part = lambda peer_id: False
+            used = [peer_id for peer_id in sorted(a.linked) if peer_id > "p12"]
+            async with trio.open_nursery() as nursery:
+                for peer_id in used:
+                    # It is never answered.
+                    nursery.start_soon(functools.partial(a.links.request, a.links.live[peer_id], "x", timeout_s=60))
+                await trio.sleep(1)
+                a.membership.settle()
+                await trio.sleep(20)
+                assert a.linked == set(used)
+                nursery.cancel_scope.cancel()
+            await trio.sleep(3)
+            assert a.linked == set(used), "ended between two requests"
+            await trio.sleep(5)
+            assert len(a.linked) == 9
 
     run_virtual(main)
 

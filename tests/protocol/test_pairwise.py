@@ -26,7 +26,7 @@ from p2ptrain.protocol.pairwise.pairwise import PAUSE_ROUND_TRIPS, Pairwise
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.state_sync.joining import Restored
-from p2ptrain.protocol.wire.messages import KINDS, Attempt, Call, PairOffer, PairWeights, Request
+from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Attempt, Call, PairOffer, PairWeights, Request
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Swarm, TestPeer, run_virtual, swarm
 
@@ -300,6 +300,28 @@ def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_peer_timeout_
             # Its chunks come more often than that; an interval is shorter here.
             longest_s = peers[0].node.links.peer_timeout_s
             assert RUN.sync_every * peers[0].step_s < longest_s <= event["wall_s"] < longest_s + 3
+
+    run_virtual(main)
+
+
+def test_no_link_ends_in_the_middle_of_an_exchange_or_an_answer() -> None:
+    async def main() -> None:
+        async with swarm(RUN) as members:
+            a, *_ = grow(members, 2)
+            await members.until(lambda: len(pairs(a, "paired")) >= 1)
+            unused: list[int] = []
+
+            def watch(source: str, target: str, packet: bytes) -> PacketFault:
+                link = members.peers[source].current.links.get(target)
+                if packet[1] in (KIND_OF[PairWeights], KIND_OF[Answer]) and not (link and link.is_in_use):
+                    unused.append(packet[1])
+                return PacketFault.NONE
+
+            members.network.fault = watch
+            await members.until(lambda: len(pairs(a, "paired")) >= 3)
+            members.start("late")
+            await members.until(lambda: members.peers["late"].current.ready.is_set())
+            assert not unused
 
     run_virtual(main)
 

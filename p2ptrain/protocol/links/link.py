@@ -7,10 +7,11 @@ before fragments. Fragments that would arrive too late are dropped.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -62,6 +63,8 @@ MAX_BEAT_EVERY_S, BEATS_APART = 8.0, 3.0
 # one: the windows of eight links fill an uplink of 2 Mbit/s for four seconds.
 MISSED_BEATS = 5
 MIN_PATIENCE_S = 10.0
+# Whoever makes one request after another, or has just been answered, uses the link on for this long (guess).
+IN_USE_S = 5.0
 # Time to send the last queued frame, often a Leave.
 LAST_WORDS_S = 0.2
 
@@ -125,6 +128,7 @@ class Link:
         self.answered_s = self.served_s = 0.0
         self.opened_s = self.last_heard = trio.current_time()
         self.rates = rates
+        self._uses, self._used_s = 0, -math.inf
         self._setup = setup
         self._counters = setup.counters
         self._waits: deque[float] = deque(maxlen=BEATS_REMEMBERED)
@@ -175,6 +179,21 @@ class Link:
             self._shed_fragment()
         self._fragments.append(_Bulk(make, payload, Traffic.FRAGMENT, until_s=until_s))
         self._work.unpark_all()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The block waits for the peer, or the peer for it: the link should not end as one too many."""
+        self._uses += 1
+        try:
+            yield
+        finally:
+            self._uses -= 1
+            self._used_s = trio.current_time()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody uses the link, or did in the last few seconds, or more than fragments wait to be sent."""
+        return self._uses > 0 or bool(self._bulk) or trio.current_time() < self._used_s + IN_USE_S
 
     def close(self, reason: str) -> None:
         """Mark the link lost; tasks of `run_stream` end and close their streams."""

@@ -174,7 +174,8 @@ class Links:
             link.send(Request(number, what, subject, index))
 
             async def watch() -> None:
-                await link.lost.wait()
+                with link.in_use():
+                    await link.lost.wait()
                 nursery.cancel_scope.cancel()
 
             async with trio.open_nursery() as nursery:

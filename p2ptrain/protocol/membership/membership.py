@@ -450,8 +450,8 @@ class Membership:
     def _prune(self) -> None:
         """In a large swarm, end links to neighbours that are too many.
 
-        Not to a joiner, nor to a peer that may need us for the round by its own estimate of the swarm's size: it would
-        link again at once.
+        Not one that is in use, nor one to a joiner, nor one to a peer that may need us for the round by its own
+        estimate of the swarm's size: it would link again at once.
         """
         if not self.is_crowded or self.in_round():
             return
@@ -462,7 +462,8 @@ class Membership:
             for peer_id, link in links.items()
             if link.beat is not None and link.beat.lineage and not (we_may and self.may_take_part(peer_id))
         ]
-        for peer_id in self._rng.sample(neighbours, max(0, len(neighbours) - MAX_NEIGHBOURS)):
+        idle = [peer_id for peer_id in neighbours if not links[peer_id].is_in_use]
+        for peer_id in self._rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS))):
             links[peer_id].close("it has links enough")
 
     async def _dial_one(self, peer_id: PeerId, member: Member, timeout_s: float) -> None:

@@ -69,7 +69,8 @@ class RequestServer:
             request.what, self._state_answers
         )
         try:
-            with self._context.links.containing(link, f"answering a request for {request.what[:40]!r}"):
+            what = f"answering a request for {request.what[:40]!r}"
+            with link.in_use(), self._context.links.containing(link, what):
                 async with limiter:
                     await self._answer(link, request)
         finally:

@@ -306,7 +306,7 @@ class Pairwise:
             return _Outcome("alone", partner, f"{partner} left"), None, 1.0
         self._before.append(partner)
         reason = f"{partner} took too long or broke the protocol"
-        with self._context.links.containing(link, "an outer step with it"):
+        with link.in_use(), self._context.links.containing(link, "an outer step with it"):
             try:
                 with trio.move_on_after(self._longest_s):
                     async with nursery_raising(PeerLostError) as nursery:

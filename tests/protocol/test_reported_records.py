@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -10,13 +12,16 @@ import numpy as np
 import pytest
 import trio
 
+from p2ptrain.errors import RoundFailedError
+from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.events import Held
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import blob_sha256
-from p2ptrain.protocol.wire.messages import Attempt, Contributor, Join, Message, Part, Record
+from p2ptrain.protocol.rounds.quorum import Voter
+from p2ptrain.protocol.wire.messages import KIND_OF, Attempt, Contributor, Join, Message, Part, Ready, Record
 from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
 from tests.protocol.test_rounds import common, start_all
 
@@ -85,5 +90,43 @@ def test_no_leader_proposes_a_reported_record_that_it_would_refuse_from_others(
 
             await s.until(lambda: all(len(rounds_of(name)) >= 8 for name in "ab"), within_s=120)
             assert made
+
+    run_virtual(main)
+
+
+def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been decided. If those who are READY with it refused it later, no round could ever follow."""
+    checked: Counter[str] = Counter()
+
+    def check_company(record: Record, present: Collection[Voter]) -> None:
+        checked[record.sha256] += 1
+        if lost and record.sha256 in lost:
+            raise RoundFailedError("most of those that we see now are not in it")
+
+    lost: set[str] = set()
+    monkeypatch.setattr("p2ptrain.protocol.rounds.member.check_company", check_company)
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+
+            def lose_ready(source: str, target: str, packet: bytes) -> PacketFault:
+                if packet[1] == KIND_OF[Ready] and len(ready) < 2:
+                    record = s.peers[source].node.engine.round_state.acceptor.record
+                    assert record is not None
+                    ready.add(source)
+                    lost.add(record.sha256)
+                    return PacketFault.DROP
+                return PacketFault.NONE
+
+            ready: set[str] = set()
+            s.network.fault = lose_ready
+            await s.until(lambda: bool(lost), within_s=60)
+            before = {name: peer.node.engine.head.round for name, peer in s.peers.items()}
+            await s.until(
+                lambda: all(peer.node.engine.head.round > before[name] for name, peer in s.peers.items()), within_s=600
+            )
+            assert checked.keys() & lost
 
     run_virtual(main)

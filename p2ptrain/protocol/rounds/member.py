@@ -161,8 +161,10 @@ class Participation:
         check_proposal(record, self._context.run, self._head, self._context.exchange.run_step)
         # A leader without a roster proposes the record of an attempt before, which may name anybody.
         leads = self.attempt.leader == self._context.peer_id and self._transfer is not None
-        if not self._taker.sits_out and not leads:
-            context = self._context
+        context = self._context
+        # Our READY for this record may have decided it, so it must not depend on whom we see now.
+        is_accepted = context.parts.accepted() == record
+        if not (self._taker.sits_out or leads or is_accepted):
             most, size = context.run.max_contributors, context.swarm_size()
             check_company(record, expected(record, context.liveness.present(), most, size))
         self._check_commitments(record)

@@ -79,8 +79,6 @@ class RoundDriver:
         self._head_votes = HeadVotes(context.prover, context.liveness.own)
         self._landed: m.Landed | None = None
         self._voter_ids: frozenset[PeerId] = frozenset()
-        # In the draw of the next round, of the peers that were asked for.
-        self._ranks: dict[PeerId, int] = {}
         self._leaving = False
         self._deferred: dict[tuple[PeerId, type[m.Message]], m.Message] = {}
         self._changed = trio.Event()
@@ -148,7 +146,7 @@ class RoundDriver:
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
         self.past_heads.note(head)
         self.recent = self.recent.after(head)
-        self._voter_ids, self._ranks = frozenset(peer for peer, _ in head.voters), {}
+        self._voter_ids = frozenset(peer for peer, _ in head.voters)
         same_lineage = head.lineage == self.head.lineage
         self._attempts.begin(head)
         self._schedule.begin(head, trio.current_time(), same_lineage=same_lineage)
@@ -243,9 +241,7 @@ class RoundDriver:
         size, most = self.context.swarm_size(), self.context.run.max_contributors
         if size <= most:
             return True
-        if peer_id not in self._ranks:
-            self._ranks[peer_id] = rank(self.head.lineage, self.head.round + 1, peer_id)
-        return may_be_drawn(self._ranks[peer_id], most, size, margin)
+        return may_be_drawn(rank(self.head.lineage, self.head.round + 1, peer_id), most, size, margin)
 
     # Messages and links.
 

@@ -148,7 +148,7 @@ class RunConfig:
         why="After one missed round a peer goes on (the paper's rule, best with Nesterov); after two it has drifted "
         "too far.")
     max_contributors: int = setting(64, number("a whole number, 2 to 64", lambda x: type(x) is int and 2 <= x <= 64),
-        help="Peers that contribute to a round; of more, so many are drawn.",
+        help="Most peers that contribute to a round; larger swarms draw them.",
         why="A mean of 64 gains little from more, and all of them link to each other. The others take the round over.")
     round_timeout_s: float = setting(1800.0, POSITIVE, metavar="SECONDS",
         help="Time limit for one attempt at a round.",

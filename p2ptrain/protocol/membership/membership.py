@@ -39,18 +39,18 @@ EAGER_LOOKUP_S = 0.5
 # A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
 # because it must know whether any of them has the run's state.
 MAX_DIALLED = 64
-# In a larger swarm a member links to the peers of its round, if it takes part in the next one, and to so many others.
-# It ends links to others beyond the second number. Random graphs of this degree have short paths (guess).
+# In a larger swarm a member links to the candidates of the next round, if it is one, and to NEIGHBOURS others. It ends
+# links to others beyond MAX_NEIGHBOURS. Random graphs of this degree have short paths (guess).
 NEIGHBOURS, MAX_NEIGHBOURS = 16, 24
 # A joiner that is linked with a peer that has the state dials no more than that at first: it needs few donors (guess).
 FEW_LINKS_S = 5.0
-# Voters and peers that are drawn for a round link to each other: at most so many.
+# Most links among voters and candidates of a round.
 MAX_ROUND_LINKS = 128
 # A link to a neighbour that ended is not opened again for a while: that peer may have too many.
 NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
 # The estimate of the swarm's size needs so many keys; it remembers so many dials.
 MIN_COUNTED, DIALS_REMEMBERED = 4, 64
-# A key with so many standard deviations more or fewer records than the others says that the swarm's size has changed.
+# If a key's count differs from the mean by more than this many standard deviations, the swarm's size has changed.
 CHANGED_SIGMAS = 3.0
 # Interval of lookups until as many keys are counted again, after the size has changed.
 COUNT_AGAIN_S = 1.0

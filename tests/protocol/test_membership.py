@@ -615,7 +615,7 @@ def test_in_a_large_swarm_few_links_are_sought() -> None:
             for other in others:
                 other.membership.stop()
             a = await t.start("a")
-            a.membership.takes_part = a.membership.may_take_part = lambda peer_id: False
+            a.membership.is_candidate = a.membership.may_be_candidate = lambda peer_id: False
             await trio.sleep(5)
             assert len(a.linked) == 24
             a.membership.in_round = lambda: True
@@ -654,7 +654,7 @@ def test_no_link_in_use_is_ended_as_one_too_many() -> None:
             for other in others:
                 other.lineage = "0-g"
                 other.membership.stop()
-            a.membership.takes_part = a.membership.may_take_part = lambda peer_id: False
+            a.membership.is_candidate = a.membership.may_be_candidate = lambda peer_id: False
             used = [peer_id for peer_id in sorted(a.linked) if peer_id > "p12"]
             async with trio.open_nursery() as nursery:
                 for peer_id in used:
@@ -683,7 +683,7 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
             await trio.sleep(5)
             for peer in peers:
                 peer.lineage = "0-g"
-                peer.membership.takes_part = peer.membership.may_take_part = of_round.__contains__
+                peer.membership.is_candidate = peer.membership.may_be_candidate = of_round.__contains__
                 peer.membership.settle()
             await trio.sleep(60)
             for peer in peers:
@@ -709,13 +709,13 @@ def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_othe
             first = peers[0]
             for peer in peers:
                 peer.lineage = "0-g"
-                peer.membership.takes_part = lambda peer_id: peer_id != first.peer_id
+                peer.membership.is_candidate = lambda peer_id: peer_id != first.peer_id
                 peer.membership.settle()
             linked = dict(first.links.live)
             await trio.sleep(30)
             assert first.links.live == linked
             for peer in peers:
-                peer.membership.takes_part = peer.membership.may_take_part = lambda peer_id: False
+                peer.membership.is_candidate = peer.membership.may_be_candidate = lambda peer_id: False
             await trio.sleep(10)
             assert len(first.links.live) <= 9
 

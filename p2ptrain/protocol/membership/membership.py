@@ -163,8 +163,8 @@ class Membership:
         self._maddrs = maddrs
         self._rng = rng
         # Whether a peer is a voter of the next round, or likely drawn for it; and whether others may think so.
-        self.takes_part: Callable[[PeerId], bool] = lambda peer_id: True
-        self.may_take_part: Callable[[PeerId], bool] = lambda peer_id: True
+        self.is_candidate: Callable[[PeerId], bool] = lambda peer_id: True
+        self.may_be_candidate: Callable[[PeerId], bool] = lambda peer_id: True
         # Whether a round is under way, so that no link must end.
         self.in_round: Callable[[], bool] = lambda: False
         self.swarm_size = 0.0
@@ -258,7 +258,7 @@ class Membership:
                 member.maddrs = maddrs or member.maddrs
             return
         if len(self.known) >= self._most_known:
-            if teller and self.is_crowded and not self.takes_part(peer_id):
+            if teller and self.is_crowded and not self.is_candidate(peer_id):
                 return
             self._overrun = self._overrun or self._joining
             self._make_room(1, is_named=bool(teller))
@@ -326,7 +326,7 @@ class Membership:
             return linked
         # Not those that were only named to us: names can be made up, and would spread.
         found = [peer for peer, member in self.known.items() if member.maddrs and not member.teller]
-        return sorted(filter(self.takes_part, found)) or linked
+        return sorted(filter(self.is_candidate, found)) or linked
 
     def _linked(self) -> list[PeerId]:
         """Members with a live link, without observers."""
@@ -403,7 +403,7 @@ class Membership:
         In the order of ids, or of their arrival, made-up records could come before all others.
         """
         now, is_crowded = trio.current_time(), self.is_crowded
-        of_round = self._of_round() if is_crowded else self.takes_part
+        of_round = self._of_round() if is_crowded else self.is_candidate
         due: list[PeerId] = []
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
@@ -445,7 +445,7 @@ class Membership:
 
     def _of_round(self) -> Callable[[PeerId], bool]:
         """The peers that we must be linked with for the next round: none if we do not take part in it."""
-        return self.takes_part if self.takes_part(self._me) else lambda peer_id: False
+        return self.is_candidate if self.is_candidate(self._me) else lambda peer_id: False
 
     def _prune(self) -> None:
         """In a large swarm, end links to neighbours that are too many.
@@ -455,12 +455,12 @@ class Membership:
         """
         if not self.is_crowded or self.in_round():
             return
-        we_may = self.may_take_part(self._me)
+        we_may = self.may_be_candidate(self._me)
         links = {peer_id: link for peer_id in self._linked() if (link := self._links.get(peer_id)) is not None}
         neighbours = [
             peer_id
             for peer_id, link in links.items()
-            if link.beat is not None and link.beat.lineage and not (we_may and self.may_take_part(peer_id))
+            if link.beat is not None and link.beat.lineage and not (we_may and self.may_be_candidate(peer_id))
         ]
         idle = [peer_id for peer_id in neighbours if not links[peer_id].is_in_use]
         for peer_id in self._rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS))):

@@ -124,8 +124,8 @@ class Node:
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
         context.swarm_size = lambda: self.membership.swarm_size if self.membership.is_crowded else 0.0
-        self.membership.takes_part = self.engine.takes_part
-        self.membership.may_take_part = self.engine.may_take_part
+        self.membership.is_candidate = self.engine.is_candidate
+        self.membership.may_be_candidate = self.engine.may_be_candidate
         self.membership.in_round = lambda: self.engine.round_state.member is not None or self.engine.committer.resolving
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None

@@ -33,6 +33,6 @@ def drawn(lineage: str, round_: int, peer_ids: Iterable[PeerId], most: int) -> l
     return sorted(sorted(peer_ids, key=lambda peer_id: rank(lineage, round_, peer_id))[:most])
 
 
-def may_be_drawn(rank: int, most: int, swarm_size: float, margin: float = MARGIN) -> bool:
+def may_be_drawn(own_rank: int, most: int, swarm_size: float, margin: float = MARGIN) -> bool:
     """Whether a peer of this rank is likely among the `most` of lowest rank in a swarm of about this size."""
-    return rank * swarm_size < _RANKS * most * margin
+    return own_rank * swarm_size < _RANKS * most * margin

@@ -134,7 +134,7 @@ class RoundDriver:
         return deciding or self.committer.resolving or self._taker.own is not None
 
     @property
-    def _takes_part(self) -> bool:
+    def _is_active(self) -> bool:
         """Not while a round is applied or the state replaced, after the run's last round, or when we leave."""
         finished = 0 < self.context.run.total_steps <= self.head.run_step
         return not (self.committer.resolving or finished or self._leaving)
@@ -229,11 +229,11 @@ class RoundDriver:
         while self.head is head and self.committer.resolving:
             await self._changed.wait()
 
-    def takes_part(self, peer_id: PeerId) -> bool:
+    def is_candidate(self, peer_id: PeerId) -> bool:
         """Whether a peer is a voter of the next round, or likely drawn for it."""
         return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN)
 
-    def may_take_part(self, peer_id: PeerId) -> bool:
+    def may_be_candidate(self, peer_id: PeerId) -> bool:
         """Whether some peer may take this one for a voter of the next round, or drawn for it."""
         return peer_id in self._voter_ids or self._is_drawn(peer_id, MARGIN_OF_OTHERS)
 
@@ -265,7 +265,7 @@ class RoundDriver:
             case m.Due():
                 if self._schedule.note_due(sender, message, self.head):
                     self._wake()
-            case _ if self._takes_part:
+            case _ if self._is_active:
                 self._attempts.receive(sender, message, payload)
 
     async def _check_accusation(self, sender: PeerId, audited: Audited) -> None:
@@ -298,7 +298,7 @@ class RoundDriver:
         """Announce that we are due, lead when it is our turn, and watch whether the voters are still there."""
         while True:
             changed, wake_s = self._changed, POLL_S
-            if self.head.lineage and self._takes_part:
+            if self.head.lineage and self._is_active:
                 try:
                     wake_s = self._act(trio.current_time())
                 except Exception as error:
@@ -323,7 +323,7 @@ class RoundDriver:
         # Pairs need no voters: with them, a lineage is not missed before its round is due.
         is_missed = not self.context.run.is_pairwise or self._exchange.round_due
         # Who does not take part in the round is not linked with its voters.
-        may_found = is_missed and self.takes_part(self.context.peer_id)
+        may_found = is_missed and self.is_candidate(self.context.peer_id)
         if ended and may_found and not self.committer.interrupted:
             self.found_lineage(self.head, self.history)
         return wake_s

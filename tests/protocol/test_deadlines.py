@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +30,11 @@ from p2ptrain.protocol.rounds.timeouts import (
     Timeouts,
 )
 from p2ptrain.protocol.wire.messages import (
+    KIND_OF,
     Abort,
     Answer,
     Attempt,
+    Beat,
     Head,
     Join,
     Message,
@@ -117,6 +120,37 @@ def test_a_peer_with_many_links_is_not_lost_between_its_rare_beats(monkeypatch: 
             nursery.cancel_scope.cancel()
 
     run_virtual(main)
+
+
+def test_beats_on_many_links_are_bounded_and_become_rare_by_steps() -> None:
+    sent_s: dict[str, list[float]] = {}
+
+    def note(source: str, target: str, packet: bytes) -> PacketFault:
+        if source == "hub" and packet[1] == KIND_OF[Beat]:
+            sent_s.setdefault(target, []).append(trio.current_time())
+        return PacketFault.NONE
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            hub = await start_endpoint(network, nursery, hello_of("hub"))
+            network.fault = note
+            for i in range(40):
+                if i == 10:
+                    await trio.sleep(5)
+                other = await start_endpoint(network, nursery, hello_of(f"peer-{i}"))
+                await hub.links.connect(other.peer_id, [])
+            await trio.sleep(30)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+    steady = [at_s for times in sent_s.values() for at_s in times if at_s >= 10]
+    assert len(sent_s) == 40
+    assert 10 <= len(steady) / (max(steady) - 10) <= 16
+    for times in sent_s.values():
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        assert gaps[-1] >= 2.99
+        assert all(after <= 2.01 * before for before, after in itertools.pairwise(gaps))
 
 
 def test_who_was_held_up_himself_does_not_take_the_others_for_lost() -> None:

@@ -722,21 +722,6 @@ def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_othe
     run_virtual(main)
 
 
-@pytest.mark.parametrize(("then", "expected"), [(62, 992), (66, 996), (125, 16 * 125)])
-def test_the_size_is_counted_anew_if_it_has_changed(then: int, expected: float) -> None:
-    async def main() -> None:
-        async with town() as t:
-            membership = (await t.start("a")).membership
-            membership._reached.append(True)
-            for bucket in range(16):
-                membership._note_count(bucket, 62)
-            for bucket in range(1 if then < 100 else 4):
-                membership._note_count(bucket, then)
-            assert membership.swarm_size == expected
-
-    run_virtual(main)
-
-
 @pytest.mark.usefixtures("large_from_12")
 def test_made_up_records_make_no_swarm_large() -> None:
     async def main() -> None:
@@ -750,7 +735,7 @@ def test_made_up_records_make_no_swarm_large() -> None:
             for peer in peers:
                 peer.membership.settle()
                 assert len(peer.linked) == 3
-                assert not peer.membership.is_crowded
+                assert not peer.membership.is_large
 
     run_virtual(main)
 

@@ -10,10 +10,9 @@ import hashlib
 import logging
 import math
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import msgspec
 import trio
@@ -23,6 +22,7 @@ from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
+from p2ptrain.protocol.membership.swarm_size import SwarmSize
 from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID, Maddrs, Name
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
@@ -48,16 +48,12 @@ FEW_LINKS_S = 5.0
 MAX_ROUND_LINKS = 128
 # A link to a neighbour that ended is not opened again for a while: that peer may have too many.
 NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
-# The estimate of the swarm's size needs so many keys; it remembers so many dials.
-MIN_COUNTED, DIALS_REMEMBERED = 4, 64
-# If a key's count differs from the mean by more than this many standard deviations, the swarm's size has changed.
-CHANGED_SIGMAS = 3.0
 # Interval of lookups until as many keys are counted again, after the size has changed.
 COUNT_AGAIN_S = 1.0
 # With enough links, lookups are so much rarer that a peer reads about this many records in an interval.
 RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
 # How often links are looked after, in a small swarm and while joining, and in a large one.
-POLL_S, CROWDED_POLL_S = 0.2, 1.0
+POLL_S, LARGE_POLL_S = 0.2, 1.0
 # Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
 MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
@@ -167,12 +163,9 @@ class Membership:
         self.may_be_candidate: Callable[[PeerId], bool] = lambda peer_id: True
         # Whether a round is under way, so that no link must end.
         self.in_round: Callable[[], bool] = lambda: False
-        self.swarm_size = 0.0
-        self._counts: dict[int, int] = {}  # records of each key
-        self._agreed = 0  # lookups since the size has changed, or since we have joined
+        self.size = SwarmSize(BUCKETS)
         self._next_buckets: list[int] = []
         self._began_s = math.inf
-        self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
         self._listed: list[tuple[PeerId, tuple[str, ...]]] = []
         self._listed_s = -math.inf
         self._told_private = False
@@ -200,30 +193,12 @@ class Membership:
                 with self._looking_up.containing("dialling members"):
                     self._dial(nursery)
                     self._prune()
-                await trio.sleep(CROWDED_POLL_S if self.is_crowded else POLL_S)
-
-    def _estimate(self) -> None:
-        """Estimate the swarm's size: the announced peers, times the share of those dialled that could be reached.
-
-        Anybody can announce peers that do not exist.
-        """
-        if len(self._counts) >= MIN_COUNTED and self._reached:
-            self.swarm_size = BUCKETS * fmean(self._counts.values()) * fmean(self._reached)
-
-    def _note_count(self, bucket: int, count: int) -> None:
-        """A key has so many records. If the swarm's size has changed, forget what the other keys had."""
-        mean = fmean(self._counts.values()) if self._counts else count
-        if abs(count - mean) > CHANGED_SIGMAS * math.sqrt(max(1.0, mean)):
-            self._counts.clear()
-            self._agreed = 0
-        self._counts[bucket] = count
-        self._agreed += 1
-        self._estimate()
+                await trio.sleep(LARGE_POLL_S if self.is_large else POLL_S)
 
     @property
-    def is_crowded(self) -> bool:
+    def is_large(self) -> bool:
         """Whether we link to a part of the swarm only."""
-        return not self._joining and self.swarm_size > MAX_DIALLED
+        return not self._joining and self.size.estimate > MAX_DIALLED
 
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
         """A peer has linked to us."""
@@ -258,7 +233,7 @@ class Membership:
                 member.maddrs = maddrs or member.maddrs
             return
         if len(self.known) >= self._most_known:
-            if teller and self.is_crowded and not self.is_candidate(peer_id):
+            if teller and self.is_large and not self.is_candidate(peer_id):
                 return
             self._overrun = self._overrun or self._joining
             self._make_room(1, is_named=bool(teller))
@@ -277,7 +252,7 @@ class Membership:
     def settle(self) -> None:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
         self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
-        self._agreed = 0
+        self.size.settle()
         self._make_room(max(0, len(self.known) - self._most_known))
 
     def stop(self) -> None:
@@ -322,7 +297,7 @@ class Membership:
 
     def _nameable(self) -> list[PeerId]:
         linked = sorted(peer for peer in self._linked() if self.known[peer].role == TRAINER)
-        if not self.is_crowded:
+        if not self.is_large:
             return linked
         # Not those that were only named to us: names can be made up, and would spread.
         found = [peer for peer, member in self.known.items() if member.maddrs and not member.teller]
@@ -375,15 +350,15 @@ class Membership:
         """The keys to look up: another one each time, and in a small swarm our own."""
         self._next_buckets = self._next_buckets or self._rng.sample(range(BUCKETS), BUCKETS)
         due = {self._next_buckets.pop()}
-        return due if self.is_crowded else due | {bucket_of(self._me)}
+        return due if self.is_large else due | {bucket_of(self._me)}
 
     def _lookup_s(self) -> float:
         """Seconds until the next lookup: more if there is more to read, we have links enough and the size stays."""
-        if self.is_crowded and len(self._counts) < MIN_COUNTED:
+        if self.is_large and not self.size.is_counted:
             return COUNT_AGAIN_S
-        if not self.is_crowded or len(self._linked()) < NEIGHBOURS:
+        if not self.is_large or len(self._linked()) < NEIGHBOURS:
             return LOOKUP_EVERY_S
-        rarer = min(fmean(self._counts.values()) / RECORDS_PER_LOOKUP, self._agreed - MIN_COUNTED)
+        rarer = min(self.size.records_per_key / RECORDS_PER_LOOKUP, self.size.steady)
         return min(MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, rarer))
 
     async def _look_up(self, bucket: int, done: set[int]) -> None:
@@ -394,7 +369,7 @@ class Membership:
                 # One identity has a place under one key only.
                 if record is not None and bucket_of(peer_id) == bucket:
                     self.hint(peer_id, *record)
-            self._note_count(bucket, sum(bucket_of(peer_id) == bucket for peer_id in found))
+            self.size.note_count(bucket, sum(bucket_of(peer_id) == bucket for peer_id in found))
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
@@ -402,14 +377,14 @@ class Membership:
 
         In the order of ids, or of their arrival, made-up records could come before all others.
         """
-        now, is_crowded = trio.current_time(), self.is_crowded
-        of_round = self._of_round() if is_crowded else self.is_candidate
+        now, is_large = trio.current_time(), self.is_large
+        of_round = self._of_round() if is_large else self.is_candidate
         due: list[PeerId] = []
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
                 member.teller, member.found_s = "", now
-                if is_crowded:
+                if is_large:
                     member.next_dial_s += ROUND_PEER_RETRY_S if of_round(peer_id) else NEIGHBOUR_RETRY_S
             elif now - member.seen_s > 2 * RECORD_TTL_S:
                 del self.known[peer_id]
@@ -417,24 +392,24 @@ class Membership:
                 member.dials = max(1, member.dials)
             elif now >= member.next_dial_s + member.extra_delay_s and peer_id not in self._dialling:
                 due.append(peer_id)
-        crowded = len(due) > DIALLED_AT_ONCE
-        if crowded:
+        many_due = len(due) > DIALLED_AT_ONCE
+        if many_due:
             self._rng.shuffle(due)
             due.sort(key=lambda p: (p not in self._chosen, self.known[p].dials, self.known[p].cut_short))
         linked = self._linked()
-        if is_crowded:
+        if is_large:
             neighbours = sum(not of_round(peer_id) for peer_id in linked)
             wanted = [peer_id for peer_id in due if of_round(peer_id)][: max(0, MAX_ROUND_LINKS - len(linked))]
             others = [peer_id for peer_id in due if not of_round(peer_id)]
             self._rng.shuffle(others)
             due = wanted + others[: max(0, NEIGHBOURS - neighbours)]
-        most_links = MAX_ROUND_LINKS + NEIGHBOURS if is_crowded else self._most_links
+        most_links = MAX_ROUND_LINKS + NEIGHBOURS if is_large else self._most_links
         if self._joining and now < self._began_s + FEW_LINKS_S and self._has_donor(linked):
             most_links = NEIGHBOURS
         room = min(most_links - len(linked), DIALLED_AT_ONCE) - len(self._dialling)
         for peer_id in due[: max(0, room)]:
             member = self.known[peer_id]
-            hurried = crowded and peer_id not in self._chosen and not member.cut_short and member.dials == 0
+            hurried = many_due and peer_id not in self._chosen and not member.cut_short and member.dials == 0
             self._dialling.add(peer_id)
             nursery.start_soon(self._dial_one, peer_id, member, FIRST_DIAL_S if hurried else math.inf)
 
@@ -453,7 +428,7 @@ class Membership:
         Not one that is in use, nor one to a joiner, nor one to a peer that may need us for the round by its own
         estimate of the swarm's size: it would link again at once.
         """
-        if not self.is_crowded or self.in_round():
+        if not self.is_large or self.in_round():
             return
         we_may = self.may_be_candidate(self._me)
         links = {peer_id: link for peer_id in self._linked() if (link := self._links.get(peer_id)) is not None}
@@ -474,14 +449,13 @@ class Membership:
                     await self._links.connect(peer_id, list(member.maddrs))
                 member.cut_short = scope.cancelled_caught
                 if not member.cut_short:
-                    self._reached.append(True)
+                    self.size.note_dial(reached=True)
             except PeerLostError as error:
-                self._reached.append(False)
+                self.size.note_dial(reached=False)
                 logger.debug("cannot reach %s: %s", peer_id, error)
             except P2PTrainError as error:
                 logger.warning("%s", error)
             finally:
-                self._estimate()
                 member.dials += not member.cut_short
                 member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
                 member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)

@@ -123,7 +123,7 @@ class Node:
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
-        context.swarm_size = lambda: self.membership.swarm_size if self.membership.is_crowded else 0.0
+        context.swarm_size = lambda: self.membership.size.estimate if self.membership.is_large else 0.0
         self.membership.is_candidate = self.engine.is_candidate
         self.membership.may_be_candidate = self.engine.may_be_candidate
         self.membership.in_round = lambda: self.engine.round_state.member is not None or self.engine.committer.resolving

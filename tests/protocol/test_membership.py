@@ -23,6 +23,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.membership import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
+    EVERYBODY,
     MAX_DIALLED,
     MAX_KNOWN,
     MAX_KNOWN_JOINING,
@@ -31,6 +32,7 @@ from p2ptrain.protocol.membership.membership import (
     MAX_RETRY_S,
     RECORD_TTL_S,
     Membership,
+    RoundPeers,
     bucket_of,
     decode_record,
     encode_record,
@@ -600,6 +602,10 @@ def test_a_joiner_forgets_names_for_records_but_nothing_for_names() -> None:
     run_virtual(main)
 
 
+def nobody(peer_id: str) -> bool:
+    return False
+
+
 @pytest.fixture
 def large_from_12(monkeypatch: pytest.MonkeyPatch) -> None:
     """A swarm of more than 12 peers is large; its members have 6 to 9 neighbours."""
@@ -615,14 +621,14 @@ def test_in_a_large_swarm_few_links_are_sought() -> None:
             for other in others:
                 other.membership.stop()
             a = await t.start("a")
-            a.membership.is_candidate = a.membership.may_be_candidate = lambda peer_id: False
+            a.membership.rounds = RoundPeers(nobody, nobody)
             await trio.sleep(5)
             assert len(a.linked) == 24
-            a.membership.in_round = lambda: True
+            a.membership.rounds = RoundPeers(nobody, nobody, in_round=lambda: True)
             a.membership.settle()
             await trio.sleep(5)
             assert len(a.linked) == 24, "links ended during a round"
-            a.membership.in_round = lambda: False
+            a.membership.rounds = RoundPeers(nobody, nobody)
             await trio.sleep(5)
             assert len(a.linked) == 24, "links to joiners ended"
             joiner, *trainers = others
@@ -654,7 +660,7 @@ def test_no_link_in_use_is_ended_as_one_too_many() -> None:
             for other in others:
                 other.lineage = "0-g"
                 other.membership.stop()
-            a.membership.is_candidate = a.membership.may_be_candidate = lambda peer_id: False
+            a.membership.rounds = RoundPeers(nobody, nobody)
             used = [peer_id for peer_id in sorted(a.linked) if peer_id > "p12"]
             async with trio.open_nursery() as nursery:
                 for peer_id in used:
@@ -683,7 +689,7 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
             await trio.sleep(5)
             for peer in peers:
                 peer.lineage = "0-g"
-                peer.membership.is_candidate = peer.membership.may_be_candidate = of_round.__contains__
+                peer.membership.rounds = RoundPeers(of_round.__contains__, of_round.__contains__)
                 peer.membership.settle()
             await trio.sleep(60)
             for peer in peers:
@@ -709,13 +715,15 @@ def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_othe
             first = peers[0]
             for peer in peers:
                 peer.lineage = "0-g"
-                peer.membership.is_candidate = lambda peer_id: peer_id != first.peer_id
+                peer.membership.rounds = RoundPeers(
+                    lambda peer_id: peer_id != first.peer_id, EVERYBODY.may_be_candidate
+                )
                 peer.membership.settle()
             linked = dict(first.links.live)
             await trio.sleep(30)
             assert first.links.live == linked
             for peer in peers:
-                peer.membership.is_candidate = peer.membership.may_be_candidate = lambda peer_id: False
+                peer.membership.rounds = RoundPeers(nobody, nobody)
             await trio.sleep(10)
             assert len(first.links.live) <= 9
 

@@ -135,6 +135,24 @@ def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
     return maddrs, role
 
 
+@dataclass(frozen=True, slots=True)
+class RoundPeers:
+    """Whom the rounds of this peer need links to.
+
+    Attributes:
+        is_candidate: whether a peer is a voter of the next round, or likely drawn for it.
+        may_be_candidate: whether others may think so.
+        in_round: whether a round is under way, so that no link must end.
+    """
+
+    is_candidate: Callable[[PeerId], bool]
+    may_be_candidate: Callable[[PeerId], bool]
+    in_round: Callable[[], bool] = lambda: False
+
+
+EVERYBODY = RoundPeers(lambda peer_id: True, lambda peer_id: True)
+
+
 class Membership:
     """Announces this peer, finds members and links to them."""
 
@@ -147,8 +165,10 @@ class Membership:
         maddrs: Callable[[], Sequence[str]],
         rng: random.Random,
         chosen: Collection[PeerId] = (),
+        rounds: RoundPeers = EVERYBODY,
     ) -> None:
         """`maddrs` gives our current addresses; `chosen` are the user's initial peers, which are dialled first."""
+        self.rounds = rounds
         self.known: dict[PeerId, Member] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
@@ -158,11 +178,6 @@ class Membership:
         self._me = me
         self._maddrs = maddrs
         self._rng = rng
-        # Whether a peer is a voter of the next round, or likely drawn for it; and whether others may think so.
-        self.is_candidate: Callable[[PeerId], bool] = lambda peer_id: True
-        self.may_be_candidate: Callable[[PeerId], bool] = lambda peer_id: True
-        # Whether a round is under way, so that no link must end.
-        self.in_round: Callable[[], bool] = lambda: False
         self.size = SwarmSize(BUCKETS)
         self._next_buckets: list[int] = []
         self._began_s = math.inf
@@ -233,7 +248,7 @@ class Membership:
                 member.maddrs = maddrs or member.maddrs
             return
         if len(self.known) >= self._most_known:
-            if teller and self.is_large and not self.is_candidate(peer_id):
+            if teller and self.is_large and not self.rounds.is_candidate(peer_id):
                 return
             self._overrun = self._overrun or self._joining
             self._make_room(1, is_named=bool(teller))
@@ -301,7 +316,7 @@ class Membership:
             return linked
         # Not those that were only named to us: names can be made up, and would spread.
         found = [peer for peer, member in self.known.items() if member.maddrs and not member.teller]
-        return sorted(filter(self.is_candidate, found)) or linked
+        return sorted(filter(self.rounds.is_candidate, found)) or linked
 
     def _linked(self) -> list[PeerId]:
         """Members with a live link, without observers."""
@@ -378,7 +393,7 @@ class Membership:
         In the order of ids, or of their arrival, made-up records could come before all others.
         """
         now, is_large = trio.current_time(), self.is_large
-        of_round = self._of_round() if is_large else self.is_candidate
+        of_round = self._of_round() if is_large else self.rounds.is_candidate
         due: list[PeerId] = []
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
@@ -420,7 +435,7 @@ class Membership:
 
     def _of_round(self) -> Callable[[PeerId], bool]:
         """The peers that we must be linked with for the next round: none if we do not take part in it."""
-        return self.is_candidate if self.is_candidate(self._me) else lambda peer_id: False
+        return self.rounds.is_candidate if self.rounds.is_candidate(self._me) else lambda peer_id: False
 
     def _prune(self) -> None:
         """In a large swarm, end links to neighbours that are too many.
@@ -428,14 +443,14 @@ class Membership:
         Not one that is in use, nor one to a joiner, nor one to a peer that may need us for the round by its own
         estimate of the swarm's size: it would link again at once.
         """
-        if not self.is_large or self.in_round():
+        if not self.is_large or self.rounds.in_round():
             return
-        we_may = self.may_be_candidate(self._me)
+        we_may = self.rounds.may_be_candidate(self._me)
         links = {peer_id: link for peer_id in self._linked() if (link := self._links.get(peer_id)) is not None}
         neighbours = [
             peer_id
             for peer_id, link in links.items()
-            if link.beat is not None and link.beat.lineage and not (we_may and self.may_be_candidate(peer_id))
+            if link.beat is not None and link.beat.lineage and not (we_may and self.rounds.may_be_candidate(peer_id))
         ]
         idle = [peer_id for peer_id in neighbours if not links[peer_id].is_in_use]
         for peer_id in self._rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS))):

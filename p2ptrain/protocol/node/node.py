@@ -23,7 +23,7 @@ from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.membership.closed_directory import directory_of
-from p2ptrain.protocol.membership.membership import Membership
+from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
 from p2ptrain.protocol.node.requests import RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
@@ -111,22 +111,23 @@ class Node:
             errors=errors,
         )  # fmt: skip
         directory = directory_of(directory, closed, self.peer_id)
-        self.membership = Membership(
-            self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng, chosen
-        )
         prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(
             self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self
         )
-        self.engine = RoundDriver(context, rng)
+        engine = self.engine = RoundDriver(context, rng)
+        rounds = RoundPeers(
+            engine.is_candidate, engine.may_be_candidate,
+            in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
+        )  # fmt: skip
+        self.membership = Membership(
+            self.links, directory, run.run_id, self.peer_id, lambda: transport.maddrs, rng, chosen, rounds
+        )
         self.state_sync = StateSync(
             self.engine, self.membership, load_buffers=load_buffers, record=events, may_found=may_found,
             restored=restored, rng=rng, pins=pins,
         )  # fmt: skip
         context.swarm_size = lambda: self.membership.size.estimate if self.membership.is_large else 0.0
-        self.membership.is_candidate = self.engine.is_candidate
-        self.membership.may_be_candidate = self.engine.may_be_candidate
-        self.membership.in_round = lambda: self.engine.round_state.member is not None or self.engine.committer.resolving
         self._pace = PushPace(gossip_budget)
         self._gossip = Gossip(context, rng, self._admits, self._pace) if run.fragment_fraction > 0 else None
         self.pairwise: Pairwise | None = None

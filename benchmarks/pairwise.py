@@ -45,7 +45,6 @@ def run(arm: str, peers: int, seed: int, scale: tuple[int, int, int] | None = No
     """One run, and what it measured."""
     steps, rounds_every, pairs_every = scale or SCALES[peers]
     every = {"parts": rounds_every, "pairwise": pairs_every, "alone": 1_000_000}[arm]
-    logging.getLogger("p2ptrain").setLevel(logging.ERROR)
     began_s = time.process_time()
     settings = {"fragment_fraction": 0.0, "batch_size": 1, "eval_every": steps, "sync_every": every, **ARMS[arm]}
     records = simulate(Experiment.of(peers=peers, steps=steps, seed=seed, **settings))
@@ -109,6 +108,7 @@ def main(
     peers: tuple[str, ...], arm: tuple[str, ...], seed: tuple[int, ...], jobs: int, results: Path, only_report: bool
 ) -> None:
     """Measure pairs against rounds, and continue where an earlier call stopped."""
+    logging.getLogger("p2ptrain").setLevel(logging.ERROR)
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     done = [json.loads(line) for line in lines]
     if not only_report:

@@ -83,6 +83,7 @@ class DiLoCo:
         outer_lr: learning rate of the outer step.
         outer_lr_schedule: "constant" or "cosine".
         outer_momentum: momentum of the outer step.
+        max_contributors: most peers that contribute to a round; larger swarms draw them.
         max_missed_rounds: rounds in a row that a peer may miss before it adopts the anchor.
         round_timeout_s: longest time of an attempt at a round; shorter timeouts are derived from measurements.
     """
@@ -102,6 +103,7 @@ class DiLoCo:
     outer_lr: float | None = None
     outer_lr_schedule: str | None = None
     outer_momentum: float | None = None
+    max_contributors: int | None = None
     max_missed_rounds: int | None = None
     round_timeout_s: float | None = None
 

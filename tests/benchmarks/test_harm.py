@@ -61,6 +61,7 @@ def test_an_attack_on_fragments_replaces_their_values() -> None:
     assert torch.equal(lie("flipped"), push(1 - 2 * 4.5).values)
 
 
+@pytest.mark.long
 def test_lies_reach_the_others_through_real_nodes_and_the_guard_leaves_large_ones_out() -> None:
     honest, zeros, large = (
         run(cell, steps=60)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import pairwise
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pairs_learn_from_each_other_and_all_end_with_one_average() -> None:
     arms = {arm: pairwise.run(arm, 4, 0, (100, 50, 30)) for arm in pairwise.ARMS}
     assert arms["pairwise"]["contributors"] == [4]

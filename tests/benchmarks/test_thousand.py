@@ -9,7 +9,7 @@ import pytest
 from benchmarks.thousand import RUN, simulate
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_swarm_larger_than_a_round_commits_the_same_rounds_on_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 peers 6 contribute to each round; some crash and give way to new ones meanwhile."""
     for name, value in {"MAX_DIALLED": 10, "NEIGHBOURS": 5, "MAX_NEIGHBOURS": 8}.items():

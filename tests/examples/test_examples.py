@@ -52,6 +52,7 @@ def test_the_second_image_classifier_is_started_by_the_line_of_the_first(swarm: 
     assert "the peer of 5 to 9:" in second.output
 
 
+@pytest.mark.long
 def test_two_peers_of_a_gpt2_under_the_trainer_of_transformers(swarm: Swarm) -> None:
     first = swarm.start(f"python {EXAMPLES / 'huggingface_gpt2.py'} --tiny --steps 3000 {LOOPBACK}", terminal=True)
     line = swarm.until(lambda: line_after("others join by:", first))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -93,3 +94,12 @@ def _signals_as_before() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """Commands set how much p2ptrain logs; those that a test runs in this process set it for that test alone."""
+    logger = logging.getLogger("p2ptrain")
+    before = logger.level
+    yield
+    logger.setLevel(before)

@@ -17,7 +17,15 @@ def test_findings_stay_mended(as_member: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 4, 7], ids=["stranger", "member", "pairwise stranger", "pairwise member"])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, id="stranger"),
+        pytest.param(1, id="member", marks=pytest.mark.long),
+        pytest.param(4, id="pairwise stranger", marks=pytest.mark.long),
+        pytest.param(7, id="pairwise member"),
+    ],
+)
 def test_random_frames_end_nobody(seed: int) -> None:
     counted = fuzz.fuzz(seed, 2500)
     # 9 % of a member's in a pairwise run (measured): weights of another step, or of no partner, are ignored.

@@ -119,7 +119,7 @@ class Babbler:
                         peer.node.links._strikes = Strikes()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 12))])
 def test_a_member_that_says_anything_at_all(seed: int) -> None:
     async def main() -> None:
         async with swarm(RUN, seed=seed) as s:

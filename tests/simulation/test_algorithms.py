@@ -132,6 +132,7 @@ def test_peers_of_a_run_with_shards_train_on_their_own() -> None:
     assert all(len(event["contributors"]) == 3 for event in records.rounds)
 
 
+@pytest.mark.long
 def test_intervals_grow_or_shrink_over_the_run() -> None:
     def first_interval(schedule: str) -> float:
         times = [event["t"] for event in run(steps=60, sync_every=10, sync_schedule=schedule).rounds]
@@ -159,6 +160,7 @@ def test_who_is_left_out_often_goes_on_from_its_own_weights_if_the_run_says_so()
     assert overwritten > kept
 
 
+@pytest.mark.long
 def test_rounds_average_adams_moments_where_the_run_says_so() -> None:
     """Against DiLoCo with synchronized Adam states in plain torch: same data, same seeds, outer SGD.
 

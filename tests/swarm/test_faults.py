@@ -50,6 +50,7 @@ def in_a_round_of_all(peers: list[Process], since: int) -> bool:
     return bool(set.intersection(*landed))
 
 
+@pytest.mark.long
 def test_a_killed_p2pd_is_replaced_and_training_goes_on(swarm: Swarm) -> None:
     three = founder, _, other = three_peers(swarm)
     lineage = founder.rounds()[-1]["lineage"]

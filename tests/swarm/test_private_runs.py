@@ -8,6 +8,7 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+import pytest
 
 from p2ptrain.settings.run_key import key_text, make_key_file, read_key
 from tests.swarm.processes import Process, Swarm
@@ -78,6 +79,7 @@ def test_a_closed_run_is_joined_with_its_key_and_shows_it_nowhere(swarm: Swarm, 
     assert len(holds(tmp_path, first.peer_id.encode())) > 3
 
 
+@pytest.mark.long
 def test_a_ticket_with_the_key_is_enough_and_a_file_keeps_it_out_of_the_process_list(
     swarm: Swarm, tmp_path: Path
 ) -> None:

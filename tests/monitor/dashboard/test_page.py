@@ -148,6 +148,7 @@ def made_up(count: int, seconds: int) -> Iterator[tuple[str, MadeUpSwarm]]:
         yield url, swarm
 
 
+@pytest.mark.long
 def test_thirty_peers_of_a_day(chrome: Chrome) -> None:
     swarm = of_a_day(30, time.time())
     with showing(PageState("novels", swarm), PageConfig(port=0)) as url:

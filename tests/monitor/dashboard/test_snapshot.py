@@ -71,6 +71,7 @@ def test_the_data_of_thirty_peers_is_small() -> None:
     assert_small(live, swarm.now_s)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_day_of_thirty_peers_is_small_and_whole() -> None:
     """Observed by a page that is opened after a day: from the peers' event logs."""

@@ -113,6 +113,7 @@ def test_more_seeds_make_a_difference_certain(seeds: int, words: str) -> None:
     assert verdict.words == words
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_command_prints_the_papers_figure_beside_ours(small: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(reproduce, [str(small), "--out", str(tmp_path / "out")], catch_exceptions=False)

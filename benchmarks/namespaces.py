@@ -80,10 +80,10 @@ class Wires:
         self._run(pid, "ip", "route", "add", "default", "dev", "eth0")
         return machine
 
-    def add_interface(self, machine: Machine, name: str, bridge: str = "whole") -> str:
+    def add_interface(self, machine: Machine, name: str, bridge: str = "whole", mbit: float | None = None) -> str:
         """Connect a machine once more, by an interface that its routes do not use. Returns the address.
 
-        `bridge`: "apart" for an interface that leads to no other machine.
+        `bridge`: "apart" for an interface that leads to no other machine. `mbit`: as for `machine`.
         """
         number = next(self._numbers)
         address, port = f"{SUBNET}.{number}", f"port{number}"
@@ -97,6 +97,8 @@ class Wires:
         self._run(machine.pid, "ip", "route", "add", f"{SUBNET}.0/24", "dev", name, "metric", str(100 + number))
         self._run(self._switch, "ip", "link", "set", port, "up")
         self._run(self._switch, "ip", "link", "set", port, "master", bridge)
+        self._limit(machine.pid, name, mbit)
+        self._limit(self._switch, port, mbit)
         return address
 
     def behind_nat(self, *how: str, mbit: float | None = None) -> Machine:
@@ -134,12 +136,16 @@ class Wires:
         self._run(machine.pid, "ip", "address", "add", address, "dev", "eth0")
         for pid, interface in ((machine.pid, "eth0"), (other, machine.port)):
             self._run(pid, "ip", "link", "set", interface, "up")
-            if mbit is not None:
-                burst = max(MIN_BURST_BYTES, int(mbit * 1e6 / 8 * BURST_S))
-                self._run(
-                    pid, "tc", "qdisc", "add", "dev", interface, "root", "tbf",
-                    "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{BUFFER_S * 1000:.0f}ms",
-                )  # fmt: skip
+            self._limit(pid, interface, mbit)
+
+    def _limit(self, pid: int, interface: str, mbit: float | None) -> None:
+        """Limit what leaves through an interface."""
+        if mbit is not None:
+            burst = max(MIN_BURST_BYTES, int(mbit * 1e6 / 8 * BURST_S))
+            self._run(
+                pid, "tc", "qdisc", "add", "dev", interface, "root", "tbf",
+                "rate", f"{mbit}mbit", "burst", str(burst), "latency", f"{BUFFER_S * 1000:.0f}ms",
+            )  # fmt: skip
 
     def _namespace(self) -> int:
         """Create a namespace. Returns the pid of the process that holds it until its input is closed."""

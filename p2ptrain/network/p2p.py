@@ -21,6 +21,7 @@ from p2ptrain.network.control import DaemonSocket, ask, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.punch import PUNCH, Puncher
+from p2ptrain.network.rate import RATE, RateCounter
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
 from p2ptrain.network.signatures import Signatures
@@ -74,7 +75,7 @@ class LibP2P:
             is_public: whether we have a public address; otherwise we need reservations at relays.
             relay_peers: how many other peers we relay for if we have one.
             relay_mbit: rate of all their traffic.
-            refusal: why a peer is refused: we do not relay for it, nor through it.
+            refusal: why a peer is refused: we neither relay for it nor through it, and count no bytes for it.
         """
         self.peer_id = identity.peer_id
         self.maddrs: list[str] = []
@@ -87,13 +88,14 @@ class LibP2P:
         is_relay = is_public and relay_peers
         self._relay = Relay(self.control_path, relay_peers, relay_mbit, refusal) if is_relay else None
         self._puncher: Puncher | None = None
-        self._takes: dict[str, Callable[[DaemonSocket], None]] = {}
+        self._rate_counter = RateCounter(refusal)
+        self._takes: dict[str, Callable[[DaemonSocket], None]] = {RATE: self._rate_counter.take}
         if self._reservations is not None:
             relays = self._reservations.relays
             self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
-            self._takes = {PUNCH: self._puncher.take}
+            self._takes[PUNCH] = self._puncher.take
         if self._relay is not None:
-            self._takes = {HOP: self._relay.take, PUNCH: self._relay.take_punch}
+            self._takes |= {HOP: self._relay.take, PUNCH: self._relay.take_punch}
         self._online = trio.Event()
         self._streams: set[DaemonSocket] = set()
         self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)
@@ -160,6 +162,7 @@ class LibP2P:
                     background.start_soon(self._relay.serve)
                 if self._puncher is not None:
                     background.start_soon(self._puncher.serve)
+                background.start_soon(self._rate_counter.serve)
                 background.start_soon(self._keep_maddrs, daemon)
                 background.start_soon(self._watch, daemon)
                 self._online.set()

@@ -1,27 +1,37 @@
 """Tests the network with a temporary daemon: under which addresses a peer here is seen, and which peers it reaches.
 
-It uses a new identity, leaves nothing behind, and asks initial peers for the time and for a dial-back.
+It uses new identities, leaves nothing behind, and asks initial peers for the time, for a dial-back, and to count what
+it uploads to them through each interface.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import trio
 
-from p2ptrain.errors import PeerLostError
+from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.network._hivemind import P2P, Multiaddr
 from p2ptrain.network.addresses import by_peer_id, check_initial_peers
 from p2ptrain.network.bootstrap import DIAL_TIMEOUT_S, dial, explain_dial
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.daemon import peer_flags, run_daemon
+from p2ptrain.network.daemon import peer_flags, probe_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.dialback import DialBack, dial_back
 from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.interfaces import Interface, Way, interfaces_of, ways_to
+from p2ptrain.network.interfaces import Interface, Way, forwarded, interfaces_of, ways_to
 from p2ptrain.network.p2p import own_maddrs
+from p2ptrain.network.rate import upload_rate
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.settings.peer_config import NetworkConfig
+
+logger = logging.getLogger(__name__)
+
+# All rates together; each takes about 3 s, of which its daemon half a second.
+RATES_TIMEOUT_S = 30.0
+BYTES_PER_S_PER_MBIT = 125_000
 
 
 @dataclass
@@ -91,7 +101,13 @@ async def probe(config: NetworkConfig, *, mapping_s: float) -> Probe:
             finally:
                 with trio.CancelScope(shield=True):
                     await from_asyncio(p2p.shutdown())
-            return found
+        # One after the other, as they share cables.
+        with trio.move_on_after(RATES_TIMEOUT_S):
+            for peer in found.peers:
+                for index, way in enumerate(peer.ways):
+                    if way.rtt_s is not None:
+                        peer.ways[index] = replace(way, mbit=await _rate_through(way, peer.peer_id, scratch, config))
+        return found
 
 
 async def _reach(control_path: str, p2p: P2P, peer: InitialPeer) -> None:
@@ -110,3 +126,21 @@ async def _reach(control_path: str, p2p: P2P, peer: InitialPeer) -> None:
 
 async def _compare_ways(peer: InitialPeer, interfaces: list[Interface]) -> None:
     peer.ways = await ways_to(peer.maddrs, interfaces)
+
+
+async def _rate_through(way: Way, peer_id: str, scratch: Path, config: NetworkConfig) -> float | None:
+    """Mbit/s along a way; None if the peer does not measure it.
+
+    A daemon of its own, because one that knows the peer's other addresses would dial those too.
+    """
+    try:
+        async with (
+            forwarded(way) as maddr,
+            run_daemon(probe_flags(), scratch / "rate.sock", config.startup_timeout_s) as daemon,
+        ):
+            await dial(daemon.control_path, peer_id, [maddr], DIAL_TIMEOUT_S)
+            rate = await upload_rate(daemon.control_path, peer_id)
+    except P2PTrainError as error:
+        logger.debug("no rate through %s: %s", way.interface.address, error)
+        return None
+    return None if rate is None else rate / BYTES_PER_S_PER_MBIT

@@ -29,16 +29,22 @@ def _line(check: str, machine: Machine, addresses: Path, directory: Path, listen
 
 
 def test_each_interface_is_measured_and_the_one_that_is_used_is_named(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
-    bootstrap_machine, machine = net.machine(), net.machine()
-    second, silent = net.add_interface(machine, "eth1"), net.add_interface(machine, "eth2", "apart")
+    bootstrap_machine, machine = net.machine(), net.machine(mbit=2.5)
+    second, silent = net.add_interface(machine, "eth1", mbit=100), net.add_interface(machine, "eth2", "apart")
     bootstrap = swarm.start(
         "p2ptrain bootstrap", enter=bootstrap_machine.enter,
         settings={"host_maddrs": f"/ip4/{bootstrap_machine.address}/tcp/4001"},
     )  # fmt: skip
     swarm.until(lambda: bootstrap.addresses.exists())
     line = _line("interfaces", machine, bootstrap.addresses, tmp_path, "/ip4/0.0.0.0/tcp/0")
-    assert re.search(rf"eth0 \({machine.address}.*?\) [\d.]+ ms \(used\)", line), line
-    assert re.search(rf"eth1 \({second}.*?\) [\d.]+ ms(,|;)", line), line
+    slow = re.search(rf"eth0 \({machine.address}.*?\) [\d.]+ ms and ([\d.]+) Mbit/s \(used\)", line)
+    fast = re.search(rf"eth1 \({second}.*?\) [\d.]+ ms and ([\d.]+) Mbit/s(,|;)", line)
+    assert slow, line
+    assert fast, line
+    # A busy machine measures less, and no machine more than the link carries.
+    assert float(slow[1]) <= 5
+    assert float(fast[1]) <= 110
+    assert line.startswith("!") == (float(fast[1]) >= 2 * float(slow[1]))
     # Packets go through the interface that is asked about, and not where the routes lead.
     assert re.search(rf"; no answer through eth2 \({silent}.*?\)$", line), line
 

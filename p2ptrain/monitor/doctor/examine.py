@@ -22,8 +22,8 @@ from p2ptrain.settings.table import Settings
 
 # A router that maps ports (UPnP) answers within seconds.
 MAPPING_S = 4.0
-# Starting the daemon, dialling and comparing clocks; each has its own shorter limit.
-PROBE_TIMEOUT_S = 90.0
+# Starting the daemon, dialling, comparing clocks and measuring rates; each has its own shorter limit.
+PROBE_TIMEOUT_S = 120.0
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0",)
 
 

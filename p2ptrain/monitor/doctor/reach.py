@@ -164,7 +164,7 @@ def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
         better = next((way for way in peer.ways if _is_better(way, used)), None)
         silent = [_interface(way.interface) for way in peer.ways if way.rtt_s is None]
         text = f"to {short_id(peer.peer_id)}: " + ", ".join(
-            f"{_interface(way.interface)} {1e3 * way.rtt_s:.1f} ms" + (" (used)" if way.used else "")
+            f"{_interface(way.interface)} {1e3 * way.rtt_s:.1f} ms{_rate(way)}" + (" (used)" if way.used else "")
             for way in peer.ways
             if way.rtt_s is not None
         )
@@ -182,11 +182,17 @@ def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
 
 
 def _is_better(way: Way, used: Way) -> bool:
-    """Whether a way is plainly better than the one that is used: the round trip, else the card's rate."""
+    """Whether a way is plainly better than the one that is used: the rate, else the round trip or the card's rate."""
     if way.rtt_s is None or used.rtt_s is None:
         return False
+    if way.mbit and used.mbit and max(way.mbit, used.mbit) >= FAR_SLOWER * min(way.mbit, used.mbit):
+        return way.mbit > used.mbit
     faster_card = (way.interface.mbit or 0) >= FAR_SLOWER * (used.interface.mbit or math.inf)
     return used.rtt_s > FAR_SLOWER * way.rtt_s + NOISE_S or (faster_card and way.rtt_s <= used.rtt_s + NOISE_S)
+
+
+def _rate(way: Way) -> str:
+    return "" if way.mbit is None else f" and {way.mbit:.{0 if way.mbit >= 10 else 1}f} Mbit/s"
 
 
 def _interface(interface: Interface) -> str:

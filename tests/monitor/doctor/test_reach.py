@@ -156,6 +156,11 @@ OLD_CABLE, BRIDGE = Interface("192.168.1.7", "eth1", 100), Interface("172.17.0.1
         ([Way(CABLE, 0.005, False), Way(OLD_CABLE, 0.004, True)], "eth0"),
         ([Way(OLD_CABLE, 0.004, True), Way(CABLE, 0.4, False)], ""),
         ([Way(Interface("10.0.0.1"), 0.004, False), Way(Interface("10.0.0.2"), 0.4, True)], "10.0.0.1"),
+        ([Way(CABLE, 0.005, False, mbit=94.0), Way(WIFI, 0.004, True, mbit=2.4)], "eth0"),
+        ([Way(CABLE, 0.4, False, mbit=94.0), Way(WIFI, 0.004, True, mbit=2.4)], "eth0"),  # a round is its bytes
+        ([Way(WIFI, 0.004, False, mbit=2.4), Way(CABLE, 0.4, True, mbit=94.0)], ""),
+        ([Way(CABLE, 0.005, False, mbit=94.0), Way(WIFI, 0.004, True, mbit=60.0)], ""),  # less than twice
+        ([Way(CABLE, 0.004, False, mbit=94.0), Way(WIFI, 0.2, True)], "eth0"),  # one rate says nothing
     ],
 )
 def test_a_better_interface_than_the_one_that_is_used_is_reported(ways: list[Way], better: str) -> None:
@@ -170,4 +175,13 @@ def test_the_ways_to_a_peer_are_listed_with_the_one_that_is_used() -> None:
     assert finding.text == (
         "to …Abcdef: eth0 (192.168.1.5, 1000 Mbit/s) 4.2 ms (used), wlan0 (192.168.1.6) 12.1 ms; "
         "no answer through docker0 (172.17.0.1)"
+    )
+
+
+def test_the_rates_that_were_measured_are_listed() -> None:
+    ways = [Way(CABLE, 0.0042, True, mbit=93.71), Way(WIFI, 0.0121, False, mbit=2.44)]
+    (finding,) = check_interfaces([replace(THERE, ways=ways)])
+    assert finding.text == (
+        "to …Abcdef: eth0 (192.168.1.5, 1000 Mbit/s) 4.2 ms and 94 Mbit/s (used), "
+        "wlan0 (192.168.1.6) 12.1 ms and 2.4 Mbit/s"
     )

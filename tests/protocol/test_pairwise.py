@@ -234,11 +234,11 @@ def test_a_partner_that_breaks_a_rule_gets_a_strike_and_the_step_is_taken_alone(
             await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
             liar = pairwise_of(peers[1])
 
-            async def send(link: Link, snapshot: Snapshot) -> None:
-                first = (PairWeights(liar._matching.number, 1024), INT8.encode(snapshot.weights.numpy()[1024:2048]))
+            async def send(link: Link, number: int, snapshot: Snapshot, _: object) -> None:
+                first = (PairWeights(number, 1024), INT8.encode(snapshot.weights.numpy()[1024:2048]))
                 await link.send_bulk(*first, Traffic.ROUND)
 
-            liar._send = send  # type: ignore[method-assign]
+            liar._swaps._send = send  # type: ignore[method-assign]
             seen = len(pairs(peers[0]))
             await members.until(lambda: len(pairs(peers[0])) > seen)
             assert pairs(peers[0])[-1]["status"] == "alone"
@@ -285,13 +285,13 @@ def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_peer_timeout_
             await members.until(lambda: all(pairs(peer, "paired") for peer in peers))
             slow = pairwise_of(peers[1])
 
-            async def send(link: Link, snapshot: Snapshot) -> None:
+            async def send(link: Link, number: int, snapshot: Snapshot, _: object) -> None:
                 for message, payload in messages_of(snapshot.weights.numpy()):
-                    numbered = msgspec.structs.replace(message, number=slow._matching.number)
+                    numbered = msgspec.structs.replace(message, number=number)
                     await link.send_bulk(numbered, payload, Traffic.ROUND)
                     await trio.sleep(25)
 
-            slow._send = send  # type: ignore[method-assign]
+            slow._swaps._send = send  # type: ignore[method-assign]
             seen = len(pairs(peers[0]))
             await members.until(lambda: len(pairs(peers[0])) > seen)
             event = pairs(peers[0])[-1]

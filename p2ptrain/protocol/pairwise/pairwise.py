@@ -20,17 +20,16 @@ import torch
 import trio
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.pairwise import Array, clip_scale, pairwise_step, sample_blocks, spread, squared_distance
+from p2ptrain.algorithms.pairwise import Array, pairwise_step
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Link, Traffic
-from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.pairwise.joining import AnchorCopier, serve_chunk
 from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
 from p2ptrain.protocol.pairwise.others import linked_others, others_step
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
+from p2ptrain.protocol.pairwise.swap import Swaps
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.record import MOST_INTERVAL
 from p2ptrain.protocol.rounds.snapshot import touched_buffer
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request
@@ -45,8 +44,6 @@ ANSWER_S, ANSWER_ROUND_TRIPS = 1.0, 4
 # The longest pause before an offer. It is random, so that peers that are due at one moment do not all wait for each
 # other's answers.
 LEAST_PAUSE_S, PAUSE_ROUND_TRIPS = 0.1, 4
-# So many partners' distances tell whether another one is too far away (guess).
-PARTNERS_REMEMBERED = 8
 # After an unexpected error.
 RETRY_S = 1.0
 
@@ -93,14 +90,11 @@ class Pairwise:
         num_blocks = context.state.num_blocks
         self.anchor = np.zeros((num_blocks, 64), np.float32)
         self.moment = np.zeros_like(self.anchor)
-        self._bounds = chunk_bounds(0, num_blocks)
-        self._sampled = sample_blocks(num_blocks)
         # The head's `state_hash` when the anchor was taken; "" without an anchor.
         self._state = ""
         self._matching = Matching()
         self._incoming: PartnerWeights | None = None
-        # The distances of the last partners' weights from our anchor, as scaled.
-        self._distances: dict[PeerId, float] = {}
+        self._swaps = Swaps(context, self._until)
         self._before: deque[PeerId] = deque(maxlen=MOST_RECENT)
         self._stepping = False
         self._changed = trio.Event()
@@ -285,7 +279,7 @@ class Pairwise:
             return _Outcome("skipped", partner, "its weights are not finite, or far too large")
         outcome, theirs, scale = _Outcome("alone", reason="found no partner"), None, 1.0
         if partner:
-            outcome, theirs, scale = await self._exchange_weights(partner, snapshot)
+            outcome, theirs, scale = await self._swap(partner, snapshot)
         if not self._is_current(snapshot):
             return _Outcome("skipped", partner, "a round began")
         vectors, lr, momentum = (self.anchor, self.moment, own), self._run.outer_lr, self._run.outer_momentum
@@ -297,67 +291,23 @@ class Pairwise:
         await self._land("add", snapshot.weights, run_step, snapshot)
         return outcome
 
-    async def _exchange_weights(
-        self, partner: PeerId, snapshot: Snapshot
-    ) -> tuple[_Outcome, PartnerWeights | None, float]:
-        """Send ours to a partner; returns its weights and their scale, or None if the step is taken alone."""
+    async def _swap(self, partner: PeerId, snapshot: Snapshot) -> tuple[_Outcome, PartnerWeights | None, float]:
+        """Swap weights with a partner; returns its own and their scale, or None if the step is taken alone."""
         link, theirs = self._context.links.get(partner), self._partner_weights()
         if link is None:
             return _Outcome("alone", partner, f"{partner} left"), None, 1.0
         self._before.append(partner)
-        reason = f"{partner} took too long or broke the protocol"
+        reason = f"{partner} broke the protocol"
+        number, stays = self._matching.number, lambda: self._matching.partner == partner
         with link.in_use(), self._context.links.containing(link, "an outer step with it"):
             try:
-                with trio.move_on_after(self._longest_s):
-                    async with nursery_raising(PeerLostError) as nursery:
-                        nursery.start_soon(self._send, link, snapshot)
-                        nursery.start_soon(self._receive, partner, theirs)
-                    return await self._measured(partner, snapshot, theirs)
+                found = await self._swaps.run(link, number, snapshot, self.anchor, theirs, stays)
             except PeerLostError as error:
                 reason = str(error)
+            else:
+                why = f"scaled by {found.scale:.2g}, as {partner} is too far away" if found.scale < 1 else ""
+                return _Outcome("paired", partner, why, found.distance, found.spread), theirs, found.scale
         return _Outcome("alone", partner, reason), None, 1.0
-
-    async def _measured(
-        self, partner: PeerId, snapshot: Snapshot, theirs: PartnerWeights
-    ) -> tuple[_Outcome, PartnerWeights, float]:
-        """How far complete weights of a partner are. Raises WireError if they cannot be any."""
-        own = snapshot.weights.numpy()
-        moved = math.sqrt(await self._context.compute(squared_distance, self.anchor, own))
-        distance = await self._context.compute(theirs.distance, self.anchor)
-        scale = clip_scale(moved, list(self._distances.values()), distance)
-        # As scaled, so that one partner alone cannot raise the limit by more than that factor a step.
-        self._distances.pop(partner, None)
-        self._distances[partner] = scale * distance
-        if len(self._distances) > PARTNERS_REMEMBERED:
-            del self._distances[next(iter(self._distances))]
-        reason = f"scaled by {scale:.2g}, as {partner} is too far away" if scale < 1 else ""
-        apart = spread(self.anchor[self._sampled], theirs.anchor_sample())
-        return _Outcome("paired", partner, reason, distance / moved if moved else None, apart), theirs, scale
-
-    @property
-    def _longest_s(self) -> float:
-        """How long an exchange may take: an interval, so that a partner that sends one chunk now and then costs one."""
-        interval_s = self._run.sync_every * self._exchange.step_s
-        return min(self._run.round_timeout_s, max(self._context.links.peer_timeout_s, interval_s))
-
-    async def _send(self, link: Link, snapshot: Snapshot) -> None:
-        codec, own, number = self._context.codec, snapshot.weights.numpy(), self._matching.number
-        for start, stop in self._bounds:
-            payload = await self._context.compute(codec.encode, own[start:stop])
-            await link.send_bulk(PairWeights(number, start), payload, Traffic.ROUND)
-        sample = codec.encode(self.anchor[self._sampled])
-        await link.send_bulk(PairWeights(number, len(own)), sample, Traffic.ROUND)
-
-    async def _receive(self, partner: PeerId, theirs: PartnerWeights) -> None:
-        """Wait until the partner's weights are complete. Raises PeerLostError if it leaves or falls silent."""
-        while not theirs.complete.is_set():
-            if self._matching.partner != partner:
-                raise PeerLostError(f"{partner} left the exchange")
-            silent_s = trio.current_time() - theirs.heard_s
-            if silent_s >= self._context.links.peer_timeout_s:
-                raise PeerLostError(f"{partner} sent nothing for {silent_s:.0f} s")
-            with trio.move_on_after(self._context.links.peer_timeout_s - silent_s):
-                await self._changed.wait()
 
     # The training thread.
 

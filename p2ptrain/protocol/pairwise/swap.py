@@ -1,0 +1,126 @@
+"""Swapping weights with a partner: both send their copies at once, and each measures how far the other's are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from p2ptrain.algorithms.pairwise import Array, clip_scale, sample_blocks, spread, squared_distance
+from p2ptrain.errors import PeerLostError
+from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.nursery import nursery_raising
+from p2ptrain.protocol.pairwise.partner import PartnerWeights
+from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.wire.messages import PairWeights
+from p2ptrain.protocol.wire.transport import PeerId
+
+# So many partners' distances tell whether another one is too far away (guess).
+PARTNERS_REMEMBERED = 8
+
+
+class Distances:
+    """The distances of the last partners' weights from our anchor, as scaled. Pure."""
+
+    def __init__(self) -> None:
+        self._of_last: dict[PeerId, float] = {}
+
+    def scale(self, partner: PeerId, distance: float, moved: float) -> float:
+        """The factor by which a partner's weights count, and note it; `moved` is our own way from the anchor."""
+        scale = clip_scale(moved, list(self._of_last.values()), distance)
+        # As scaled, so that one partner alone cannot raise the limit by more than that factor a step.
+        self._of_last.pop(partner, None)
+        self._of_last[partner] = scale * distance
+        if len(self._of_last) > PARTNERS_REMEMBERED:
+            del self._of_last[next(iter(self._of_last))]
+        return scale
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A partner's complete weights.
+
+    Attributes:
+        scale: the factor by which they count.
+        distance: from our anchor, relative to that of ours; None if ours have not moved.
+        spread: of the two anchors (see `algorithms.pairwise.spread`).
+    """
+
+    scale: float
+    distance: float | None
+    spread: float
+
+
+class Swaps:
+    """The swaps of one peer. `until` waits for a condition, so many seconds at most."""
+
+    def __init__(self, context: RoundContext, until: Callable[[Callable[[], bool], float], Awaitable[None]]) -> None:
+        self._context = context
+        self._until = until
+        self._distances = Distances()
+
+    async def run(
+        self,
+        link: Link,
+        number: int,
+        snapshot: Snapshot,
+        anchor: Array,
+        theirs: PartnerWeights,
+        stays: Callable[[], bool],
+    ) -> Measured:
+        """Send a copy of our weights, and measure the partner's as they have come.
+
+        Args:
+            number: of our step.
+            snapshot: our copy.
+            anchor: ours, float32 of [blocks, 64].
+            theirs: what the partner sends.
+            stays: whether the partner has not ended the swap.
+
+        Raises:
+            PeerLostError: it left, fell silent or took too long.
+            WireError: its weights cannot be any.
+        """
+        with trio.move_on_after(self._longest_s):
+            async with nursery_raising(PeerLostError) as nursery:
+                nursery.start_soon(self._send, link, number, snapshot, anchor)
+                nursery.start_soon(self._receive, link.peer_id, theirs, stays)
+            return await self._measured(link.peer_id, snapshot, anchor, theirs)
+        raise PeerLostError(f"{link.peer_id} took too long")
+
+    @property
+    def _longest_s(self) -> float:
+        """How long a swap may take: an interval, so that a partner that sends one chunk now and then costs one."""
+        run, peer_timeout_s = self._context.run, self._context.links.peer_timeout_s
+        return min(run.round_timeout_s, max(peer_timeout_s, run.sync_every * self._context.exchange.step_s))
+
+    async def _send(self, link: Link, number: int, snapshot: Snapshot, anchor: Array) -> None:
+        codec, own = self._context.codec, snapshot.weights.numpy()
+        for start, stop in chunk_bounds(0, len(own)):
+            payload = await self._context.compute(codec.encode, own[start:stop])
+            await link.send_bulk(PairWeights(number, start), payload, Traffic.ROUND)
+        sample = codec.encode(anchor[sample_blocks(len(own))])
+        await link.send_bulk(PairWeights(number, len(own)), sample, Traffic.ROUND)
+
+    async def _receive(self, partner: PeerId, theirs: PartnerWeights, stays: Callable[[], bool]) -> None:
+        """Wait until the partner's weights are complete."""
+        complete, peer_timeout_s = theirs.complete.is_set, self._context.links.peer_timeout_s
+        while not complete():
+            if not stays():
+                raise PeerLostError(f"{partner} left the exchange")
+            silent_s = trio.current_time() - theirs.heard_s
+            if silent_s >= peer_timeout_s:
+                raise PeerLostError(f"{partner} sent nothing for {silent_s:.0f} s")
+            await self._until(lambda: complete() or not stays(), peer_timeout_s - silent_s)
+
+    async def _measured(self, partner: PeerId, snapshot: Snapshot, anchor: Array, theirs: PartnerWeights) -> Measured:
+        own, compute = snapshot.weights.numpy(), self._context.compute
+        moved = math.sqrt(await compute(squared_distance, anchor, own))
+        distance = await compute(theirs.distance, anchor)
+        scale = self._distances.scale(partner, distance, moved)
+        apart = spread(anchor[sample_blocks(len(own))], theirs.anchor_sample())
+        return Measured(scale, distance / moved if moved else None, apart)

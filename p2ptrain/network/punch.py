@@ -30,7 +30,7 @@ from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.control import LINGER_S, DaemonSocket, connections, open_stream
+from p2ptrain.network.control import LINGER_S, Connections, DaemonSocket, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
@@ -49,9 +49,11 @@ FAILED_S = 600.0
 # Peers of which that is remembered; beyond it the oldest is forgotten.
 MAX_FAILED = 1024
 # More requests are refused, so that neither a relay nor who asks it can make us send many packets to strangers. As many
-# a minute as half of the most links of a peer, which itself asks the other half (guess).
+# a minute, for each relay, as half of the most links of a peer, which itself asks the other half (guess).
 MAX_AT_ONCE = 8
 MAX_A_MINUTE = 32
+# Joined connections at once to peers that one relay named: as many as half of the most links.
+MAX_JOINED = 32
 CONNECTED_EVERY_S = 0.05
 
 Outer = tuple[str, int]
@@ -91,6 +93,49 @@ def read_peer(peer: Peer) -> tuple[str, Outer]:
     return peer_id, outer
 
 
+class Failures:
+    """Whom we dialled in vain in the last ten minutes."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[str, float] = {}
+
+    def note(self, peer_id: str) -> None:
+        if len(self._until_s) >= MAX_FAILED:
+            del self._until_s[next(iter(self._until_s))]
+        self._until_s[peer_id] = trio.current_time() + FAILED_S
+
+    def __contains__(self, peer_id: str) -> bool:
+        now = trio.current_time()
+        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
+        return peer_id in self._until_s
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+
+class Dialled:
+    """What was dialled for one relay, or for ourselves: how often, for whom in vain, and what is joined now."""
+
+    def __init__(self) -> None:
+        self.failed = Failures()
+        self._rate = TokenBucket(MAX_A_MINUTE / 60, MAX_A_MINUTE, now=0.0)
+        self._joined: list[_End] = []
+
+    def may_dial(self, peer_id: str) -> bool:
+        """Whether a relay may have us dial a peer, and count it."""
+        return peer_id not in self.failed and not self.is_full and self._rate.spend(1, trio.current_time())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more connections may be joined."""
+        self._joined = [end for end in self._joined if not end.transport.is_closing()]
+        return len(self._joined) >= MAX_JOINED
+
+    def keep(self, end: _End) -> None:
+        """Count two joined connections, of which this is one end, until they are closed."""
+        self._joined.append(end)
+
+
 class Puncher:
     """Makes direct connections to peers behind other routers, on our request or on theirs."""
 
@@ -108,8 +153,10 @@ class Puncher:
         self._maddrs = maddrs
         self._relays = relays
         self._refusal = refusal
-        self._failed_until_s: dict[str, float] = {}
-        self._rate = TokenBucket(MAX_A_MINUTE / 60, MAX_A_MINUTE, now=0.0)
+        self._connections = Connections(control_path, ASK_TIMEOUT_S)
+        # Apart, as what a relay has us do says nothing of a peer: it can name a wrong address.
+        self._ours = Dialled()
+        self._for_relay: dict[str, Dialled] = {}
         self._asking: set[str] = set()
         self._asked: dict[str, trio.Event] = {}
         self._errors = ErrorLog(logger)
@@ -117,6 +164,9 @@ class Puncher:
 
     def take(self, stream: DaemonSocket) -> None:
         """Take a stream from a relay. Called in the event loop."""
+        if stream.remote not in self._relays():
+            stream.fail("no relay of ours")
+            return
         try:
             self._waiting.send_nowait(stream)
         except trio.WouldBlock:
@@ -142,7 +192,8 @@ class Puncher:
         with trio.fail_after(ASK_TIMEOUT_S):
             request, _ = await receive_message(relay, StopMessage)
             peer_id, outer = read_peer(request.peer)
-            if not self._agrees(relay.remote, peer_id):
+            is_connected = (await self._connected()).get(peer_id, False)
+            if is_connected or not self._agrees(relay.remote, peer_id):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
                 return
         done = self._asked[peer_id] = trio.Event()
@@ -150,8 +201,10 @@ class Puncher:
             with trio.fail_after(ASK_TIMEOUT_S):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
                 now, _ = await receive_message(relay, StopMessage)
+            # Before we dial, or the relay could see when that ends, and so which ports are open where.
+            await relay.aclose()
             if now.status == Status.OK:
-                await self._punch(peer_id, outer, logging.DEBUG)
+                await self._punch(peer_id, outer, self._for(relay.remote), logging.DEBUG)
         finally:
             del self._asked[peer_id]
             done.set()
@@ -160,19 +213,18 @@ class Puncher:
         """Whether we dial a peer for which a relay asks. Strangers can have it ask, and choose the ids."""
         # When both ask at once, the request of the lower id counts.
         ours_counts = peer_id in self._asking and self._peer_id < peer_id
-        busy = ours_counts or peer_id in self._asked or self._failed_lately(peer_id)
+        busy = ours_counts or peer_id in self._asked or peer_id in self._ours.failed
         refused = relay not in self._relays() or self._refusal(peer_id) is not None
-        return not busy and not refused and self._rate.spend(1, trio.current_time())
+        return not busy and not refused and self._for(relay).may_dial(peer_id)
 
-    def _failed_lately(self, peer_id: str) -> bool:
-        now = trio.current_time()
-        self._failed_until_s = {peer: until_s for peer, until_s in self._failed_until_s.items() if until_s > now}
-        return peer_id in self._failed_until_s
+    def _for(self, relay: str) -> Dialled:
+        self._for_relay = {known: dialled for known, dialled in self._for_relay.items() if known in self._relays()}
+        return self._for_relay.setdefault(relay, Dialled())
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
         """Try to connect to a peer that is behind another router. Does nothing if it is not, or is connected."""
-        points = meeting_points(maddrs)
-        if not points or self._failed_lately(peer_id) or peer_id in await self._connected():
+        points = [point for point in meeting_points(maddrs) if self._refusal(_relay_at(point)) is None]
+        if not points or peer_id in self._ours.failed or self._ours.is_full or peer_id in await self._connected():
             return
         self._asking.add(peer_id)
         try:
@@ -185,11 +237,11 @@ class Puncher:
             return
         finally:
             self._asking.discard(peer_id)
-        await self._punch(peer_id, outer, logging.INFO)
+        await self._punch(peer_id, outer, self._ours, logging.INFO)
 
     async def _ask(self, point: str, peer_id: str) -> Outer:
         """Ask a relay to have a peer dial us at once. Returns where to dial it, now. Raises PeerLostError."""
-        relay = point.rpartition("/p2p/")[2]
+        relay = _relay_at(point)
         await dial(self._control_path, relay, [point], ASK_TIMEOUT_S)
         stream = await open_stream(self._control_path, relay, PUNCH, ASK_TIMEOUT_S)
         try:
@@ -204,21 +256,20 @@ class Puncher:
             raise PeerLostError("the relay answered for another peer")
         return outer
 
-    async def _punch(self, peer_id: str, outer: Outer, level: int) -> None:
-        """Dial a peer that is told to dial us at the same time. The outcome is logged at `level`."""
+    async def _punch(self, peer_id: str, outer: Outer, dialled: Dialled, level: int) -> None:
+        """Dial a peer that is told to dial us at the same time. The outcome is noted, and logged at `level`."""
         try:
             if self._peer_id < peer_id:
                 host, port = outer
                 await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
             else:
                 with trio.fail_after(DIAL_TIMEOUT_S):
-                    async with _joined(_listening(self._maddrs()), outer):
+                    async with _joined(_listening(self._maddrs()), outer) as end:
                         while not (await self._connected()).get(peer_id):
                             await trio.sleep(CONNECTED_EVERY_S)
+                        dialled.keep(end)
         except (PeerLostError, trio.TooSlowError) as error:
-            if len(self._failed_until_s) >= MAX_FAILED:
-                del self._failed_until_s[next(iter(self._failed_until_s))]
-            self._failed_until_s[peer_id] = trio.current_time() + FAILED_S
+            dialled.failed.note(peer_id)
             logger.log(level, "no direct connection to %s, which is behind another router", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
         else:
@@ -227,9 +278,13 @@ class Puncher:
     async def _connected(self) -> dict[str, bool]:
         """All connected peers, and whether they are so without a relay."""
         found: dict[str, bool] = {}
-        for peer_id, maddr in await connections(self._control_path, ASK_TIMEOUT_S):
+        for peer_id, maddr in await self._connections.listed(CONNECTED_EVERY_S):
             found[peer_id] = found.get(peer_id, False) or not is_relayed(maddr)
         return found
+
+
+def _relay_at(point: str) -> str:
+    return point.rpartition("/p2p/")[2]
 
 
 def _listening(maddrs: Iterable[str]) -> Outer:
@@ -242,7 +297,7 @@ def _listening(maddrs: Iterable[str]) -> Outer:
 
 
 @contextlib.asynccontextmanager
-async def _joined(listening: Outer, outer: Outer) -> AsyncIterator[None]:
+async def _joined(listening: Outer, outer: Outer) -> AsyncIterator[_End]:
     """Connect to an outer address from the port on which p2pd listens, and join that connection to one to p2pd.
 
     If the block ends without an error, they last until one of them is closed; otherwise both are aborted. Raises
@@ -268,7 +323,7 @@ async def _joined(listening: Outer, outer: Outer) -> AsyncIterator[None]:
         remote.other, own.other = own.transport, remote.transport
         for end in ends:
             end.start()
-        yield
+        yield remote
         unless_done.pop_all()
 
 

@@ -22,10 +22,10 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.control import DaemonSocket, connections, open_stream
+from p2ptrain.network.control import Connections, DaemonSocket, open_stream
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
-from p2ptrain.network.punch import PUNCH, Outer, outer_of, peer_at
+from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, Outer, outer_of, peer_at
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 
@@ -45,6 +45,10 @@ CIRCUIT_SHARE = 0.25
 # Seconds of a rate that may pass at once after a pause: heartbeats and fragments never wait beside a round.
 BURST_S = 0.5
 BYTES_PER_MBIT = 125_000
+# How often p2pd's connections are listed for those who want direct ones, unless one of the two is not among them.
+LIST_EVERY_S = 1.0
+# How often one peer may want one: as often as another one dials for us. Peers of which that is remembered.
+PUNCHES_A_MINUTE, MAX_PUNCHERS = MAX_A_MINUTE, 1024
 
 Connect = Callable[[DaemonSocket, str], Awaitable[None]]
 """What is done for a peer that asks to be connected to another one."""
@@ -65,6 +69,8 @@ class Relay:
         self._rate = rate_mbit * BYTES_PER_MBIT
         self._in_all: TokenBucket | None = None
         self._until_s: dict[str, float] = {}
+        self._punches: dict[str, TokenBucket] = {}
+        self._connections = Connections(control_path, REQUEST_TIMEOUT_S)
         self._circuits: Counter[str] = Counter()
         self._streams = 0
         self._errors = ErrorLog(logger)
@@ -162,7 +168,10 @@ class Relay:
         so each router has seen its own peer's packet when the other's arrives. Routers that refuse instead of ignoring
         what they do not expect need that.
         """
-        outer = await self._outer_addresses()
+        if not self._may_punch(source.remote):
+            await send_message(source, _status(Status.RESOURCE_LIMIT_EXCEEDED))
+            return
+        outer = await self._outer_addresses(source.remote, target)
         ours, theirs = outer.get(source.remote), outer.get(target)
         if ours is None or theirs is None or ours[0] == theirs[0]:  # behind one router they use their own addresses
             await send_message(source, _status(Status.CONNECTION_FAILED))
@@ -180,12 +189,21 @@ class Relay:
         finally:
             await stop.aclose()
 
-    async def _outer_addresses(self) -> dict[str, Outer]:
-        """Where the connections of our peers come from, as far as another peer may dial that."""
+    def _may_punch(self, peer_id: str) -> bool:
+        if peer_id not in self._punches and len(self._punches) >= MAX_PUNCHERS:
+            del self._punches[next(iter(self._punches))]
+        bucket = self._punches.setdefault(peer_id, TokenBucket(PUNCHES_A_MINUTE / 60, PUNCHES_A_MINUTE, now=0.0))
+        return bucket.spend(1, trio.current_time())
+
+    async def _outer_addresses(self, *peer_ids: str) -> dict[str, Outer]:
+        """Where the connections of our peers come from, these among them, as far as another peer may dial that."""
         found: dict[str, Outer] = {}
-        for peer_id, maddr in await connections(self._control_path, REQUEST_TIMEOUT_S):
-            if (outer := outer_of(maddr)) is not None:
-                found[peer_id] = outer
+        for most_s in (LIST_EVERY_S, 0.0):
+            for peer_id, maddr in await self._connections.listed(most_s):
+                if (outer := outer_of(maddr)) is not None:
+                    found[peer_id] = outer
+            if found.keys() >= set(peer_ids):
+                break
         return found
 
     async def _end_when_refused(self, source: DaemonSocket, stop: DaemonSocket, target: str) -> None:

@@ -6,6 +6,7 @@ With routers: `tests/links/test_nat.py`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +24,7 @@ from p2ptrain.network import punch
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
 from p2ptrain.network.messages import framed, receive_message
-from p2ptrain.network.punch import Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
+from p2ptrain.network.punch import Dialled, Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
 from tests.network.local import Given
 
@@ -98,9 +99,17 @@ class FromRelay(Given):
     """A relay's stream, with all that it sends."""
 
     remote = RELAY
+    is_closed = False
+    failed = ""
 
     def __init__(self, *messages: StopMessage) -> None:
         super().__init__(b"".join(map(framed, messages)))
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+    def fail(self, reason: str) -> None:
+        self.failed = reason
 
     def statuses(self) -> list[int]:
         async def main() -> list[int]:
@@ -112,7 +121,12 @@ class FromRelay(Given):
 
 
 def asked(
-    me: str, *messages: StopMessage, relays: tuple[str, ...] = (RELAY,), asking: str = "", refusal: Refusal = no_refusal
+    me: str,
+    *messages: StopMessage,
+    relays: tuple[str, ...] = (RELAY,),
+    asking: str = "",
+    refusal: Refusal = no_refusal,
+    connected: dict[str, bool] | None = None,
 ) -> tuple[list[int], list[tuple[str, Outer]]]:
     """What a peer answers when a relay sends it these messages, and whom it dials where."""
     dialled: list[tuple[str, Outer]] = []
@@ -120,12 +134,17 @@ def asked(
     if asking:
         puncher._asking.add(asking)
 
-    async def note(peer_id: str, outer: Outer, level: int) -> None:
+    async def note(peer_id: str, outer: Outer, _: Dialled, level: int) -> None:
         assert level == logging.DEBUG
+        assert stream.is_closed, "the relay could see when the dial ends"
         dialled.append((peer_id, outer))
+
+    async def listed() -> dict[str, bool]:
+        return connected or {}
 
     async def main() -> None:
         puncher._punch = note  # type: ignore[method-assign]
+        puncher._connected = listed  # type: ignore[method-assign]
         await puncher._answer(stream)  # type: ignore[arg-type]
         assert not puncher._asked
 
@@ -157,24 +176,47 @@ def test_a_peer_dials_for_no_other_relay_and_no_refused_peer() -> None:
     assert asked(HIGH, StopMessage(type=StopMessage.CONNECT, peer=Peer(id=b"x")), NOW) == ([], [])
 
 
+def test_a_peer_dials_nobody_to_whom_it_is_connected() -> None:
+    """A relay could name such a peer with an address of its own, and keep what is joined to it open."""
+    assert asked(HIGH, request_of(LOW), NOW, connected={LOW: True}) == ([Status.PERMISSION_DENIED], [])
+    assert asked(HIGH, request_of(LOW), NOW, connected={LOW: False}) == ([Status.OK], [(LOW, OUTER)])
+
+
+def test_strangers_streams_take_no_place() -> None:
+    puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal)
+    strangers, relayed = [FromRelay() for _ in range(2 * punch.MAX_AT_ONCE)], FromRelay()
+    for stranger in strangers:
+        stranger.remote = LOW
+        puncher.take(stranger)  # type: ignore[arg-type]
+    puncher.take(relayed)  # type: ignore[arg-type]
+    assert {stranger.failed for stranger in strangers} == {"no relay of ours"}
+    assert not relayed.failed
+
+
 def test_when_both_ask_the_lower_ids_request_counts() -> None:
     assert asked(HIGH, request_of(LOW), NOW, asking=LOW) == ([Status.OK], [(LOW, OUTER)])
     assert asked(LOW, request_of(HIGH), NOW, asking=HIGH) == ([Status.PERMISSION_DENIED], [])
 
 
-def answers(peers: list[str], dial: Callable[[], Any]) -> list[int]:
-    """What a peer answers when a relay asks it for these peers, one after the other, and it dials so."""
+def answers(peers: list[str], dial: Callable[[], Any], relays: tuple[str, ...] = (RELAY,)) -> list[int]:
+    """What a peer answers when these relays in turn ask it for these peers, one after the other, and it dials so."""
     streams = [FromRelay(request_of(peer_id), NOW) for peer_id in peers]
 
+    async def connected() -> dict[str, bool]:
+        return {}
+
     async def main() -> None:
-        puncher = Puncher("", HIGH, lambda: [], lambda: [RELAY], no_refusal)
+        # Of the lowest id, so that p2pd dials.
+        puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
+        puncher._connected = connected  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(punch, "dial", lambda *_: dial())
-            patch.setattr(Puncher, "_connected", lambda _: dial())
             patch.setattr(punch, "MAX_FAILED", 4)
-            for stream in streams:
+            for stream, relay in zip(streams, itertools.cycle(relays), strict=False):
+                stream.remote = relay
                 await puncher._answer(stream)  # type: ignore[arg-type]
-                assert len(puncher._failed_until_s) <= 4
+                assert len(puncher._for(relay).failed) <= 4
+                assert not len(puncher._ours.failed)
 
     trio.run(main, clock=trio.testing.MockClock())
     return [status for stream in streams for status in stream.statuses()]
@@ -203,6 +245,56 @@ def test_a_peer_that_was_dialled_in_vain_is_not_dialled_again(caplog: pytest.Log
 def test_a_peer_dials_so_often_a_minute_for_its_relays() -> None:
     statuses = answers(STRANGERS, connected)
     assert statuses == punch.MAX_A_MINUTE * [Status.OK] + (40 - punch.MAX_A_MINUTE) * [Status.PERMISSION_DENIED]
+
+
+def test_one_relay_uses_up_nothing_of_another_and_its_failures_are_its_own() -> None:
+    statuses = answers(STRANGERS, connected, (RELAY, LOW))
+    assert statuses == 40 * [Status.OK]
+    assert answers([STRANGERS[0], STRANGERS[0], STRANGERS[0]], fail, (RELAY, LOW)) == [
+        Status.OK, Status.OK, Status.PERMISSION_DENIED,
+    ]  # fmt: skip
+
+
+def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """We still ask for it ourselves, but at no relay that we refuse."""
+    refused, asked_at = STRANGERS[1], []
+
+    async def nobody() -> dict[str, bool]:
+        return {}
+
+    async def ask(point: str, peer_id: str) -> Outer:
+        asked_at.append(point)
+        raise PeerLostError("not now")
+
+    async def main() -> None:
+        puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], lambda peer: "no" if peer == refused else None)
+        puncher._connected, puncher._ask = nobody, ask  # type: ignore[method-assign]
+        monkeypatch.setattr(punch, "dial", lambda *_: fail())
+        await puncher._answer(FromRelay(request_of(LOW), NOW))  # type: ignore[arg-type]
+        at_refused = f"/ip4/5.188.7.9/tcp/22/p2p/{refused}/p2p-circuit/p2p/{LOW}"
+        await puncher.reach(LOW, [at_refused])
+        assert not asked_at
+        await puncher.reach(LOW, [at_refused, f"{AT_RELAY}/p2p-circuit/p2p/{LOW}"])
+        assert asked_at == [AT_RELAY]
+
+    trio.run(main)
+
+
+def test_so_many_connections_are_joined_for_a_relay() -> None:
+    ends = [Mock(transport=Mock(is_closing=Mock(return_value=False))) for _ in range(punch.MAX_JOINED)]
+
+    async def main() -> None:
+        for_one, for_other = Dialled(), Dialled()
+        for end in ends:
+            assert for_one.may_dial(LOW)
+            for_one.keep(end)
+        assert not for_one.may_dial(LOW)
+        assert for_other.may_dial(LOW)
+        ends[3].transport.is_closing.return_value = True
+        await trio.sleep(60)
+        assert for_one.may_dial(LOW)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_failures_of_many_strangers_are_forgotten() -> None:
@@ -301,7 +393,9 @@ def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch
             host, port = p2pd.getsockname()
             maddr = f"/ip4/{host}/tcp/{port}/p2p/{HIGH}"
             puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal)
-            await puncher._punch(LOW, far.getsockname(), logging.INFO)
+            dialled = Dialled()
+            await puncher._punch(LOW, far.getsockname(), dialled, logging.INFO)
+            assert LOW in dialled.failed
             for listening in (far, p2pd):
                 connection, _ = await listening.accept()
                 assert await end_of(connection) == b""

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import libp2p_pb2, reservations
+from p2ptrain.network import control, libp2p_pb2, reservations
 from p2ptrain.network._hivemind import PeerID, p2pd_pb2
 from p2ptrain.network.addresses import has_public_address
 from p2ptrain.network.bootstrap import dial
@@ -29,8 +29,8 @@ from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message, varint
 from p2ptrain.network.p2p import PROTOCOL_NAME
-from p2ptrain.network.punch import Outer, Puncher
-from p2ptrain.network.relay import HOP, Relay
+from p2ptrain.network.punch import Dialled, Outer, Puncher
+from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay
 from p2ptrain.network.reservations import check_answer
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.protocol.membership.reachability import Scope
@@ -251,6 +251,45 @@ def test_a_relay_delays_nothing_below_its_rate() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+def test_a_relay_lists_connections_once_a_second_and_again_for_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected, lists = {"a": "/ip4/5.188.7.2/tcp/1", "b": "/ip4/5.188.7.4/tcp/2"}, 0
+
+    async def connections(path: str, timeout_s: float) -> list[tuple[str, str]]:
+        nonlocal lists
+        lists += 1
+        return list(connected.items())
+
+    async def main() -> None:
+        relay = Relay("", 32, 8.0, no_refusal)
+        for _ in range(10):
+            assert await relay._outer_addresses("a", "b") == {"a": ("5.188.7.2", 1), "b": ("5.188.7.4", 2)}
+        assert lists == 1
+        connected["c"] = "/ip4/5.188.7.5/tcp/3"
+        await trio.sleep(0.1)
+        assert (await relay._outer_addresses("a", "c"))["c"] == ("5.188.7.5", 3)
+        assert lists == 2
+        await trio.sleep(1.1)
+        await relay._outer_addresses("a", "b")
+        assert lists == 3
+
+    monkeypatch.setattr(control, "connections", connections)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_peer_asks_a_relay_so_often_a_minute_for_direct_connections() -> None:
+    async def main() -> None:
+        relay = Relay("", 32, 8.0, no_refusal)
+        assert [relay._may_punch("a") for _ in range(40)] == 32 * [True] + 8 * [False]
+        assert relay._may_punch("b")
+        await trio.sleep(60)
+        assert relay._may_punch("a")
+        for number in range(3000):
+            relay._may_punch(f"stranger{number}")
+        assert len(relay._punches) <= MAX_PUNCHERS
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
 @pytest.mark.processes
 def test_a_peer_is_reached_through_a_relay(run: Run, loopback_is_the_internet: None) -> None:
     async def main() -> None:
@@ -369,7 +408,7 @@ def test_a_relay_tells_two_peers_to_dial_each_other_where_it_sees_them(
 ) -> None:
     told: list[tuple[str, Outer]] = []
 
-    async def note(self: Puncher, peer_id: str, outer: Outer, level: int) -> None:
+    async def note(self: Puncher, peer_id: str, outer: Outer, dialled: Dialled, level: int) -> None:
         told.append((peer_id, outer))
 
     async def main() -> None:
@@ -382,7 +421,7 @@ def test_a_relay_tells_two_peers_to_dial_each_other_where_it_sees_them(
                 assert not told
                 outer = {one.peer_id: ("5.188.7.2", 4001), other.peer_id: ("5.188.7.4", 4002)}
 
-                async def outer_addresses(self: Relay) -> dict[str, Outer]:
+                async def outer_addresses(self: Relay, *peer_ids: str) -> dict[str, Outer]:
                     return outer
 
                 monkeypatch.setattr(Relay, "_outer_addresses", outer_addresses)

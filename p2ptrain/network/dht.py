@@ -38,6 +38,8 @@ MAX_EXPIRES_IN_S = 120.0
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
+# An initial peer answers our first ping after it has pinged us back, which may take it NODE_TIMEOUT_S.
+FIRST_ANSWER_S = 8.0
 # Dialling takes up to 10 s before this, and an error is due within 25 s.
 JOIN_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 1.0
@@ -209,7 +211,8 @@ async def _create_node(
         node = await hivemind.DHTNode.create(
             p2p,
             initial_peers=[f"/p2p/{peer_id}" for peer_id in connected],
-            wait_timeout=NODE_TIMEOUT_S,
+            wait_timeout=FIRST_ANSWER_S,
+            bootstrap_timeout=NODE_TIMEOUT_S,
             record_validator=OwnedRecords(identity.key),
             # Unreachable peers may take part too, and clocks are checked below.
             strict=False,
@@ -229,6 +232,7 @@ async def _create_node(
             f"initial peers {', '.join(connected)} can be reached, but do not answer as part of a DHT; "
             "check that a p2ptrain peer printed these addresses"
         ) from None
+    node.protocol.wait_timeout = NODE_TIMEOUT_S
     bound_storage(node)
     return node
 

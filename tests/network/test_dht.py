@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable
@@ -210,6 +211,28 @@ def test_peers_that_the_user_did_not_choose_keep_nobody_from_starting(
                 async with open_network(config(first)):
                     pass
             assert not isinstance(caught.value, UnreachableError)
+
+    run(main)
+
+
+@pytest.mark.processes
+def test_an_initial_peer_may_answer_the_first_ping_late(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pings back first, and on a link that loses packets either way may take as long as an operation may."""
+
+    async def main() -> None:
+        async with open_network(config()) as first:
+            answer = dht.hivemind.DHTProtocol.rpc_ping
+
+            async def answer_late(self: Any, *args: Any) -> Any:
+                answered = await answer(self, *args)
+                await asyncio.sleep(2 * dht.NODE_TIMEOUT_S)
+                return answered
+
+            monkeypatch.setattr(dht, "NODE_TIMEOUT_S", 0.2)
+            monkeypatch.setattr(dht.hivemind.DHTProtocol, "rpc_ping", answer_late)
+            async with open_network(config(first)) as second:
+                assert second.directory._node is not None
+                assert second.directory._node.protocol.wait_timeout == dht.NODE_TIMEOUT_S
 
     run(main)
 

@@ -65,7 +65,7 @@ hostile: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile.fuzz $(ARGS)
 
-# Real peers on slow and broken links, in network namespaces: ten minutes, as root.
+# Real peers on slow and broken links, in network namespaces: 20 minutes, as root.
 links: $(STAMP)
 	$(BIN)/python -m tests.links $(ARGS)
 

@@ -1,17 +1,19 @@
-"""`python -m tests.links`: four peers on links of several rates, and on links that are cut; prints a table of what it
-did to training and rounds. Takes about ten minutes. Exits with 1 where a promise was broken.
+"""`python -m tests.links`: four peers on links of several rates, on links that are cut, and on ones that lose packets;
+prints a table of what it did to training and rounds. Takes about 20 minutes. Exits with 1 where a promise was broken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import wan
 from benchmarks.namespaces import Machine, Wires, why_not, wires
 from tests.links.peers import MODEL, fragments, join_all, losses, memory_mib, step_s, wait_for_rounds
 from tests.swarm.processes import Process, Swarm, assert_anchors_agree
@@ -19,6 +21,9 @@ from tests.swarm.processes import Process, Swarm, assert_anchors_agree
 # Fragments of 14 kB, 20 a second: 2.2 Mbit/s, more than the slowest link carries. Rounds are due every 12 s.
 RUN = f"{MODEL} --steps 0 --sync-every 300 --fragment-fraction 0.05 --eval-every 1000"
 WATCH_S = 45.0
+# Fewer bytes than a connection carries that loses 5 % of its packets; and rounds there take half a minute.
+FAR_RUN = f"{MODEL} --steps 0 --sync-every 300 --fragment-fraction 0.005 --eval-every 1000"
+FAR_WATCH_S = 120.0
 # Longer than the 10 s after which a silent peer is lost here.
 CUT_S = 25.0
 FAST = 100.0
@@ -26,11 +31,18 @@ FAST = 100.0
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. `cut`: how many of the four are parted from the others for a while."""
+    """One line of the table.
+
+    Attributes:
+        mbit: the rates of the four links.
+        cut: how many of the four are parted from the others for a while.
+        far: the links of machines that are far apart, as `wan.c` takes them; "" for machines at one switch.
+    """
 
     name: str
-    mbit: tuple[float, ...]
+    mbit: tuple[float, ...] = ()
     cut: int = 0
+    far: str = ""
 
 
 CASES = [
@@ -38,6 +50,10 @@ CASES = [
     Case("one at 2, three at 100 Mbit/s", (FAST, FAST, FAST, 2.0)),
     Case(f"one of four cut off for {CUT_S:.0f} s", (FAST,) * 4, cut=1),
     Case(f"two of four cut off for {CUT_S:.0f} s", (FAST,) * 4, cut=2),
+    # A packet passes two accesses: twice 2.53 % are 5 %, and twice 75 ms one way.
+    Case("far: 20 Mbit/s, 4 ms", far="mbit=20,ms=1"),
+    Case("far: 20 Mbit/s, 300 ms", far="mbit=20,ms=75"),
+    Case("far: 20 Mbit/s, 300 ms, 5 % loss", far="mbit=20,ms=75,loss=0.0253"),
 ]
 COLUMNS = (
     "links", "ms a step (slowest peer)", "rounds: committed, skipped", "s a round (median, longest)",
@@ -46,32 +62,44 @@ COLUMNS = (
 
 
 def main() -> int:
-    if reason := why_not():
+    if reason := why_not() or wan.why_not():
         print(f"not run: {reason}")
         return 0
     names = sys.argv[1:]
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
     for case in CASES:
         if not names or any(name in case.name for name in names):
-            with wires() as net, tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
-                print("| " + " | ".join([case.name, *_run(case, net, Path(directory))]) + " |", flush=True)
+            with _machines(case) as machines, tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+                print("| " + " | ".join([case.name, *_run(case, *machines, Path(directory))]) + " |", flush=True)
     return 0
 
 
-def _run(case: Case, net: Wires, directory: Path) -> list[str]:
+@contextlib.contextmanager
+def _machines(case: Case) -> Iterator[tuple[Wires | None, list[Machine]]]:
+    if case.far:
+        with wan.wide_area(*(case.far,) * 4) as machines:
+            yield None, machines
+    else:
+        with wires() as net:
+            yield net, [net.machine(mbit=mbit) for mbit in case.mbit]
+
+
+def _run(case: Case, net: Wires | None, machines: Sequence[Machine], directory: Path) -> list[str]:
     for name in ("sockets", "files"):
         (directory / name).mkdir()
     swarm = Swarm(directory / "files", directory / "sockets")
     try:
-        machines = [net.machine(mbit=mbit) for mbit in case.mbit]
-        peers = join_all(swarm, directory / "peers", machines, RUN)
+        peers = join_all(swarm, directory / "peers", machines, FAR_RUN if case.far else RUN)
         wait_for_rounds(swarm, peers, by=len(peers))
         began_s, began_mib = time.time(), max(map(memory_mib, peers))
-        if case.cut:
+        if net is not None and case.cut:
             _cut_and_heal(net, swarm, machines, peers, case.cut)
         else:
-            _watch(swarm, WATCH_S)
+            _watch(swarm, FAR_WATCH_S if case.far else WATCH_S)
         assert_anchors_agree(*peers)
+        if case.far:
+            assert all(any(e["status"] != "skipped" for e in p.events("round") if e["t"] > began_s) for p in peers)
+            assert not any(losses(peer, began_s) for peer in peers)
         return _columns(peers, began_s, began_mib)
     finally:
         swarm.close()
@@ -106,7 +134,7 @@ def _columns(peers: Sequence[Process], began_s: float, began_mib: float) -> list
         f"{statistics.median(walls):.1f}, {max(walls):.1f}" if walls else "–",
         f"{statistics.median(sizes):.0f} of {len(peers)}" if sizes else "–",
         f"{shed / max(1, pushed + shed):.0%}",
-        str(sum(len(losses(peer)) for peer in peers)),
+        str(sum(len(losses(peer, began_s)) for peer in peers)),
         f"{began_mib:.0f}, {max(map(memory_mib, peers)):.0f}",
     ]
 

@@ -42,10 +42,10 @@ def join_all(
     return [founder, *joiners]
 
 
-def losses(peer: Process) -> list[set[str]]:
-    """Each time that a peer found others gone: who they were."""
-    alive = [set(event["alive"]) for event in peer.events("peers")]
-    return [before - after for before, after in itertools.pairwise(alive) if before - after]
+def losses(peer: Process, since_s: float = 0.0) -> list[set[str]]:
+    """Each time since then that a peer found others gone: who they were."""
+    alive = [(event["t"], set(event["alive"])) for event in peer.events("peers")]
+    return [before - after for (_, before), (t, after) in itertools.pairwise(alive) if before - after and t >= since_s]
 
 
 def step_s(peer: Process, since_s: float = 0.0) -> float:

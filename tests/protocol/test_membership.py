@@ -20,19 +20,21 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.known import MAX_RETRY_S
 from p2ptrain.protocol.membership.membership import (
-    ANNOUNCE_EVERY_S,
-    BUCKETS,
     EVERYBODY,
     MAX_DIALLED,
     MAX_KNOWN,
     MAX_KNOWN_JOINING,
     MAX_MADDR_LENGTH,
     MAX_MADDRS,
-    MAX_RETRY_S,
-    RECORD_TTL_S,
     Membership,
     RoundPeers,
+)
+from p2ptrain.protocol.membership.records import (
+    ANNOUNCE_EVERY_S,
+    BUCKETS,
+    RECORD_TTL_S,
     bucket_of,
     decode_record,
     encode_record,

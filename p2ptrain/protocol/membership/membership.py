@@ -1,37 +1,39 @@
 """Announces this peer in the directory, finds other members there and through partners, and links to them.
 
-Records are spread over 16 keys by a hash of the peer id, which keeps each key small. A record is only a hint where to
-dial: a peer is live as long as a link to it is, by our own clock.
+`records` says what is announced there, and `known` what is remembered of a peer. A record is only a hint where to dial:
+a peer is live as long as a link to it is, by our own clock.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import msgspec
 import trio
 
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.membership.known import FIRST_RETRY_S, MAX_RETRY_S, Member, forget_order
 from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
+from p2ptrain.protocol.membership.records import (
+    BUCKETS,
+    RECORD_TTL_S,
+    bucket_of,
+    decode_record,
+    keep_announced,
+    member_key,
+)
 from p2ptrain.protocol.membership.swarm_size import SwarmSize
-from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID, Maddrs, Name
+from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID
 from p2ptrain.protocol.wire.transport import Directory, PeerId
 
 logger = logging.getLogger(__name__)
 
-BUCKETS = 16
-# Records outlive two missed announcements.
-ANNOUNCE_EVERY_S = 10.0
-RECORD_TTL_S = 30.0
 # A lookup of two keys is cheap. Partners' heartbeats also mention new peers.
 LOOKUP_EVERY_S = 5.0
 # Interval of lookups of all keys, until a member is found.
@@ -61,78 +63,6 @@ MAX_KNOWN_JOINING = 2048
 DIALLED_AT_ONCE = 16
 # While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
 FIRST_DIAL_S = 3.0
-FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-# After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
-# in case it moves into our network.
-PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
-
-
-@dataclass(slots=True)
-class Member:
-    """A known peer.
-
-    Attributes:
-        seen_s: time of the last news about it, from any peer.
-        teller: the peer that named it in a heartbeat; empty if it was linked, looked up or is an initial peer.
-        found_s: when it was last linked, looked up or given by the user.
-        retry_s: grows with every failed dial.
-        dials: dials that ended.
-        cut_short: whether the first dial ended early, as too many peers waited for theirs.
-    """
-
-    maddrs: tuple[str, ...]
-    role: str
-    seen_s: float
-    teller: PeerId = ""
-    found_s: float = 0.0
-    next_dial_s: float = 0.0
-    retry_s: float = FIRST_RETRY_S
-    dials: int = 0
-    cut_short: bool = False
-    reached: bool = False
-
-    @property
-    def extra_delay_s(self) -> float:
-        """Additional delay before the next dial of an unreached peer without a public or relayed address."""
-        failed = self.dials >= PRIVATE_DIALS and not self.reached
-        return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
-
-
-def forget_order(idle: Mapping[PeerId, Member]) -> list[PeerId]:
-    """The order in which peers are forgotten when there are too many.
-
-    Peers that others named come first, as names can be made up: always the oldest one of the teller with the most of
-    them. Then come those that we found ourselves, the longest ago first.
-    """
-    newest_first = sorted((p for p in idle if idle[p].teller), key=lambda p: -idle[p].seen_s)
-    told: Counter[PeerId] = Counter()
-    rank: dict[PeerId, int] = {}
-    for peer_id in newest_first:
-        rank[peer_id] = told[idle[peer_id].teller]
-        told[idle[peer_id].teller] += 1
-    named = sorted(newest_first, key=lambda p: (-rank[p], idle[p].seen_s))
-    return named + sorted((p for p in idle if not idle[p].teller), key=lambda p: idle[p].found_s)
-
-
-def member_key(run_id: str, bucket: int) -> str:
-    return f"p2ptrain/{run_id}/members/{bucket}"
-
-
-def bucket_of(peer_id: PeerId) -> int:
-    return hashlib.blake2b(peer_id.encode(), digest_size=1).digest()[0] % BUCKETS
-
-
-def encode_record(maddrs: Sequence[str], role: str) -> bytes:
-    return msgspec.msgpack.encode((maddrs[:MAX_MADDRS], role))
-
-
-def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
-    """Addresses and role of an announced record; None if malformed or not safe to print."""
-    try:
-        maddrs, role = msgspec.msgpack.decode(value, type=tuple[Maddrs, Name])
-    except ValueError:
-        return None
-    return maddrs, role
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +123,7 @@ class Membership:
         self._joining = True
         # Whether there were more peers than can be remembered.
         self._overrun = False
-        # Two, so that one bug of the directory is logged once for each.
-        self._announcing, self._looking_up = ErrorLog(logger), ErrorLog(logger)
+        self._looking_up = ErrorLog(logger)
 
     async def run_forever(self) -> None:
         self._began_s = trio.current_time()
@@ -202,7 +131,7 @@ class Membership:
         for peer_id in sorted(self._chosen):
             self.hint(peer_id, ())
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._announce)
+            nursery.start_soon(keep_announced, self._directory, self._run_id, self._me, self._maddrs, self.announced)
             nursery.start_soon(self._discover)
             while not self._stopped:
                 with self._looking_up.containing("dialling members"):
@@ -338,16 +267,6 @@ class Membership:
             "peers behind NAT reach it through a relay" if relayed
             else "it has no direct link to other peers behind NAT",
         )  # fmt: skip
-
-    async def _announce(self) -> None:
-        key = member_key(self._run_id, bucket_of(self._me))
-        while True:
-            stored = False
-            with self._announcing.containing("announcing this peer"):
-                stored = await self._directory.announce(key, encode_record(self._maddrs(), TRAINER), RECORD_TTL_S)
-            if stored:
-                self.announced.set()
-            await trio.sleep(ANNOUNCE_EVERY_S if stored else 1.0)
 
     async def _discover(self) -> None:
         while True:

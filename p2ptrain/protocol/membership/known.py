@@ -1,0 +1,62 @@
+"""What is remembered of a peer that was found or named, and who is forgotten first. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from p2ptrain.protocol.membership.reachability import is_public
+from p2ptrain.protocol.wire.transport import PeerId
+
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+# After this many failed dials, a peer without a public address counts as behind another NAT. It is tried rarely then,
+# in case it moves into our network.
+PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
+
+
+@dataclass(slots=True)
+class Member:
+    """A known peer.
+
+    Attributes:
+        seen_s: time of the last news about it, from any peer.
+        teller: the peer that named it in a heartbeat; empty if it was linked, looked up or is an initial peer.
+        found_s: when it was last linked, looked up or given by the user.
+        retry_s: grows with every failed dial.
+        dials: dials that ended.
+        cut_short: whether the first dial ended early, as too many peers waited for theirs.
+    """
+
+    maddrs: tuple[str, ...]
+    role: str
+    seen_s: float
+    teller: PeerId = ""
+    found_s: float = 0.0
+    next_dial_s: float = 0.0
+    retry_s: float = FIRST_RETRY_S
+    dials: int = 0
+    cut_short: bool = False
+    reached: bool = False
+
+    @property
+    def extra_delay_s(self) -> float:
+        """Additional delay before the next dial of an unreached peer without a public or relayed address."""
+        failed = self.dials >= PRIVATE_DIALS and not self.reached
+        return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
+
+
+def forget_order(idle: Mapping[PeerId, Member]) -> list[PeerId]:
+    """The order in which peers are forgotten when there are too many.
+
+    Peers that others named come first, as names can be made up: always the oldest one of the teller with the most of
+    them. Then come those that we found ourselves, the longest ago first.
+    """
+    newest_first = sorted((p for p in idle if idle[p].teller), key=lambda p: -idle[p].seen_s)
+    told: Counter[PeerId] = Counter()
+    rank: dict[PeerId, int] = {}
+    for peer_id in newest_first:
+        rank[peer_id] = told[idle[peer_id].teller]
+        told[idle[peer_id].teller] += 1
+    named = sorted(newest_first, key=lambda p: (-rank[p], idle[p].seen_s))
+    return named + sorted((p for p in idle if not idle[p].teller), key=lambda p: idle[p].found_s)

@@ -189,8 +189,8 @@ def test_a_record_needs_half_of_those_present_as_contributors_with_a_weight() ->
 
 def test_a_record_of_drawn_peers_may_lack_some_of_them_but_not_most() -> None:
     present = [(f"p{i}", "1") for i in range(20)]
-    by_rank = sorted(present, key=lambda voter: rank("0-x", 5, voter[0]))
-    assert {name for name, _ in by_rank[:8]} == set(drawn("0-x", 5, [name for name, _ in present], 8))
+    by_rank = sorted(present, key=lambda voter: rank(HEAD.state_hash, voter[0]))
+    assert {name for name, _ in by_rank[:8]} == set(drawn(HEAD.state_hash, [name for name, _ in present], 8))
 
     def check(named: list[tuple[str, str]], seen: list[tuple[str, str]], swarm_size: float = 0.0) -> None:
         some = record(contributors=tuple(Contributor(*voter, 1.0, b"") for voter in named))

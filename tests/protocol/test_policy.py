@@ -106,22 +106,24 @@ def test_of_too_many_members_a_sample_contributes_another_in_each_round() -> Non
     joins = {f"p{i:03}": join_of(f"p{i:03}") for i in range(200)}
     counts: Counter[str] = Counter()
     for round_ in range(50):
-        members = policy.members_of("0-g", round_, joins, "state", 64)
+        state = f"state {round_}"
+        joins = {name: msgspec.structs.replace(join, state_hash=state) for name, join in joins.items()}
+        members = policy.members_of(joins, state, 64)
         assert len(members) == 64
         assert members == sorted(members)
-        assert members == policy.members_of("0-g", round_, dict(reversed(joins.items())), "state", 64)
+        assert members == policy.members_of(dict(reversed(joins.items())), state, 64)
         counts.update(members)
     assert set(counts) == set(joins)
     assert max(counts.values()) < 32  # 16 on the mean
     few = dict(list(joins.items())[:64])
-    assert policy.members_of("0-g", 1, few, "state", 64) == sorted(few)
+    assert policy.members_of(few, state, 64) == sorted(few)
 
 
 def test_who_has_no_snapshot_or_stands_elsewhere_does_not_contribute() -> None:
     joins = {"a": join_of("a"), "b": join_of("b", has_snapshot=False), "c": join_of("c", state_hash="other")}
     assert policy.agreed_state(joins, "other") == "state"
     assert policy.agreed_state({"b": joins["b"], "c": joins["c"]}, "other") == "other"
-    assert policy.members_of("0-g", 1, joins, "state", 64) == ["a"]
+    assert policy.members_of(joins, "state", 64) == ["a"]
 
 
 def test_an_incredible_rate_is_one_of_the_best_and_not_the_best_by_far() -> None:

@@ -241,7 +241,7 @@ class RoundDriver:
         size, most = self.context.swarm_size(), self.context.run.max_contributors
         if size <= most:
             return True
-        return may_be_drawn(rank(self.head.lineage, self.head.round + 1, peer_id), most, size, margin)
+        return may_be_drawn(rank(self.head.state_hash, peer_id), most, size, margin)
 
     # Messages and links.
 

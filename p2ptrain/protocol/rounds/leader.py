@@ -105,7 +105,7 @@ class AveragingLeader:
         for peer_id, join in joins.items():
             if join.state_hash != agreed:
                 logger.warning("%s has state %s, the others %s", peer_id, join.state_hash[:12], agreed[:12])
-        members = policy.members_of(head.lineage, head.round + 1, joins, agreed, self._context.run.max_contributors)
+        members = policy.members_of(joins, agreed, self._context.run.max_contributors)
         if not members:
             raise RoundFailedError("no member has a snapshot")
         if agreed != own_state:

@@ -43,12 +43,10 @@ def agreed_state(joins: Mapping[PeerId, Join], own: str) -> str:
     return max(set(states), key=lambda state: (states.count(state), state == own))
 
 
-def members_of(
-    lineage: str, round_: int, joins: Mapping[PeerId, Join], state_hash: str, most: int
-) -> list[PeerId]:  # fmt: skip
+def members_of(joins: Mapping[PeerId, Join], state_hash: str, most: int) -> list[PeerId]:
     """Members with a snapshot on the agreed state, sorted; those drawn for this round if there are more than `most`."""
     able = [p for p, join in joins.items() if join.has_snapshot and join.state_hash == state_hash]
-    return drawn(lineage, round_, able, most)
+    return drawn(state_hash, able, most)
 
 
 def _can_reduce(peer: PeerId, joins: Mapping[PeerId, Join]) -> bool:

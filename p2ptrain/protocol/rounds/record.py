@@ -150,8 +150,8 @@ def joins_rounds(run: RunConfig, own_step: int) -> bool:
 
 def expected(record: Record, present: Collection[Voter], most: int, swarm_size: float) -> set[Voter]:
     """The voters that a record should name: of those present, at most `most`, drawn as its leader draws them."""
-    ranks = {voter: rank(record.lineage, record.round, voter[0]) for voter in present}
-    last = max((rank(record.lineage, record.round, c.peer_id) for c in record.contributors), default=0)
+    ranks = {voter: rank(record.parent_hash, voter[0]) for voter in present}
+    last = max((rank(record.parent_hash, c.peer_id) for c in record.contributors), default=0)
     is_full = len(record.contributors) >= most
     likely = [
         voter

@@ -165,7 +165,7 @@ class Schedule:
         self._called_s = now
         context = self._context
         present = (*context.host.trainers(), context.peer_id)
-        called = set(drawn(head.lineage, head.round + 1, present, context.run.max_contributors))
+        called = set(drawn(head.state_hash, present, context.run.max_contributors))
         called |= {voter for voter, _ in head.voters}.intersection(present)
         return Lead(
             tuple(called | {context.peer_id}),

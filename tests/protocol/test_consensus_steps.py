@@ -203,6 +203,11 @@ def test_a_record_of_drawn_peers_may_lack_some_of_them_but_not_most() -> None:
     for others in (by_rank[:3], by_rank[12:], by_rank[:3] + by_rank[15:]):
         with pytest.raises(RoundFailedError, match="of the 8 peers that we see"):
             check(others, present)
+    # Neither a size that is far too large nor made-up contributors of low rank make others be expected less.
+    made_up = drawn(HEAD.state_hash, [f"x{i}" for i in range(1000)], 8)
+    for size, others in ((1e9, by_rank[19:]), (20.0, [(name, "1") for name in made_up])):
+        with pytest.raises(RoundFailedError, match="a record that names 0 of the 2 peers that we see"):
+            check(others, present, size)
 
 
 # --- acceptor --------------------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ MOST_INTERVAL = 16
 MOST_INTERVALS = 1000
 # A member is not READY for a record more than so many times H ahead of its training. Members are few intervals apart.
 MOST_AHEAD = 4
+# A record should name those of lowest rank that we see, this share of the most that it can name, whatever the swarm's
+# size is. Those that are drawn are linked with each other, so leaders call most of them (guess).
+FEWEST_EXPECTED = 0.25
 # A weight is at most so many times the median of the positive ones, as tokens count at most twice the median's; with
 # room for rounding.
 MOST_WEIGHT = 2.001
@@ -149,16 +152,17 @@ def joins_rounds(run: RunConfig, own_step: int) -> bool:
 
 
 def expected(record: Record, present: Collection[Voter], most: int, swarm_size: float) -> set[Voter]:
-    """The voters that a record should name: of those present, at most `most`, drawn as its leader draws them."""
+    """The voters that a record should name: of those present, at most `most`, drawn as its leader draws them.
+
+    Some are expected whatever the size, which is an estimate, and the contributors, which may be made up.
+    """
     ranks = {voter: rank(record.parent_hash, voter[0]) for voter in present}
     last = max((rank(record.parent_hash, c.peer_id) for c in record.contributors), default=0)
     is_full = len(record.contributors) >= most
-    likely = [
-        voter
-        for voter in ranks
-        if may_be_drawn(ranks[voter], most, swarm_size) and (ranks[voter] <= last or not is_full)
-    ]
-    return set(sorted(likely, key=lambda voter: ranks[voter])[:most])
+    likely = sum(may_be_drawn(own, most, swarm_size) and (own <= last or not is_full) for own in ranks.values())
+    return set(
+        sorted(ranks, key=lambda voter: ranks[voter])[: min(most, max(likely, math.ceil(FEWEST_EXPECTED * most)))]
+    )
 
 
 def check_company(record: Record, present: Collection[Voter]) -> None:

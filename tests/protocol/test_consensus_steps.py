@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -465,6 +466,35 @@ def test_a_leader_goes_from_call_to_commit() -> None:
     of_both = commit(of, FIRST, "a", "c")
     assert run.hears("a", ready(FIRST, of)) == [Broadcast(of_both), Learned(of_both)]
     assert run.hears("b", ready(FIRST, of)) == []
+
+
+def test_a_leader_becomes_ready_last() -> None:
+    """If others refuse its record, it is free to promise and to propose another one."""
+    of = record()
+    run = proposing(of)
+    run.hears("a", call(FIRST))
+    run(Prepared(FIRST, join(FIRST)))
+    assert run.hears("a", Propose(FIRST, of)) == [Fetch(FIRST, of)]
+    assert run(Held(FIRST, of.sha256)) == []
+    refused = deepcopy(run)
+    assert run.hears("b", ready(FIRST, of)) == [Send("a", ready(FIRST, of))]
+    assert run.hears("a", ready(FIRST, of))[-1] == Learned(commit(of))
+    for name in "bc":
+        refused.hears(name, Withdraw("0-x", 5, FIRST, "a record that names 1 of the 3 peers that we see"))
+    assert refused.state.proposer is None
+    refused.hears("b", call(SECOND))
+    assert refused(Prepared(SECOND, join(SECOND))) == [Send("b", join(SECOND))]
+    # Neither when it is the only voter, nor without a vote, does it wait for others.
+    for voters in ((("a", "1"),), (("b", "1"), ("c", "1"))):
+        run = Run(State("a", "1", msgspec.structs.replace(HEAD, voters=voters), LIMITS))
+        run(Lead(("a", "b", "c"), 1.0, 0.5, 30.0))
+        run.hears("a", call(FIRST))
+        run(Prepared(FIRST, join(FIRST)))
+        for name in "abc":
+            run.hears(name, join(FIRST))
+        run(Averaged(FIRST, of))
+        run.hears("a", Propose(FIRST, of))
+        assert run(Held(FIRST, of.sha256)) == [Send("a", ready(FIRST, of))]
 
 
 def test_the_window_closes_over_those_who_have_joined() -> None:

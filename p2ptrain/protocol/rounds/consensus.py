@@ -212,9 +212,26 @@ def _accept(state: State, attempt: m.Attempt, sha256: str) -> Result:
         return state, ()
     if state.acceptor.attempt == attempt:
         return state, ()
+    state = replace(state, member=replace(member, held=True))
+    proposer = _proposer_of(state, attempt)
+    return (state, ()) if proposer is not None and _waits(state, proposer) else _become_ready(state, member)
+
+
+def _waits(state: State, proposer: Proposer) -> bool:
+    """Whether our own READY as leader must wait, because it does not complete a quorum yet.
+
+    A leader has chosen the contributors itself, so it does not refuse a record that the others refuse. If it were READY
+    with one alone, each later leader that needs its promise would have to propose that record, in vain.
+    """
+    own, voters = (state.peer, state.incarnation), state.head.voters
+    return own in voters and not is_quorum({own, *dict(proposer.ready)}, voters)
+
+
+def _become_ready(state: State, member: Member) -> Result:
     # A higher promise would have ended this attempt for us.
-    state = replace(state, acceptor=Acceptor(attempt, attempt, member.proposal))
-    return state, (_ready(state, attempt, member.proposal),)
+    assert member.proposal is not None
+    state = replace(state, acceptor=Acceptor(member.attempt, member.attempt, member.proposal))
+    return state, (_ready(state, member.attempt, member.proposal),)
 
 
 def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
@@ -224,7 +241,7 @@ def _ready(state: State, attempt: m.Attempt, record: m.Record) -> ev.Send:
 
 def _withdraw(state: State, member: Member, reason: str) -> Result:
     attempt = member.attempt
-    if member.proposal is not None and state.acceptor.attempt != attempt:
+    if member.proposal is not None and not member.held:
         state = _note_unheld(state, attempt, member.proposal.sha256)
     state, effects = _end_member(state, member, reason)
     withdraw = m.Withdraw(state.head.lineage, state.round, attempt, reason)
@@ -314,7 +331,9 @@ def _on_ready(state: State, proposer: Proposer, sender: PeerId, message: m.Ready
     ready = {**dict(proposer.ready), voter: message.signature}
     proposer = replace(proposer, ready=tuple(sorted(ready.items())))
     if not is_quorum(ready.keys(), voters):
-        return replace(state, proposer=proposer), ()
+        state, own = replace(state, proposer=proposer), _member_of(state, proposer.attempt)
+        completes = own is not None and own.held and state.acceptor.attempt != own.attempt
+        return _become_ready(state, own) if own and completes and not _waits(state, proposer) else (state, ())
     votes = tuple(m.Vote(peer, incarnation, signature) for (peer, incarnation), signature in proposer.ready)
     commit = m.Commit(record, proposer.attempt, votes)
     state, effects = _learn(replace(state, proposer=None), commit)

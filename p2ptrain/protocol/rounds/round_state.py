@@ -43,13 +43,14 @@ class Acceptor:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Our participation in the attempt that we promised last."""
+    """Our participation in the attempt that we promised last. `held`: all parts of the proposal are here, verified."""
 
     attempt: Attempt
     deadline_s: float
     joined: bool = False
     planned: bool = False
     proposal: Record | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.known import MAX_RETRY_S
 from p2ptrain.protocol.membership.membership import (
     EVERYBODY,
+    FIRST_DIAL_S,
     MAX_DIALLED,
     MAX_KNOWN,
     MAX_KNOWN_JOINING,
@@ -746,6 +747,28 @@ def test_made_up_records_make_no_swarm_large() -> None:
                 peer.membership.settle()
                 assert len(peer.linked) == 3
                 assert not peer.membership.is_large
+
+    run_virtual(main)
+
+
+def test_made_up_records_whose_dials_are_cut_short_count_half() -> None:
+    async def main() -> None:
+        async with town() as t:
+            for i in range(100):
+                record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
+                key = member_key("test", bucket_of(f"made-up-{i}"))
+                await t.network.directory(f"made-up-{i}").announce(key, record, 1000.0)
+            member = await t.start("a")
+            connect = member.links.connect
+
+            async def connect_or_hang(peer_id: str, maddrs: list[str]) -> Link:
+                return await connect(peer_id, maddrs) if peer_id == "b" else await trio.sleep_forever()
+
+            member.links.connect = connect_or_hang  # type: ignore[method-assign]
+            await t.start("b")
+            await trio.sleep(FIRST_DIAL_S + 1)
+            assert "b" in member.linked
+            assert 40 < member.membership.size.estimate < 65
 
     run_virtual(main)
 

@@ -27,7 +27,7 @@ class SwarmSize:
         self._keys = keys
         self._counts: dict[int, int] = {}
         self._agreed = 0  # lookups since the size has changed, or since we have joined
-        self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
+        self._reached: deque[float] = deque(maxlen=DIALS_REMEMBERED)
 
     def note_count(self, key: int, count: int) -> None:
         """A key has so many records. If the swarm's size has changed, forget what the other keys had."""
@@ -39,8 +39,8 @@ class SwarmSize:
         self._agreed += 1
         self._update()
 
-    def note_dial(self, *, reached: bool) -> None:
-        """A dial has ended."""
+    def note_dial(self, *, reached: float) -> None:
+        """A dial has ended: 1 if it reached somebody, 0 if not, between them if it was cut short."""
         self._reached.append(reached)
         self._update()
 

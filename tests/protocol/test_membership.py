@@ -29,6 +29,7 @@ from p2ptrain.protocol.membership.membership import (
     MAX_KNOWN_JOINING,
     MAX_MADDR_LENGTH,
     MAX_MADDRS,
+    NAMED_AT_ONCE,
     Membership,
     RoundPeers,
 )
@@ -703,6 +704,63 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
                     assert 6 <= len(peer.linked) <= 9
                     # They tell others who takes part.
                     assert {named for named, _ in peer.membership.sample(2)} <= of_round
+
+    run_virtual(main)
+
+
+@pytest.mark.usefixtures("large_from_12")
+@pytest.mark.parametrize("lineage", ["", "0-g"], ids=["they name no lineage", "they name one"])
+def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(lineage: str) -> None:
+    async def main() -> None:
+        async with town() as t:
+            chosen = [await t.start(f"p{i:02d}") for i in range(24)]
+            for other in chosen:
+                other.lineage = "0-g"
+                other.membership.stop()
+            a = await t.start("a")
+            await trio.sleep(5)
+            a.membership.rounds = RoundPeers(nobody, nobody)
+            a.membership.settle()
+            for i in range(15):
+                stranger = await t.start(f"x{i:02d}")
+                stranger.lineage = lineage
+                stranger.membership.stop()
+                await stranger.links.connect("a", [])
+            if not lineage:
+                for peer_id in sorted(a.linked):
+                    if peer_id.startswith("p"):
+                        a.links.live[peer_id].close("broken")
+            await trio.sleep(20 if lineage else 50)
+            assert sum(peer_id.startswith("p") for peer_id in a.linked) >= 6
+
+    run_virtual(main)
+
+
+@pytest.mark.usefixtures("large_from_12")
+def test_named_peers_of_a_round_do_not_keep_a_peer_from_dialling_those_that_it_found() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, dialled = await lone_member(t)
+            fail = member.links.connect
+
+            async def hang(peer_id: str, maddrs: list[str]) -> Link:
+                with pytest.raises(PeerLostError):
+                    await fail(peer_id, maddrs)
+                return await trio.sleep_forever()
+
+            member.links.connect = hang  # type: ignore[method-assign]
+            membership = member.membership
+            membership.size.estimate = 100.0
+            membership.settle()
+            for i in range(40):
+                membership.hint(f"named-{i}", ("/memory/x",), teller="liar")
+            await trio.sleep(1.5)
+            assert len(dialled) == NAMED_AT_ONCE
+            for i in range(5):
+                membership.hint(f"found-{i}", ("/memory/x",))
+            await trio.sleep(1.1)
+            found = {peer_id for _, peer_id in dialled if peer_id.startswith("found")}
+            assert found == {f"found-{i}" for i in range(5)}
 
     run_virtual(main)
 

@@ -26,6 +26,7 @@ class Member:
         retry_s: grows with every failed dial.
         dials: dials that ended.
         cut_short: whether the first dial ended early, as too many peers waited for theirs.
+        is_ours: whether it was we who opened its last link.
     """
 
     maddrs: tuple[str, ...]
@@ -38,6 +39,7 @@ class Member:
     dials: int = 0
     cut_short: bool = False
     reached: bool = False
+    is_ours: bool = False
 
     @property
     def extra_delay_s(self) -> float:

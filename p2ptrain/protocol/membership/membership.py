@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -61,6 +61,8 @@ MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
 # Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
 DIALLED_AT_ONCE = 16
+# Of these, peers of a round that others named: names can be made up, and chosen so that they are drawn.
+NAMED_AT_ONCE = 4
 # While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
 FIRST_DIAL_S = 3.0
 
@@ -145,9 +147,11 @@ class Membership:
         return not self._joining and self.size.estimate > MAX_DIALLED
 
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
-        """A peer has linked to us."""
+        """A peer is linked with us."""
         self._ignored_until_s.pop(peer_id, None)
         self.hint(peer_id, maddrs, role)
+        if peer_id in self.known:
+            self.known[peer_id].is_ours = peer_id in self._dialling
         if is_public(maddrs) and not self._told_private:
             self._tell_if_private(peer_id)
 
@@ -332,8 +336,10 @@ class Membership:
             due.sort(key=lambda p: (p not in self._chosen, self.known[p].dials, self.known[p].cut_short))
         linked = self._linked()
         if is_large:
+            # Not those that came and name no lineage. Links to them never end, and they need not be joiners.
+            linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_donor([peer_id])]
             neighbours = sum(not of_round(peer_id) for peer_id in linked)
-            wanted = [peer_id for peer_id in due if of_round(peer_id)][: max(0, MAX_ROUND_LINKS - len(linked))]
+            wanted = self._wanted(filter(of_round, due))[: max(0, MAX_ROUND_LINKS - len(linked))]
             others = [peer_id for peer_id in due if not of_round(peer_id)]
             self._rng.shuffle(others)
             due = wanted + others[: max(0, NEIGHBOURS - neighbours)]
@@ -347,6 +353,14 @@ class Membership:
             self._dialling.add(peer_id)
             nursery.start_soon(self._dial_one, peer_id, member, FIRST_DIAL_S if hurried else math.inf)
 
+    def _wanted(self, due: Iterable[PeerId]) -> list[PeerId]:
+        """Peers of the round to dial: those that we found ourselves, then few that were only named to us."""
+        found, named = list[PeerId](), list[PeerId]()
+        for peer_id in due:
+            (named if self.known[peer_id].teller else found).append(peer_id)
+        dialling = sum(peer_id in self.known and bool(self.known[peer_id].teller) for peer_id in self._dialling)
+        return found + named[: max(0, NAMED_AT_ONCE - dialling)]
+
     def _has_donor(self, linked: Collection[PeerId]) -> bool:
         """Whether one of these peers says that it has the run's state."""
         beats = (link.beat for peer_id in linked if (link := self._links.get(peer_id)) is not None)
@@ -359,8 +373,9 @@ class Membership:
     def _prune(self) -> None:
         """In a large swarm, end links to neighbours that are too many.
 
-        Not one that is in use, nor one to a joiner, nor one to a peer that may need us for the round by its own
-        estimate of the swarm's size: it would link again at once.
+        Not those that we opened ourselves, as far as we need them: whoever links to us would displace them in time, and
+        be all that we see. Not one that is in use, nor one to a joiner, nor one to a peer that may need us for the
+        round by its own estimate of the swarm's size: it would link again at once.
         """
         if not self.is_large or self.rounds.in_round():
             return
@@ -371,7 +386,9 @@ class Membership:
             for peer_id, link in links.items()
             if link.beat is not None and link.beat.lineage and not (we_may and self.rounds.may_be_candidate(peer_id))
         ]
-        idle = [peer_id for peer_id in neighbours if not links[peer_id].is_in_use]
+        ours = [peer_id for peer_id in neighbours if self.known[peer_id].is_ours]
+        kept = sorted(ours, key=lambda peer_id: not links[peer_id].is_in_use)[:NEIGHBOURS]
+        idle = [peer_id for peer_id in neighbours if peer_id not in kept and not links[peer_id].is_in_use]
         for peer_id in self._rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS))):
             links[peer_id].close("it has links enough")
 

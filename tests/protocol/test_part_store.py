@@ -17,6 +17,7 @@ from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.part_store import (
     PARTS_AT_ONCE,
     PIECE_BYTES,
+    PIECE_TIMEOUT_S,
     WANTED_RECORDS,
     MeanPush,
     PartStore,
@@ -141,6 +142,17 @@ def test_a_late_peer_asks_each_partner_that_has_the_parts_for_some_of_them() -> 
         await parts.fetch(record_of(*blobs), ["z", "a", "b", "c"], ["a", "b", "c"])
         assert len(parts._parts) == 7
         assert [len(holder.asked) for holder in having.values()] == [3, 2, 2]
+        # A giver that does not answer is waited for once, not for each part.
+        having["a"].silent = True
+        having["a"].asked.clear()
+        more = [blob(number) for number in range(7, 67)]
+        for holder in having.values():
+            holder.blobs.update(Holder(*more).blobs)
+        began = trio.current_time()
+        await parts.fetch(record_of(*more), ["z", "a", "b", "c"], ["a", "b", "c"])
+        assert trio.current_time() - began < 1.5 * PIECE_TIMEOUT_S
+        assert len(having["a"].asked) == PARTS_AT_ONCE
+        assert len(parts._parts) == 67
 
     run_virtual(main)
 

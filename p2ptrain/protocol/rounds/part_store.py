@@ -278,14 +278,14 @@ class PartStore:
         """
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
-        at_once = trio.CapacityLimiter(PARTS_AT_ONCE)
+        at_once, failed = trio.CapacityLimiter(PARTS_AT_ONCE), set[PeerId]()
         async with nursery_raising(PeerLostError) as nursery:
             for i, part in enumerate(record.parts):
                 if part.sha256 not in self._parts:
                     size = self._averaging.size_bytes(record, part)
                     first = i % len(having) if having else 0
                     holders = [part.holder, *having[first:], *having[:first], *others]
-                    nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, at_once)
+                    nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, failed, at_once)
 
     def holders_missed(self, record: Record) -> set[PeerId]:
         """The holders of those parts of a record that we do not have."""
@@ -293,20 +293,26 @@ class PartStore:
 
     async def _fetch_part(
         self, part: Part, size: int, contributors: Sequence[Contributor], holders: Sequence[PeerId],
-        at_once: trio.CapacityLimiter,
+        failed: set[PeerId], at_once: trio.CapacityLimiter,
     ) -> None:  # fmt: skip
+        """`failed`: givers that did not answer or gave wrong bytes, which are asked for no other part of the record."""
         async with at_once:
             for holder in dict.fromkeys(holders):
                 link = self._links.get(holder)
-                if link is None:
+                if link is None or holder in failed:
                     continue
                 data = await self._take_pushed(part, size, contributors) if holder == part.holder else None
                 if data is None:
                     try:
                         data = await self._fetch_from(link, part, size)
                     except (PeerLostError, WireError):
+                        failed.add(holder)
+                        continue
+                    if data is None:
                         continue
                     if not await self._is_part(part, data, contributors):
+                        # No strike: a made-up record may name another part's hash.
+                        failed.add(holder)
                         continue
                 self._parts[part.sha256] = data
                 self._givers[part.sha256] = holder
@@ -344,13 +350,16 @@ class PartStore:
                 await self._piece_arrived.wait()
         return None
 
-    async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray:
-        data = bytearray()
+    async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray | None:
+        """A part as one peer gives it; None if it does not have it. Raises PeerLostError or WireError."""
+        data, is_missing = bytearray(), False
 
         async def fetch_piece(index: int) -> None:
+            nonlocal is_missing
             answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
             start = index * PIECE_BYTES
             if not answer.found:
+                is_missing = True
                 raise PeerLostError(f"{link.peer_id} does not have the part")
             if len(piece) != min(PIECE_BYTES, size - start):
                 raise WireError(f"piece {index} has {len(piece)} bytes")
@@ -358,5 +367,10 @@ class PartStore:
                 data.extend(bytes(size))  # only now: who has none of it costs no memory
             data[start : start + len(piece)] = piece
 
-        await fetch_pipelined(-(-size // PIECE_BYTES), fetch_piece)
+        try:
+            await fetch_pipelined(-(-size // PIECE_BYTES), fetch_piece)
+        except PeerLostError:
+            if is_missing:
+                return None
+            raise
         return data

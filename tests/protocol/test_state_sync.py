@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -714,6 +715,39 @@ def test_a_late_joiner_stands_with_the_others_one_round_later() -> None:
             assert drift < 0.02 < d.flat().square().mean().sqrt()
             await s.until(lambda: same_round(s, joined), within_s=10)
             assert d.rounds("committed")[0]["round"] <= event["round"] + 2
+
+    run_virtual(main)
+
+
+def test_false_claims_to_be_ahead_are_followed_less_and_less_and_delay_no_other_partner() -> None:
+    async def main() -> None:
+        async with swarm(RUN, latency_s=0.01) as s:
+            await trained(s)
+            node, asked = s.peers["a"].node, list[tuple[str, float]]()
+
+            async def follow(link: Link) -> bool:
+                asked.append((link.peer_id, trio.current_time()))
+                await trio.lowlevel.checkpoint()
+                return True
+
+            node.state_sync._follow_record = follow  # type: ignore[method-assign]
+
+            def claim(name: str) -> None:
+                link = node.links.live[name]
+                assert link.beat is not None
+                node.state_sync.on_beat(link, msgspec.structs.replace(link.beat, round=10**6))
+
+            for _ in range(300):
+                await trio.sleep(0.1)
+                claim("b")
+            times = [at_s for name, at_s in asked if name == "b"]
+            gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+            assert 3 <= len(times) <= 6
+            assert gaps == sorted(gaps)
+            claim("b")
+            claim("c")
+            await trio.sleep(0.5)
+            assert asked[-1][0] == "c"
 
     run_virtual(main)
 

@@ -68,16 +68,17 @@ class Timeouts:
 
 
 class PeerBackoff:
-    """Peers that failed as leader or reducer, and until when they are passed over, twice as long each time."""
+    """Peers that failed, as leader for example, and until when they are passed over, twice as long each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_s: float = MAX_SILENT_S) -> None:
+        self._most_s = most_s
         self._until: dict[PeerId, tuple[float, float]] = {}
 
     def note(self, peer_id: PeerId, now: float, least_s: float) -> None:
         """Pass a peer over for `least_s`, or twice as long as the last time."""
         until_s, lasts_s = self._until.get(peer_id, (0.0, 0.0))
         if now >= until_s:
-            lasts_s = min(max(least_s, 2 * lasts_s), MAX_SILENT_S)
+            lasts_s = min(max(least_s, 2 * lasts_s), self._most_s)
             self._until[peer_id] = now + lasts_s, lasts_s
 
     def forget(self, peer_id: PeerId) -> None:
@@ -85,5 +86,5 @@ class PeerBackoff:
         self._until.pop(peer_id, None)
 
     def backed_off(self, now: float) -> set[PeerId]:
-        """Peers whose Calls are ignored and that are not chosen as reducers now."""
+        """Peers that are passed over now."""
         return {peer_id for peer_id, (until_s, _) in self._until.items() if now < until_s}

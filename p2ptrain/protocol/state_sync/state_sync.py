@@ -19,6 +19,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.history import History, merged, shared
+from p2ptrain.protocol.rounds.timeouts import PeerBackoff
 from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
@@ -38,8 +39,9 @@ logger = logging.getLogger(__name__)
 
 # A late Commit arrives within this time; then the record is requested.
 COMMIT_GRACE_S = 0.2
-# Delay between attempts to catch up (guess).
-RETRY_S = 2.0
+# After an attempt to catch up that brought nothing, that partner's heartbeats begin no other for so long, and twice as
+# long each time. Partners make false claims, or ours is the history that goes on (guess).
+RETRY_S, MAX_RETRY_S = 2.0, 60.0
 # A partner of another lineage is asked for its history again after this (guess).
 COMPARE_EVERY_S = 10.0
 
@@ -74,6 +76,7 @@ class StateSync:
         # For each partner, or "" for any: the link, why, and our head at that time.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
+        self._futile = PeerBackoff(MAX_RETRY_S)
 
     @property
     def run_founder(self) -> PeerId:
@@ -96,13 +99,20 @@ class StateSync:
                         await self._replace_state(link, reason)
                 except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
-            # The next heartbeat of a partner that is ahead retries. The delay is for partners with false claims.
-            if self._engine.head is head:
-                await trio.sleep(RETRY_S * self._rng.uniform(0.5, 1.5))  # not in step with the rounds
+            # The next heartbeat of a partner that is ahead retries.
+            retry_s = RETRY_S * self._rng.uniform(0.5, 1.5)  # not in step with the rounds
+            if link is not None and self._engine.head is head:
+                self._futile.note(link.peer_id, trio.current_time(), retry_s)
+            elif link is not None:
+                self._futile.forget(link.peer_id)
+            elif self._engine.head is head:
+                await trio.sleep(retry_s)
 
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head, now = self._engine.head, trio.current_time()
+        if link.peer_id in self._futile.backed_off(now):
+            return
         if beat.lineage == head.lineage:
             if beat.round > head.round and not self._engine.committer.resolving:
                 self._begin(link, "the next round cannot be followed by its record")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 
@@ -17,7 +17,8 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.nursery import nursery_raising
-from p2ptrain.protocol.rounds.averaging.strategy import Averaging
+from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blob
+from p2ptrain.protocol.rounds.growing import Growing
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
@@ -37,7 +38,7 @@ WANTED_RECORDS = 2
 KEEP_ALL_S = 30.0
 
 
-def blob_sha256(blob: bytes | bytearray, contributors: Sequence[Contributor], bounds: tuple[int, int]) -> str:
+def blob_sha256(blob: Blob, contributors: Sequence[Contributor], bounds: tuple[int, int]) -> str:
     """The hash that names a part in a record.
 
     Where contributors commit to their chunks it covers them, their weights and the part's blocks too, so that a leader
@@ -75,9 +76,8 @@ class _Pushed:
         is_another: whether it is known to be another mean than the record's.
     """
 
-    most_bytes: int
+    mean: Growing
     sha256: str = ""
-    data: bytearray = field(default_factory=bytearray)
     is_another: bool = False
 
 
@@ -85,25 +85,30 @@ class MeanPush:
     """The mean of a part, sent to all members of its attempt while it grows.
 
     Args:
+        mean: the bytes so far.
         sha256: names the whole mean; empty: that of the expected contributors, which grows until `end` or `give_up`.
 
     Attributes:
-        data: its bytes so far.
         has_ended: whether these are all.
         is_given_up: whether no more of it is sent.
         changed: set, and replaced, when one of these changes.
     """
 
-    def __init__(self, roster: Roster, sha256: str = "", data: bytes | bytearray = b"") -> None:
+    def __init__(self, roster: Roster, mean: Growing, sha256: str = "") -> None:
         self.roster = roster
         self.sha256 = sha256
-        self.data = data if isinstance(data, bytearray) else bytearray(data)
         self.has_ended = bool(sha256)
         self.is_given_up = False
         self.changed = trio.Event()
+        self._mean = mean
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes so far."""
+        return self._mean.data
 
     def extend(self, data: bytes) -> None:
-        self.data += data
+        self._mean.extend(data)
         self._note_change()
 
     def end(self) -> None:
@@ -132,6 +137,7 @@ class PartStore:
         spare_bytes: at most so much is kept of what we reduced in attempts that ended without an outcome.
 
     Attributes:
+        mean_bytes: as given.
         accepted: the record that we are READY with, or None; its parts are kept.
     """
 
@@ -140,7 +146,7 @@ class PartStore:
         mean_bytes: Callable[[int], int], spare_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.accepted: Callable[[], Record | None] = lambda: None
-        self._mean_bytes = mean_bytes
+        self.mean_bytes = mean_bytes
         self._spare_bytes = spare_bytes
         self._attempt: Attempt | None = None
         self._pushed: dict[PeerId, _Pushed] = {}
@@ -151,11 +157,11 @@ class PartStore:
         self._links = links
         self._compute = compute
         self._averaging = averaging
-        self._parts: dict[str, bytes | bytearray] = {}
+        self._parts: dict[str, Blob] = {}
         self._givers: dict[str, PeerId] = {}
         self._committed: Record | None = None
 
-    def add(self, sha256: str, data: bytes | bytearray) -> None:
+    def add(self, sha256: str, data: Blob) -> None:
         """Keep a part that we reduced, whose hash is known to be right."""
         self._parts[sha256] = data
         self._reduced.append(sha256)
@@ -165,7 +171,7 @@ class PartStore:
         self._attempt, self._pushed = roster.attempt, {}
         if self._averaging.reduces:
             for part in roster.parts:
-                self._pushed[part.reducer] = _Pushed(self._mean_bytes(part.stop - part.start))
+                self._pushed[part.reducer] = _Pushed(Growing(self.mean_bytes(part.stop - part.start)))
 
     def push(self, mean: MeanPush) -> None:
         """Send a part that we reduce to all members of its attempt, until it is given up or another attempt begins."""
@@ -185,7 +191,7 @@ class PartStore:
             if len(mean.data) < start + PIECE_BYTES and not mean.has_ended:
                 await mean.changed.wait()
                 continue
-            piece = bytes(memoryview(mean.data)[start : start + PIECE_BYTES])
+            piece = mean.data[start : start + PIECE_BYTES]
             if not piece:
                 return
             message = Mean(roster.lineage, roster.round, roster.attempt, mean.sha256, start)
@@ -205,21 +211,19 @@ class PartStore:
             return
         if message.sha256 and not pushed.sha256 and message.start == 0:
             # Others contribute than were expected: the mean from the beginning.
-            pushed.sha256, pushed.data, pushed.is_another = message.sha256, bytearray(), False
-        if message.start != len(pushed.data) or pushed.sha256 != message.sha256:
+            pushed.mean, pushed.sha256, pushed.is_another = pushed.mean.blank(), message.sha256, False
+        if message.start != pushed.mean.size_bytes or pushed.sha256 != message.sha256:
             del self._pushed[sender]
             self._note_piece()
             return
-        if len(pushed.data) + len(data) > pushed.most_bytes:
-            raise WireError(f"more than {pushed.most_bytes} bytes of a mean")
-        pushed.data += data
+        pushed.mean.extend(data)
         self._note_piece()
 
     def _note_piece(self) -> None:
         self._piece_arrived.set()
         self._piece_arrived = trio.Event()
 
-    def get(self, sha256: str) -> bytes | bytearray:
+    def get(self, sha256: str) -> Blob:
         return self._parts[sha256]
 
     def giver(self, sha256: str) -> PeerId | None:
@@ -264,7 +268,7 @@ class PartStore:
         data = self._parts.get(request.subject, b"")
         piece = memoryview(data)[request.index * PIECE_BYTES : (request.index + 1) * PIECE_BYTES]
         answer = Answer(request.request, len(piece) > 0, "part")
-        await link.send_bulk(answer, bytes(piece), Traffic.ROUND, compress=True)
+        await link.send_bulk(answer, piece, Traffic.ROUND, compress=True)
 
     async def fetch(self, record: Record, others: Sequence[PeerId], having: Sequence[PeerId] = ()) -> None:
         """Fetch all parts of a record, each from its holder or else from another peer. Raises PeerLostError.
@@ -319,31 +323,28 @@ class PartStore:
                 return
         raise PeerLostError(f"no peer has part [{part.start}, {part.stop})")
 
-    async def _is_part(self, part: Part, data: bytes | bytearray, contributors: Sequence[Contributor]) -> bool:
+    async def _is_part(self, part: Part, data: Blob, contributors: Sequence[Contributor]) -> bool:
         return await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256
 
-    async def _take_pushed(self, part: Part, size: int, contributors: Sequence[Contributor]) -> bytearray | None:
+    async def _take_pushed(self, part: Part, size: int, contributors: Sequence[Contributor]) -> Blob | None:
         """The part as its holder pushes it, once its hash is right; None if it is another mean or stops coming."""
         pushed = self._pushed.get(part.holder)
         if pushed is None:
             return None
         had, until_s = -1, 0.0
         while self._pushed.get(part.holder) is pushed and pushed.sha256 in ("", part.sha256):
-            if len(pushed.data) == size and not pushed.is_another:
-                data = pushed.data
-                # A copy, as more bytes may come if it is another mean.
-                if await self._is_part(part, bytes(data), contributors):
-                    # What comes behind it must not change it.
+            if pushed.mean.size_bytes == size and not pushed.is_another:
+                mean, data = pushed.mean, pushed.mean.data
+                if await self._is_part(part, data, contributors):
                     if self._pushed.get(part.holder) is pushed:
                         del self._pushed[part.holder]
-                    del data[size:]
                     return data
-                pushed.is_another = pushed.data is data
+                pushed.is_another = pushed.mean is mean
                 continue
             if pushed.is_another and pushed.sha256:
                 return None
-            if len(pushed.data) != had:
-                had, until_s = len(pushed.data), trio.current_time() + PIECE_TIMEOUT_S
+            if pushed.mean.size_bytes != had:
+                had, until_s = pushed.mean.size_bytes, trio.current_time() + PIECE_TIMEOUT_S
             if trio.current_time() >= until_s or self._links.get(part.holder) is None:
                 return None
             with trio.move_on_after(LOOK_AGAIN_S):

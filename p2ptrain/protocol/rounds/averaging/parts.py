@@ -44,10 +44,11 @@ class Parts:
         return len(left) == len(plan)
 
     def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
-        averaged = bytearray()
-        for start, stop in chunk_bounds(part.start, part.stop):
-            averaged += self.merge([(chunks[c.peer_id].pop(start), c.weight) for c in contributors], stop - start)
-        return [averaged]
+        means = (
+            self.merge([(chunks[c.peer_id].pop(start), c.weight) for c in contributors], stop - start)
+            for start, stop in chunk_bounds(part.start, part.stop)
+        )
+        return [b"".join(means)]
 
     def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
         return mean_codec(self._run, len(encoded)).encode(self._merge(encoded, self._codec, num_blocks))

@@ -26,7 +26,7 @@ from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
 Array = npt.NDArray[np.float32]
-Blob = bytes | bytearray
+Blob = bytes | bytearray | memoryview
 # The bytes of a blob, by its SHA-256.
 Blobs = Callable[[str], Blob]
 # The encoded chunks that a reducer holds: by member, then by first block.

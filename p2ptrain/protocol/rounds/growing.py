@@ -1,0 +1,45 @@
+"""Bytes that come one piece after the other, in memory that is taken once, with the first piece.
+
+A bytearray is moved as it grows, and each move touches new pages. For the means of a round that took a third of the
+network thread's CPU (measured at 25M parameters).
+"""
+
+from __future__ import annotations
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.averaging.strategy import Blob
+
+
+class Growing:
+    """At most `most_bytes` bytes; `size_bytes` of them are here."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.size_bytes = 0
+        self._most_bytes = most_bytes
+        self._memory = memoryview(b"")
+
+    @classmethod
+    def of(cls, data: Blob) -> Growing:
+        """Bytes that are all here."""
+        whole = cls(len(data))
+        whole._memory, whole.size_bytes = memoryview(data), len(data)
+        return whole
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes so far, which do not change."""
+        return self._memory[: self.size_bytes]
+
+    def blank(self) -> Growing:
+        """None of at most as many bytes."""
+        return Growing(self._most_bytes)
+
+    def extend(self, data: Blob) -> None:
+        """Append bytes. Raises WireError if there are more than `most_bytes` then."""
+        start, stop = self.size_bytes, self.size_bytes + len(data)
+        if stop > self._most_bytes:
+            raise WireError(f"more than {self._most_bytes} bytes of a mean")
+        if not self._memory:
+            self._memory = memoryview(bytearray(self._most_bytes))
+        self._memory[start:stop] = data
+        self.size_bytes = stop

@@ -60,7 +60,8 @@ class FrameReader:
             await self._receive()
         if len(self._buffer) < frames.PREFIX_BYTES:
             await self._fill_in_time(frames.PREFIX_BYTES, trio.CancelScope())
-        prefix = frames.decode_prefix(self._take(frames.PREFIX_BYTES))
+        prefix = frames.decode_prefix(bytes(self._buffer[: frames.PREFIX_BYTES]))
+        del self._buffer[: frames.PREFIX_BYTES]
         size = prefix.body_bytes
         if size > self._max_body_bytes:
             raise WireError(f"frame of {size} bytes, at most {self._max_body_bytes} here")
@@ -73,7 +74,9 @@ class FrameReader:
             share.receiving = None
         elif len(self._buffer) < size:
             await self._fill_in_time(size, trio.CancelScope())
-        message, payload = frames.decode_body(prefix, self._take(size))
+        with memoryview(self._buffer)[:size] as body:
+            message, payload = frames.decode_body(prefix, body)
+        del self._buffer[:size]
         return prefix, message, payload
 
     def release(self) -> None:
@@ -111,8 +114,3 @@ class FrameReader:
             raise PeerLostError("it closed the connection")
         self._on_bytes()
         self._buffer += data
-
-    def _take(self, size: int) -> bytes:
-        taken = bytes(memoryview(self._buffer)[:size])
-        del self._buffer[:size]
-        return taken

@@ -89,15 +89,15 @@ def decode_prefix(data: bytes) -> Prefix:
     return Prefix(kind, compressed, bool(flags & _BULK), header_bytes, payload_bytes, raw_bytes, acked)
 
 
-def decode_body(prefix: Prefix, body: bytes) -> tuple[Message, bytes]:
-    """The message and the raw payload of a complete frame. Raises WireError."""
+def decode_body(prefix: Prefix, body: bytes | memoryview) -> tuple[Message, bytes]:
+    """The message and the raw payload of a complete frame, which is only read. Raises WireError."""
     assert len(body) == prefix.body_bytes
     message = unpack(KINDS[prefix.kind], body[: prefix.header_bytes])
     payload = body[prefix.header_bytes :]
-    return message, _decompress(payload, prefix.raw_payload_bytes) if prefix.compressed else payload
+    return message, _decompress(payload, prefix.raw_payload_bytes) if prefix.compressed else bytes(payload)
 
 
-def _decompress(payload: bytes, raw_bytes: int) -> bytes:
+def _decompress(payload: bytes | memoryview, raw_bytes: int) -> bytes:
     # python-zstandard ignores max_output_size when the frame declares its own size, so that is read first.
     try:
         declared = zstandard.get_frame_parameters(payload).content_size

@@ -572,7 +572,7 @@ def pack(value: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def unpack(kind: type[T], data: bytes) -> T:
+def unpack(kind: type[T], data: bytes | memoryview) -> T:
     """Rebuild a message or a part of one from untrusted bytes. Raises WireError."""
     try:
         return msgspec.msgpack.decode(data, type=kind)

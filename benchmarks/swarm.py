@@ -63,11 +63,13 @@ class Phase:
         steps: number of steps; the maximum with `until_round`.
         exchange: whether `peer.step()` is called.
         until_round: stop after the step in which a round landed.
+        until_near: stop when less than 5 % of the interval are left until a round is due.
     """
 
     steps: int
     exchange: bool = True
     until_round: bool = False
+    until_near: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,10 @@ class Swarm:
         )
         return peers if complete else None
 
+    def approach(self) -> None:
+        """Run until a round is nearly due, so that what is measured from here on is the round."""
+        self.run(Phase(self._round_steps, until_near=True))
+
     def warm_up(self) -> None:
         """Run until every peer has merged a fragment. Raises WorkerError after 100 steps."""
         self.drift()
@@ -202,9 +208,11 @@ def _run(phase: Phase, work: Callable[[], None], peer: p2ptrain.Peer) -> list[St
         computed = time.perf_counter()
         report = peer.step() if phase.exchange else None
         ended = time.perf_counter()
-        # Private, because only a benchmark needs to know that a round is due.
+        # Private, because only a benchmark needs to know when a round is due.
         steps.append(Step(ended - started, ended - computed, report, peer._exchange.due))
         if phase.until_round and report is not None and report.round is not None:
+            break
+        if phase.until_near and peer._exchange.of_interval > 0.95:
             break
     return steps
 

@@ -11,6 +11,7 @@ import pytest
 from p2ptrain.errors import RunMismatchError, WireError
 from p2ptrain.protocol.rounds.history import (
     MAX_ENTRIES,
+    MAX_HISTORY_BYTES,
     History,
     check_entries,
     check_genesis,
@@ -25,7 +26,7 @@ from p2ptrain.protocol.rounds.history import (
     was_alone,
 )
 from p2ptrain.protocol.state_sync.provenance import Pins, is_preferred
-from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head
+from p2ptrain.protocol.wire.messages import Attempt, Commit, Entry, Head, Vote, pack
 from tests.protocol.signing import Past, founding_of, genesis_of, prover_of, record_after, signed_by
 
 DIGEST = "d" * 64
@@ -162,6 +163,15 @@ def test_out_of_touch_for_longer_than_histories_are_kept() -> None:
     assert prefers(ours, theirs)
     assert not prefers(theirs, ours)
     assert not prefers(ours, theirs, initial=False)
+
+
+def test_a_history_keeps_a_bounded_number_of_bytes() -> None:
+    past = Past(DIGEST)
+    record = record_after(past.genesis_id, past.lineage, 0, "a")
+    entry = Entry(Commit(record, Attempt(1, "a", "a.1"), (Vote("a", "a.1", bytes(2048)),) * 31), None)
+    size = len(pack(entry))
+    history = History(past.genesis, [entry] * (MAX_HISTORY_BYTES // size + 9))
+    assert len(history.entries) == MAX_HISTORY_BYTES // size
 
 
 def test_a_history_keeps_a_bounded_number_of_entries_and_gives_them_in_pages() -> None:

@@ -20,12 +20,15 @@ from p2ptrain.protocol.rounds.checks import check_size
 from p2ptrain.protocol.rounds.lineage import new_lineage
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.quorum import Voter, voters_of
-from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head
+from p2ptrain.protocol.wire.messages import Commit, Entry, Founding, Head, pack
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Entries kept in memory, so that a part of a swarm that was cut off can come back: for nearly three days with a round
-# every two minutes. They take 7 MB with 4 peers, 30 MB with 31 voters.
+# every two minutes.
 MAX_ENTRIES = 2048
+# Of a history, packed: in memory at most twice as much. A peer that compares it with its own asks for no more. With 4
+# peers these are all 2048 entries, with 31 voters the last 500, with 64 contributors the last 280 (30 kB each).
+MAX_HISTORY_BYTES = 8 * 1024 * 1024
 # Entries that a checkpoint keeps, and that a joiner asks for.
 RECENT_ENTRIES = 256
 
@@ -174,12 +177,17 @@ class History:
 
     def __init__(self, genesis: Founding | None = None, entries: Sequence[Entry] = ()) -> None:
         self.genesis = genesis
-        self.entries = list(entries[-MAX_ENTRIES:])
+        self.entries: list[Entry] = []
+        self._sizes: list[int] = []
+        for entry in entries:
+            self.add(entry)
 
     def add(self, entry: Entry) -> None:
         """Add the entry that our head follows from now."""
         self.entries.append(entry)
-        del self.entries[:-MAX_ENTRIES]
+        self._sizes.append(len(pack(entry)))
+        while len(self.entries) > MAX_ENTRIES or sum(self._sizes) > MAX_HISTORY_BYTES:
+            del self.entries[0], self._sizes[0]
 
     def page(self, before: str, count: int) -> list[Entry]:
         """The last `count` entries before the one of this name, oldest first; of all if the name is empty."""

@@ -17,6 +17,7 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.history import (
     MAX_ENTRIES,
+    MAX_HISTORY_BYTES,
     RECENT_ENTRIES,
     check_entries,
     check_genesis,
@@ -37,8 +38,6 @@ from p2ptrain.protocol.wire.transport import PeerId
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
 # Entries in an answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
 PAGE_ENTRIES = 64
-# Limit of a history that is compared with ours; with 31 voters it has the last 500 rounds.
-MAX_HISTORY_BYTES = 8 * 1024 * 1024
 
 # Named, so that errors tell what was bad.
 HistoryPage = NewType("HistoryPage", Annotated[tuple[Entry, ...], Meta(max_length=PAGE_ENTRIES)])

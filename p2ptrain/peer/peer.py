@@ -194,7 +194,7 @@ class Peer:
     @property
     def alive_maddrs(self) -> list[str]:
         """Addresses of the other live peers, for joining after a restart."""
-        return list(self._runner.node.alive_maddrs)
+        return self._runner.node.alive_maddrs
 
     @property
     def others(self) -> list[PeerStatus]:

@@ -56,6 +56,8 @@ COUNT_AGAIN_S = 1.0
 RECORDS_PER_LOOKUP, MAX_LOOKUP_S = 8.0, 60.0
 # How often links are looked after, in a small swarm and while joining, and in a large one.
 POLL_S, LARGE_POLL_S = 0.2, 1.0
+# How often a large swarm's peers of the next round are listed anew: each new link brings a Beat that names one.
+LIST_EVERY_S = 1.0
 # Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
 MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
@@ -113,7 +115,7 @@ class Membership:
         self.size = SwarmSize(BUCKETS)
         self._next_buckets: list[int] = []
         self._began_s = math.inf
-        self._listed: list[tuple[PeerId, tuple[str, ...]]] = []
+        self._listed: list[PeerId] = []
         self._listed_s = -math.inf
         self._told_private = False
         self._chosen = frozenset(chosen)
@@ -190,7 +192,7 @@ class Membership:
 
     def _make_room(self, count: int, *, is_named: bool = False) -> None:
         """Forget some peers without a link. `is_named`: for one that another peer named."""
-        if is_named and self._joining:
+        if count <= 0 or (is_named and self._joining):
             return
         idle = {peer_id: member for peer_id, member in self.known.items() if self._links.get(peer_id) is None}
         for peer_id in forget_order(idle)[:count]:
@@ -201,7 +203,7 @@ class Membership:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
         self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
         self.size.settle()
-        self._make_room(max(0, len(self.known) - self._most_known))
+        self._make_room(len(self.known) - self._most_known)
 
     def stop(self) -> None:
         """Stop dialling, because this peer leaves."""
@@ -235,13 +237,10 @@ class Membership:
     def sample(self, count: int) -> tuple[tuple[PeerId, tuple[str, ...]], ...]:
         """A few peers, for other peers to learn about: linked ones, or in a large swarm those of the next round."""
         now = trio.current_time()
-        # All heartbeats of a second are made at once.
-        if not self._joining and self._listed_s == now:
-            listed = self._listed
-        else:
-            listed = self._listed = [(peer_id, self.known[peer_id].maddrs) for peer_id in self._nameable()]
-            self._listed_s = now
-        return tuple(self._rng.sample(listed, min(count, len(listed))))
+        if not self.is_large or now >= self._listed_s + LIST_EVERY_S:
+            self._listed, self._listed_s = self._nameable(), now
+        named = self._rng.sample(self._listed, min(count, len(self._listed)))
+        return tuple((peer_id, self.known[peer_id].maddrs) for peer_id in named if peer_id in self.known)
 
     def _nameable(self) -> list[PeerId]:
         linked = sorted(peer for peer in self._linked() if self.known[peer].role == TRAINER)
@@ -302,12 +301,15 @@ class Membership:
     async def _look_up(self, bucket: int, done: set[int]) -> None:
         with self._looking_up.containing("looking up members"):
             found = await self._directory.lookup(member_key(self._run_id, bucket))
-            for peer_id, value in found.items():
-                record = decode_record(value)
-                # One identity has a place under one key only.
-                if record is not None and bucket_of(peer_id) == bucket:
-                    self.hint(peer_id, *record)
-            self.size.note_count(bucket, sum(bucket_of(peer_id) == bucket for peer_id in found))
+            # One identity has a place under one key only.
+            of_key = {peer_id: value for peer_id, value in found.items() if bucket_of(peer_id) == bucket}
+            records = {peer_id: record for peer_id, value in of_key.items() if (record := decode_record(value))}
+            if not self._joining:
+                # For all at once: with one after the other, this is most of what a lookup costs.
+                self._make_room(len(self.known.keys() | records.keys()) - self._most_known)
+            for peer_id, record in records.items():
+                self.hint(peer_id, *record)
+            self.size.note_count(bucket, len(of_key))
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
@@ -316,20 +318,22 @@ class Membership:
         In the order of ids, or of their arrival, made-up records could come before all others.
         """
         now, is_large = trio.current_time(), self.is_large
-        of_round = self._of_round() if is_large else self.rounds.is_candidate
+        of_round = set(filter(self._of_round(), self.known)) if is_large else set()
         due: list[PeerId] = []
         for peer_id, member in list(self.known.items()):
             if self._links.get(peer_id) is not None:
                 member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
                 member.teller, member.found_s = "", now
                 if is_large:
-                    member.next_dial_s += ROUND_PEER_RETRY_S if of_round(peer_id) else NEIGHBOUR_RETRY_S
+                    member.next_dial_s += ROUND_PEER_RETRY_S if peer_id in of_round else NEIGHBOUR_RETRY_S
             elif now - member.seen_s > 2 * RECORD_TTL_S:
                 del self.known[peer_id]
-            elif not worth_dialling(self._maddrs(), member.maddrs):
-                member.dials = max(1, member.dials)
-            elif now >= member.next_dial_s + member.extra_delay_s and peer_id not in self._dialling:
+            elif now < member.next_dial_s + member.extra_delay_s or peer_id in self._dialling:
+                continue
+            elif worth_dialling(self._maddrs(), member.maddrs):
                 due.append(peer_id)
+            else:
+                member.dials = max(1, member.dials)
         many_due = len(due) > DIALLED_AT_ONCE
         if many_due:
             self._rng.shuffle(due)
@@ -338,9 +342,9 @@ class Membership:
         if is_large:
             # Not those that came and name no lineage. Links to them never end, and they need not be joiners.
             linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_donor([peer_id])]
-            neighbours = sum(not of_round(peer_id) for peer_id in linked)
-            wanted = self._wanted(filter(of_round, due))[: max(0, MAX_ROUND_LINKS - len(linked))]
-            others = [peer_id for peer_id in due if not of_round(peer_id)]
+            neighbours = sum(peer_id not in of_round for peer_id in linked)
+            wanted = self._wanted(filter(of_round.__contains__, due))[: max(0, MAX_ROUND_LINKS - len(linked))]
+            others = [peer_id for peer_id in due if peer_id not in of_round]
             self._rng.shuffle(others)
             due = wanted + others[: max(0, NEIGHBOURS - neighbours)]
         most_links = MAX_ROUND_LINKS + NEIGHBOURS if is_large else self._most_links

@@ -99,7 +99,6 @@ class Node:
         self.compute = compute
         self.ready = trio.Event()
         self.alive: tuple[PeerId, ...] = ()
-        self.alive_maddrs: tuple[str, ...] = ()
         self.met_others = False
         self._transport = transport
         self._exchange = exchange
@@ -191,6 +190,11 @@ class Node:
     def others(self) -> list[PeerStatus]:
         """The other live peers of the run, by their last heartbeats. For any thread."""
         return describe(self.links.trainers())
+
+    @property
+    def alive_maddrs(self) -> list[str]:
+        """The addresses of the other live peers. For any thread."""
+        return [maddr for link in self.links.trainers() for maddr in link.hello.maddrs]
 
     def trainers(self) -> Sequence[PeerId]:
         """Live peers of our lineage that hold its state."""
@@ -294,9 +298,7 @@ class Node:
                 self.engine.deliver(link.peer_id, message)
 
     def _record_peers(self) -> None:
-        links = sorted(self.links.trainers(), key=lambda link: link.peer_id)
-        self.alive = tuple(link.peer_id for link in links)
-        self.alive_maddrs = tuple(maddr for link in links for maddr in link.hello.maddrs)
+        self.alive = tuple(sorted(link.peer_id for link in self.links.trainers()))
         self._events("peers", alive=list(self.alive))
 
     async def _record_fragments(self) -> None:

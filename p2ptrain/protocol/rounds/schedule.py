@@ -116,6 +116,8 @@ class Schedule:
         another lineage, which follow.
         """
         exchange, host = self._context.exchange, self._context.host
+        if not exchange.round_due:
+            return False
         if self._context.run.is_pairwise and not host.trainers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S
@@ -147,9 +149,11 @@ class Schedule:
 
     def is_ours_to_lead(self, head: Head, now: float) -> bool:
         """Whether we lead the next attempt."""
+        due = self._due.get(head.round + 1, set())
+        if not due:
+            return False  # asked every second, and the rest takes long with many links
         liveness, ignored = self._context.liveness, self.leaders.backed_off(now)
         present = {voter for voter in liveness.present() if voter[0] not in ignored}
-        due = self._due.get(head.round + 1, set())
         # With pairwise steps its only voter, who founded the run, may be far ahead of most.
         few = self._context.run.is_pairwise and 2 * len(due) < len(present)
         if few and now - self._due_from_s < MEMBERS_PATIENCE_S:

@@ -28,7 +28,7 @@ from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Changes, StepReport
 from p2ptrain.protocol.membership.peer_status import PeerStatus
-from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.node.node import STAY_S, Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
 from p2ptrain.protocol.state_sync.joining import Restored
@@ -319,11 +319,18 @@ class Peer:
         self._on_leave = action
 
     def leave(self, reason: str = "done") -> None:
-        """Tell the other peers, end the network side, close the records: below 10 s. May be called twice."""
+        """Tell the other peers, end the network side, close the records: below 10 s. May be called twice.
+
+        After the run's last round, first wait up to 10 s for linked peers that have not landed it: they may need us.
+        """
         if self._left:
             return
         self._left = True
         if self._scope is not None:
+            until_s = time.monotonic() + STAY_S
+            while self.finished and self._runner.node.is_awaited and time.monotonic() < until_s:
+                if self._ended.wait(POLL_S):
+                    break
             self._thread.post(lambda: self._runner.node.leave(reason))
             self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0)
             self._thread.post(self._scope.cancel)

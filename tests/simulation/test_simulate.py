@@ -135,6 +135,15 @@ def test_a_narrow_link_makes_rounds_longer_for_as_long_as_it_is() -> None:
     assert contributors(records)[-1] == {"peer-0", "peer-1", "peer-2"}
 
 
+def test_who_has_finished_stays_for_a_peer_that_fetches_the_last_round() -> None:
+    """Two of three peers contribute to it, and the link of the third is slow."""
+    settings = {"steps": 4, "sync_every": 4, "fragment_fraction": 0.0, "seed": 1, "max_contributors": 2}
+    records = run(**settings, schedule=["0:narrow:2:0.2"])
+    last = dict(records.of("round"))
+    assert [event["late"] for event in last.values()] == [False, False, True]
+    assert len({event["anchor_hash"] for event in last.values()}) == 1
+
+
 def test_a_slow_peer_does_fewer_steps_and_nobody_waits_for_it() -> None:
     records = run(steps=120, sync_every=20, speeds=[1.0, 1.0, 0.5])
     steps = Counter(peer for peer, _ in records.of("step"))

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 FRAGMENTS_EVENT_S = 2.0
 # Other members that one Beat names; with many links, as many Beats are sent, one of these is enough.
 BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
+# A peer that has landed the run's last round stays for linked peers that have not, but no longer than this (guess).
+# Those that the leader did not call learn of the round from a neighbour, and take its parts from there.
+STAY_S = 10.0
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
@@ -205,6 +208,13 @@ class Node:
             if link.beat is not None and link.beat.lineage == lineage != ""
         ]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a linked peer of our lineage has not landed our last round yet. For any thread."""
+        head = self.engine.head
+        beats = (link.beat for link in self.links.trainers())
+        return any(beat is not None and beat.lineage == head.lineage and beat.round < head.round for beat in beats)
+
     def joiners(self) -> Sequence[PeerId]:
         """Live peers that are downloading our state: linked, or served some of it, recently."""
         since_s = trio.current_time() - JOINER_PROGRESS_S
@@ -215,6 +225,8 @@ class Node:
         ]
 
     def round_ended(self, report: RoundReport) -> None:
+        if self._exchange.finished:
+            self.links.announce()  # to those that stay for us, or are behind us
         fields = dataclasses.asdict(report)
         fields["contributors"] = list(report.contributors)
         self._events("round", group_size=len(report.contributors), **fields)

@@ -30,6 +30,7 @@ from p2ptrain.protocol.membership.membership import (
     MAX_MADDR_LENGTH,
     MAX_MADDRS,
     NAMED_AT_ONCE,
+    ROOM_FOR_NAMED,
     Membership,
     RoundPeers,
 )
@@ -827,6 +828,28 @@ def test_made_up_records_whose_dials_are_cut_short_count_half() -> None:
             await trio.sleep(FIRST_DIAL_S + 1)
             assert "b" in member.linked
             assert 40 < member.membership.size.estimate < 65
+
+    run_virtual(main)
+
+
+def test_in_a_large_swarm_looked_up_peers_leave_room_for_those_of_the_next_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Membership, "is_large", True)
+
+    async def main() -> None:
+        async with town() as t:
+            for i in range(600):
+                record = encode_record([f"/memory/p{i}/p2p/p{i}"], "trainer")
+                await t.network.directory(f"p{i}").announce(member_key("test", bucket_of(f"p{i}")), record, 1000.0)
+            a = await t.start("a")
+            a.membership.settle()
+            await trio.sleep(5)
+            assert len(a.membership.known) == MAX_KNOWN - ROOM_FOR_NAMED
+            named = {f"named-{i}" for i in range(ROOM_FOR_NAMED)}
+            for peer_id in named:
+                a.membership.hint(peer_id, (), teller="b")
+            assert named <= a.membership.known.keys()
 
     run_virtual(main)
 

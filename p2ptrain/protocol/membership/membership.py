@@ -61,6 +61,9 @@ LIST_EVERY_S = 1.0
 # Members remembered at most; by a joiner, which has to try them all, as many as the directory's keys hold.
 MAX_KNOWN = 256
 MAX_KNOWN_JOINING = 2048
+# Of these, in a large swarm, places that looked-up peers leave to those that Beats name, which may not displace them:
+# the peers of the next round, most of whom are found so.
+ROOM_FOR_NAMED = 96
 # Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
 DIALLED_AT_ONCE = 16
 # Of these, peers of a round that others named: names can be made up, and chosen so that they are drawn.
@@ -148,6 +151,11 @@ class Membership:
         """Whether we link to a part of the swarm only."""
         return not self._joining and self.size.estimate > MAX_DIALLED
 
+    @property
+    def _most_found(self) -> int:
+        """Peers remembered at most when the directory names more."""
+        return self._most_known - (ROOM_FOR_NAMED if self.is_large else 0)
+
     def welcome(self, peer_id: PeerId, maddrs: tuple[str, ...], role: str) -> None:
         """A peer is linked with us."""
         self._ignored_until_s.pop(peer_id, None)
@@ -203,7 +211,7 @@ class Membership:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
         self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
         self.size.settle()
-        self._make_room(len(self.known) - self._most_known)
+        self._make_room(len(self.known) - self._most_found)
 
     def stop(self) -> None:
         """Stop dialling, because this peer leaves."""
@@ -306,7 +314,7 @@ class Membership:
             records = {peer_id: record for peer_id, value in of_key.items() if (record := decode_record(value))}
             if not self._joining:
                 # For all at once: with one after the other, this is most of what a lookup costs.
-                self._make_room(len(self.known.keys() | records.keys()) - self._most_known)
+                self._make_room(len(self.known.keys() | records.keys()) - self._most_found)
             for peer_id, record in records.items():
                 self.hint(peer_id, *record)
             self.size.note_count(bucket, len(of_key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -13,7 +13,7 @@ from p2ptrain.cli.options import settings_command
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.link import LINK_SETTINGS, Link, parse_params
 from p2ptrain.settings.presets import MODELS
-from p2ptrain.settings.table import Settings
+from p2ptrain.settings.table import SETTINGS, Settings
 
 
 def takes_link(command: Callable[..., None]) -> Callable[..., None]:
@@ -26,7 +26,8 @@ def takes_link(command: Callable[..., None]) -> Callable[..., None]:
 
 @settings_command(
     "model", "preset", "sync_every", "round_codec", "round_density", "prune_fraction", "averaging",
-    "fragment_fraction", "fragment_codec", "topology", "fan_out", "outer_optimizer",
+    "fragment_fraction", "fragment_codec", "topology", "fan_out", "outer_optimizer", "inner_moments",
+    "max_contributors", "round_timeout_s", "gossip_budget",
 )  # fmt: skip
 @click.option("--params", metavar="SIZE", help="Number of parameters, such as 124M or 1.5B; or give --model.")
 @takes_link
@@ -46,8 +47,10 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: str
     chosen: dict[str, Any] = {
         s.field_name: s.parse(given[s.field_name], s.flag) for s in LINK_SETTINGS if given[s.field_name] is not None
     }
-    link = Link(**chosen)
+    link = Link(**chosen, gossip_budget=cast(float, settings.values["gossip_budget"]))
     run = settings.resolve_run(None)
+    if params is not None and settings.sources["model"] == SETTINGS["model"].flag:
+        raise ConfigError("--params and --model: each gives the number of parameters; leave one of them out")
     size = _count_parameters(settings) if params is None else parse_params(params, "--params")
     # Only here, as numpy takes a moment, too.
     from p2ptrain.monitor.estimate import advice, estimate_run, texts
@@ -59,6 +62,8 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: str
     else:
         for line in texts(run, size, link, found):
             click.echo(line)
+        if assumed := [f"{s.flag} {s.default:g}" for s in LINK_SETTINGS if s.default and s.field_name not in chosen]:
+            click.echo(f"assumed: {', '.join(assumed)}")
 
 
 def _count_parameters(settings: Settings) -> int:

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
@@ -38,6 +39,11 @@ COMPUTE_S = 1 / 25e6
 # A TCP connection begins with ten segments (RFC 6928) and doubles its window in each round trip. It begins anew after a
 # pause, as between two rounds.
 FIRST_WINDOW_BYTES = 14_600
+# CPU time of a push as `PushPace` counts it, and of each byte in it: 3.0 ms for a fragment of 22 kB, 7.8 ms for 131 kB
+# (docs/LOG.md, "what a push costs").
+PUSH_S, PUSH_BYTE_S = 2.5e-3, 30e-9
+# The largest swarm that committed rounds, with every peer at most one behind (simulated).
+MEASURED_PEERS = 256
 # In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
 # adds at most (4.30 x measured at 124M, docs/BENCHMARKS.md), in host memory even when training on a GPU.
 AT_REST, IN_A_ROUND = 4.0, 4.3
@@ -57,10 +63,12 @@ class Estimate:
     Attributes:
         round_up_bytes, round_down_bytes: of a round, at the member with the most; or of a pairwise step, as below.
         taken_over_bytes: what a peer that does not contribute downloads of a round.
+        passed_on_bytes: what a peer uploads for those, on average.
         transfer_s, round_trips_s, compute_s: the parts of a round's seconds.
         interval_s: from one round to the next.
+        fragment_bytes: of one fragment.
+        push_every_s: from one push to the next: a step, or more if the gossip budget requires it.
         gossip_bytes_s: of fragments, out; in as many come on average.
-        fragment_bytes: of the fragment of one step.
         state_bytes, joining_s: what a joiner downloads, and how long that takes.
         at_rest_bytes: weights, gradients and AdamW's moments, in the GPU's memory if there is one.
         in_a_round_bytes: what a round, or a pairwise step, adds to that, and the libraries, in host memory.
@@ -69,11 +77,13 @@ class Estimate:
     round_up_bytes: int
     round_down_bytes: int
     taken_over_bytes: int
+    passed_on_bytes: int
     transfer_s: float
     round_trips_s: float
     compute_s: float
     interval_s: float
     fragment_bytes: int
+    push_every_s: float
     gossip_bytes_s: float
     state_bytes: int
     joining_s: float
@@ -111,7 +121,10 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     contributors, donors_count = min(link.peers, run.max_contributors), link.peers - 1
     up_bytes, down_bytes = round_bytes(run, averaged_blocks, contributors)
     connections = 1 if run.is_pairwise else contributors - 1
+    taken_over = 0 if run.is_pairwise else taken_over_bytes(run, averaged_blocks, contributors)
     fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
+    push_s = (PUSH_S + PUSH_BYTE_S * fragment_bytes) / (link.gossip_budget * link.cores) if fragment_bytes else 0.0
+    push_every_s = max(link.step_s, push_s)
     vector_bytes = codec("none").size_bytes(averaged_blocks)
     state_bytes = vector_bytes * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
     donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * donors_count)
@@ -123,7 +136,8 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     return Estimate(
         round_up_bytes=up_bytes,
         round_down_bytes=down_bytes,
-        taken_over_bytes=taken_over_bytes(run, averaged_blocks, contributors),
+        taken_over_bytes=taken_over,
+        passed_on_bytes=taken_over * (link.peers - contributors) // link.peers,
         transfer_s=max(
             transfer_s(up_bytes, link.up_bytes_s, link.rtt_s, connections),
             transfer_s(down_bytes, link.down_bytes_s, link.rtt_s, connections),
@@ -132,7 +146,8 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         compute_s=params * COMPUTE_S,
         interval_s=run.sync_every * link.step_s,
         fragment_bytes=fragment_bytes,
-        gossip_bytes_s=fragment_bytes * receivers(run, link.peers) / link.step_s,
+        push_every_s=push_every_s,
+        gossip_bytes_s=fragment_bytes * receivers(run, link.peers) / push_every_s,
         state_bytes=state_bytes,
         joining_s=joining_s,
         at_rest_bytes=at_rest_bytes(params),
@@ -204,32 +219,41 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield f"give --sync-every {steps} or more: {event} then takes at most a tenth of its interval"
     else:
         yield f"H = {run.sync_every} suits this link: {event} takes at most a tenth of its interval from {steps} on"
-    smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)
-    if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
-        other = estimate_run(dataclasses.replace(run, round_codec=smaller), params, link)
-        yield (
-            f"with --round-codec {smaller} {event} takes {seconds(other.round_s)} instead of {seconds(found.round_s)}, "
-            f"so --sync-every {fewest_steps(other.round_s, link.step_s)} is enough"
+    for name, value in alternatives(run, link):
+        other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
+        if other.round_s < found.round_s:
+            yield (
+                f"with --{name.replace('_', '-')} {value} {event} takes {seconds(other.round_s)} instead of "
+                f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s)} is enough"
+            )
+    is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
+    if is_too_large or found.gossip_bytes_s > SHARE_OF_UPLINK * link.up_bytes_s:
+        # At every step, so that it holds with a larger gossip budget too.
+        allowed = SHARE_OF_UPLINK * link.up_bytes_s * link.step_s / receivers(run, link.peers)
+        most = _rounded_down(run.fragment_fraction * min(MAX_PAYLOAD_BYTES, allowed) / found.fragment_bytes)
+        yield f"give --fragment-fraction {_plain(most)} or less: " + (
+            f"a fragment of {size(found.fragment_bytes)} does not fit into a frame of {size(MAX_PAYLOAD_BYTES)}, and "
+            "p2ptrain join refuses it"
+            if is_too_large
+            else "gossip then takes at most a quarter of the uplink"
         )
-    if found.fragment_bytes > MAX_PAYLOAD_BYTES:
-        most = _rounded_down(run.fragment_fraction * MAX_PAYLOAD_BYTES / found.fragment_bytes)
-        yield (
-            f"give --fragment-fraction {most:g} or less: a fragment of {size(found.fragment_bytes)} does not fit into "
-            f"a frame of {size(MAX_PAYLOAD_BYTES)}, and p2ptrain join refuses it"
-        )
-    elif (share := found.gossip_bytes_s / link.up_bytes_s) > SHARE_OF_UPLINK:
-        most = _rounded_down(run.fragment_fraction * SHARE_OF_UPLINK / share)
-        yield f"give --fragment-fraction {most:g} or less: gossip then takes at most a quarter of the uplink"
     if found.transfer_s > run.round_timeout_s / 2:
         least = math.ceil(2 * found.transfer_s / 100) * 100
         yield (
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
-    if link.peers > run.max_contributors and not run.is_pairwise:
-        yield (
-            f"{run.max_contributors} of the {link.peers} peers contribute to a round, others to the next; a peer that "
-            f"does not takes its mean over from its partners, {size(found.taken_over_bytes)}"
-        )
+    if link.peers > MEASURED_PEERS:
+        yield f"try it before you rely on it: swarms of at most {MEASURED_PEERS} peers were measured (docs/LOG.md)"
+
+
+def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:
+    """Yield settings, with a value each, that may make a round shorter and did not raise the loss."""
+    # Gather is for two or three (docs/choosing.md).
+    if run.averaging == "gather" and min(link.peers, run.max_contributors) > 3:
+        yield "averaging", "parts"
+    smaller = None if run.is_pairwise and run.round_codec == "int8" else SMALLER.get(run.round_codec)
+    if smaller is not None and not run.prune_fraction and run.inner_moments == "local":
+        yield "round_codec", smaller
 
 
 def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
@@ -239,14 +263,20 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
         f"{link.rate_up_mbit or link.rate_mbit:g} up, {link.rtt_ms:g} ms round trip, {link.step_ms:g} ms a step"
     )
     event, round_trips = event_of(run)
+    others = link.peers - run.max_contributors if found.taken_over_bytes else 0
+    every = f"; a push every {seconds(found.push_every_s)} by --gossip-budget {link.gossip_budget:g}"
     rows = (
         (event, f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({run.round_codec})"),
         ("", f"{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {seconds(found.round_trips_s)} for "
              f"{round_trips} round trips, {seconds(found.compute_s)} of compute"),
         ("", f"{_percent(found.share)} of an interval of {run.sync_every} steps, {seconds(found.interval_s)}; training "
              "goes on meanwhile"),
+        *((("", f"{run.max_contributors} peers contribute; each of the other {others} then downloads "
+                f"{size(found.taken_over_bytes)} from partners, so {size(found.passed_on_bytes)} up per peer "
+                "on average"),) if others > 0 else ()),
         ("gossip", f"{size(found.gossip_bytes_s)} a second up and down, "
-                   f"{_percent(found.gossip_bytes_s / link.up_bytes_s)} of the uplink"),
+                   f"{_percent(found.gossip_bytes_s / link.up_bytes_s)} of the uplink"
+                   + every * (found.push_every_s > link.step_s)),
         ("joining", f"{size(found.state_bytes)} down, {seconds(found.joining_s)}"),
         ("memory", f"{size(found.at_rest_bytes + found.in_a_round_bytes)} in a round, plus the batch; of that "
                    f"{size(found.at_rest_bytes)} on the GPU if there is one"),
@@ -272,6 +302,11 @@ def _short(params: int) -> str:
 def _rounded_down(value: float) -> float:
     digit: float = 10.0 ** math.floor(math.log10(value))
     return math.floor(value / digit + 1e-9) * digit
+
+
+def _plain(value: float) -> str:
+    """A short decimal number, without an exponent."""
+    return f"{value:.15f}".rstrip("0").rstrip(".")
 
 
 def _joins(members: int) -> dict[str, Join]:

@@ -29,14 +29,14 @@ Value = str | int | float | tuple[str, ...] | None
 class Rule:
     """A check of a value, and its text for messages.
 
-    `choices`: allowed texts, if few; `example`: a valid number; `is_int_allowed`: of texts, whether TOML may have a
-    number instead.
+    `choices`: allowed texts, if few; `example`: a valid number, if the usual one is not; `is_int_allowed`: of texts,
+    whether TOML may have a number instead.
     """
 
     text: str
     fits: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
-    example: int = 200
+    example: float | None = None
     is_int_allowed: bool = False
 
 
@@ -46,8 +46,8 @@ def count(least: int, note: str = "") -> Rule:
     return Rule(text, lambda value: type(value) is int and least <= value < 2**63)
 
 
-def number(text: str, fits: Callable[[float], bool]) -> Rule:
-    return Rule(text, lambda value: is_finite_number(value) and fits(value))
+def number(text: str, fits: Callable[[float], bool], example: float | None = None) -> Rule:
+    return Rule(text, lambda value: is_finite_number(value) and fits(value), example=example)
 
 
 def text(rule: str, fits: Callable[[str], bool]) -> Rule:
@@ -105,7 +105,7 @@ class Setting:
         """Convert the value of a flag, variable or TOML key, and check its rule. Raises ConfigError naming `origin`."""
         if type(given) is int and self.rule is not None and self.rule.is_int_allowed:
             given = str(given) if 0 <= given < 10**6 else given
-        value = _convert(given, self.kind, origin, self.rule.example if self.rule else Rule.example)
+        value = _convert(given, self.kind, origin, self.rule.example if self.rule else None)
         if value == "":
             raise ConfigError(f"{origin}: is empty; give a value, or leave it out")
         texts = value if isinstance(value, tuple) else (value,)
@@ -191,7 +191,7 @@ def check_settings(config: Any) -> None:
             check(rule.fits(value), field.name, value, rule.text)
 
 
-def _convert(given: object, kind: type, origin: str, example: int) -> Value:
+def _convert(given: object, kind: type, origin: str, example: float | None) -> Value:
     """Convert to the setting's type, without checking its rule. Flags and variables give text."""
     if kind is tuple:
         # Flags are tuples. No multiaddr contains a space or a comma, so one variable can hold several.
@@ -210,5 +210,8 @@ def _convert(given: object, kind: type, origin: str, example: int) -> Value:
             return typing.cast(Value, kind(given))
         except ValueError:
             pass
-    wanted = {int: f"whole number, such as {example}", float: "number, such as 0.003", str: "text in quotes"}[kind]
+    wanted = {
+        int: f"whole number, such as {example or 200}", float: f"number, such as {example or 0.003:g}",
+        str: "text in quotes",
+    }[kind]  # fmt: skip
     raise ConfigError(f"{origin}: {shortened(given)} is not a {wanted}")

@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from p2ptrain.cli.estimate import estimate
 from p2ptrain.cli.join import format_progress
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.estimate import estimate_run
 from p2ptrain.protocol.links.strikes import Struck
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.table import SETTINGS
+from p2ptrain.settings.link import Link
+from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.table import RUN_SETTINGS, SETTINGS
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.loop import TrainingProgress
@@ -154,6 +158,32 @@ def test_an_estimate_as_json_and_of_models_without_a_size() -> None:
     assert _output("estimate", "--model", "mine:tiny").startswith(f"{VOCAB_SIZE**2 / 1000:.4g}k parameters")
 
 
+@pytest.mark.parametrize("changes", [{}, {"averaging": "gather"}, {"round_codec": "topk"}, PRESETS["noloco"]])
+def test_an_estimate_takes_the_settings_that_it_depends_on(changes: dict[str, object]) -> None:
+    asked = set()
+    run = RunConfig(**{SETTINGS[name].field_name: value for name, value in changes.items()})  # type: ignore[arg-type]
+
+    class Noting:
+        def __getattr__(self, name: str) -> object:
+            asked.add(name)
+            return getattr(run, name)
+
+    estimate_run(Noting(), 10**6, Link(peers=100))  # type: ignore[arg-type]
+    flags = {flag for option in estimate.params for flag in option.opts}
+    assert "max_contributors" in asked
+    # These two change no size.
+    asked -= {"run_seed", "round_mean"}
+    assert {s.flag for s in RUN_SETTINGS if s.field_name in asked} <= flags
+
+
+def test_an_estimate_says_which_values_are_assumed() -> None:
+    assert _output("estimate", "--params", "5M", "--rate", "50", "--peers", "4").splitlines()[-1] == (
+        "assumed: --rtt 60, --step-ms 1000, --cores 8"
+    )
+    given = ["--rate", "50", "--peers", "4", "--rtt", "60", "--step-ms", "1000", "--cores", "8"]
+    assert "assumed" not in _output("estimate", "--params", "5M", *given)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -169,9 +199,11 @@ def test_an_estimate_as_json_and_of_models_without_a_size() -> None:
         (["peers"], "--initial-peers is required; give the address of a peer"),
         (["generate", "none"], "none: no such directory"),
         (["estimate"], "--params is required; give the number of parameters, such as 124M, or --model"),
-        (["estimate", "--params", "12X"], "--params: '12X' must be a number of parameters up to 1000B"),
+        (["estimate", "--params", "12X"], "--params: '12X' must be a number of parameters from 1k to 1000B"),
         (["estimate", "--params", "5M", "--rate", "0"], "--rate: 0.0 must be between 0.01 and 1000000"),
-        (["estimate", "--params", "5M", "--rtt", "soon"], "--rtt: 'soon' is not a number"),
+        (["estimate", "--params", "5M", "--rtt", "60ms"], "--rtt: '60ms' is not a number, such as 60"),
+        (["estimate", "--params", "5M", "--peers", "5000"], "from 2 to 1000 (larger swarms were never tried)"),
+        (["estimate", "--params", "5M", "--model", "gpt-small"], "--params and --model: each gives the number"),
         (["estimate", "--params", "5M", "--sync-every", "0"], "--sync-every: 0 must be a whole number, 1 or more"),
         (["simulate", "--peers", "0"], "--peers: 0 must be from 1 to 1000"),
         (["simulate", "--sync-every", "0"], "--sync-every: 0 must be a whole number, 1 or more"),

@@ -22,6 +22,8 @@ from p2ptrain.settings.peer_config import NetworkConfig
 UNEASY_SKEW_S = 1.0
 # An interface is reported if another one is better by this factor. Round trips of one path differ by milliseconds.
 FAR_SLOWER, NOISE_S = 2, 0.005
+# Of advice, where the user has chosen no port; docs/reachability.md has the same.
+EXAMPLE_PORT = "4001"
 CLOCK_REMEDY = "sudo timedatectl set-ntp true"
 _CARRIER_GRADE = ipaddress.ip_network("100.64.0.0/10")
 
@@ -118,7 +120,7 @@ def check_reachable(config: NetworkConfig, found: Probe) -> Finding:
         )  # fmt: skip
     if AddressKind.PUBLIC in kinds:
         public = next(maddr for maddr in maddrs if kind_of(maddr) is AddressKind.PUBLIC)
-        listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/31337"
+        listening = public.rpartition("/p2p/")[0] if _fixed_port(config) else f"/ip4/{_host(public)}/tcp/{EXAMPLE_PORT}"
         text = f"{_host(public)} is a public address; not tested for a firewall"
         return Finding("reachable", Mark.WARNING, text, _try_it(config, listening))
     if kinds <= {AddressKind.LOOPBACK, AddressKind.LINK}:
@@ -156,10 +158,14 @@ def check_initial_peers(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
 
 
 def check_interfaces(peers: Sequence[InitialPeer]) -> Iterator[Finding]:
-    """Yield a finding for each initial peer on another machine: the ways to it, and whether the best one is used."""
+    """Yield a finding for each initial peer that was reached: the ways to it, and whether the best one is used."""
     for peer in peers:
+        if peer.failure:
+            continue
         used = next((way for way in peer.ways if way.used), None)
         if used is None:
+            text = f"to {short_id(peer.peer_id)}: not compared: it is on this machine, or reached through a relay"
+            yield Finding("interfaces", Mark.OK, text)
             continue
         better = next((way for way in peer.ways if _is_better(way, used)), None)
         silent = [_interface(way.interface) for way in peer.ways if way.rtt_s is None]
@@ -205,7 +211,7 @@ def check_clock(peers: Sequence[InitialPeer]) -> Finding:
     """Compare our clock with the peers that answered; hivemind's DHT refuses records of a peer whose clock is off."""
     skews = {peer.peer_id: peer.clock_ahead_s for peer in peers if peer.clock_ahead_s is not None}
     if not skews:
-        return Finding("clock", Mark.OK, "not checked: no initial peer answered")
+        return Finding("clock", Mark.OK, f"not checked: no initial peer {'answered' if peers else 'given'}")
     peer_id, worst = max(skews.items(), key=lambda item: abs(item[1]))
     off = f"{abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} {short_id(peer_id)}"
     if abs(worst) > MAX_CLOCK_SKEW_S:
@@ -229,7 +235,7 @@ def _forward(config: NetworkConfig, maddrs: Sequence[str]) -> str:
     """How to become reachable behind a router."""
     if any(kind_of(maddr) is AddressKind.CARRIER for maddr in maddrs):
         return "the provider shares one address among customers: ask for a public address, or use IPv6"
-    port = _fixed_port(config) or 31337
+    port = _fixed_port(config) or EXAMPLE_PORT
     return (
         f"forward TCP port {port} of the router to this machine, then: p2ptrain join "
         f"--host-maddrs /ip4/0.0.0.0/tcp/{port} --announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/{port}"

@@ -65,7 +65,7 @@ def test_reachability_from_addresses() -> None:
     config = NetworkConfig()
     behind_nat = check_reachable(config, Probe(0.1, [PRIVATE, LOOPBACK]))
     assert behind_nat.text.startswith("from this network; elsewhere only public peers can")
-    assert "forward TCP port 31337 of the router" in behind_nat.remedy
+    assert "forward TCP port 4001 of the router" in behind_nat.remedy
     fixed = NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",))
     assert "--announce-maddrs /ip4/PUBLIC-ADDRESS/tcp/4001" in check_reachable(fixed, Probe(0.1, [PRIVATE])).remedy
     assert "ask for a public address" in check_reachable(config, Probe(0.1, ["/ip4/100.64.3.4/tcp/1", PRIVATE])).remedy
@@ -136,6 +136,10 @@ def test_clocks(ahead_s: float | None, mark: Mark, text: str) -> None:
     assert ("timedatectl" in finding.remedy) == (mark is not Mark.OK)
 
 
+def test_a_clock_is_not_compared_without_initial_peers() -> None:
+    assert check_clock([]).text == "not checked: no initial peer given"
+
+
 def test_runs() -> None:
     assert check_run("r", RunConfig(model="gpt-demo"), 3).text == "'r': 3 peers, model gpt-demo"
     assert check_run("r", None, 0).mark is Mark.WARNING
@@ -176,6 +180,11 @@ def test_the_ways_to_a_peer_are_listed_with_the_one_that_is_used() -> None:
         "to …Abcdef: eth0 (192.168.1.5, 1000 Mbit/s) 4.2 ms (used), wlan0 (192.168.1.6) 12.1 ms; "
         "no answer through docker0 (172.17.0.1)"
     )
+
+
+def test_a_peer_on_this_machine_has_no_ways_to_compare() -> None:
+    (finding,) = check_interfaces([THERE, GONE])
+    assert finding.text == "to …Abcdef: not compared: it is on this machine, or reached through a relay"
 
 
 def test_the_rates_that_were_measured_are_listed() -> None:

@@ -20,6 +20,7 @@ from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.pairwise import exchange_bytes
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.monitor.formatting import count, duration, size
+from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
@@ -67,7 +68,7 @@ class Estimate:
         transfer_s, round_trips_s, compute_s: the parts of a round's seconds.
         interval_s: from one round to the next.
         fragment_bytes: of one fragment.
-        push_every_s: from one push to the next: a step, or more if the gossip budget requires it.
+        push_every_s: from one push to the next: the steps that share it, or more if the gossip budget requires it.
         gossip_bytes_s: of fragments, out; in as many come on average.
         state_bytes, joining_s: what a joiner downloads, and how long that takes.
         at_rest_bytes: weights, gradients and AdamW's moments, in the GPU's memory if there is one.
@@ -123,8 +124,9 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     connections = 1 if run.is_pairwise else contributors - 1
     taken_over = 0 if run.is_pairwise else taken_over_bytes(run, averaged_blocks, contributors)
     fragment_bytes = fragment_size(run, num_blocks) if run.fragment_fraction else 0
-    push_s = (PUSH_S + PUSH_BYTE_S * fragment_bytes) / (link.gossip_budget * link.cores) if fragment_bytes else 0.0
-    push_every_s = max(link.step_s, push_s)
+    steps = steps_in_a_push(fragment_bytes, link.step_s)
+    push_s = (PUSH_S + PUSH_BYTE_S * steps * fragment_bytes) / (link.gossip_budget * link.cores)
+    push_every_s = max(steps * link.step_s, push_s)
     vector_bytes = codec("none").size_bytes(averaged_blocks)
     state_bytes = vector_bytes * (1 + OUTER_OPTIMIZERS[run.outer_optimizer].num_moments)
     donated_bytes_s = min(link.down_bytes_s, link.up_bytes_s * donors_count)
@@ -147,7 +149,7 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         interval_s=run.sync_every * link.step_s,
         fragment_bytes=fragment_bytes,
         push_every_s=push_every_s,
-        gossip_bytes_s=fragment_bytes * receivers(run, link.peers) / push_every_s,
+        gossip_bytes_s=steps * fragment_bytes * receivers(run, link.peers) / push_every_s,
         state_bytes=state_bytes,
         joining_s=joining_s,
         at_rest_bytes=at_rest_bytes(params),
@@ -195,6 +197,12 @@ def fragment_size(run: RunConfig, num_blocks: int) -> int:
     """Bytes of the fragment of one step."""
     walk = Walk.of(run.fragment_fraction)
     return codec(run.fragment_codec).size_bytes(num_blocks * walk.per_step // walk.num_slots)
+
+
+def steps_in_a_push(fragment_bytes: int, step_s: float) -> int:
+    """How many steps share a push, because they are fast."""
+    fit = MAX_PAYLOAD_BYTES // fragment_bytes if fragment_bytes else 1
+    return max(1, min(fit, math.ceil(MIN_PUSH_INTERVAL_S / step_s)))
 
 
 def receivers(run: RunConfig, peers: int) -> int:
@@ -264,6 +272,10 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
     )
     event, round_trips = event_of(run)
     others = link.peers - run.max_contributors if found.taken_over_bytes else 0
+    is_limited = (
+        found.gossip_bytes_s > 0
+        and found.push_every_s > steps_in_a_push(found.fragment_bytes, link.step_s) * link.step_s
+    )
     every = f"; a push every {seconds(found.push_every_s)} by --gossip-budget {link.gossip_budget:g}"
     rows = (
         (event, f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({run.round_codec})"),
@@ -276,7 +288,7 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
                 "on average"),) if others > 0 else ()),
         ("gossip", f"{size(found.gossip_bytes_s)} a second up and down, "
                    f"{_percent(found.gossip_bytes_s / link.up_bytes_s)} of the uplink"
-                   + every * (found.push_every_s > link.step_s)),
+                   + every * is_limited),
         ("joining", f"{size(found.state_bytes)} down, {seconds(found.joining_s)}"),
         ("memory", f"{size(found.at_rest_bytes + found.in_a_round_bytes)} in a round, plus the batch; of that "
                    f"{size(found.at_rest_bytes)} on the GPU if there is one"),

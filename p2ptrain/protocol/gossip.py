@@ -25,14 +25,12 @@ from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.links.link import Link
-from p2ptrain.protocol.push_pace import PushPace
+from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Fragment
 from p2ptrain.protocol.wire.transport import PeerId
 
-# At most about 20 pushes a second (measured): faster steps share one push.
-MIN_PUSH_INTERVAL_S = 0.05
 # Below this many blocks, coding and planning take less than a trip to the worker thread (measured: ~1 ms).
 INLINE_BLOCKS = 2048
 # How often to look whether there is somebody to push to, and whether others merge what we push.

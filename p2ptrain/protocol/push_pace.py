@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
+# At most about 20 pushes a second (measured): faster steps share one push.
+MIN_PUSH_INTERVAL_S = 0.05
 # Of the CPU of a push, a third is seen here: gathering, planning, encoding, decoding, mixing. The rest wakes network
 # threads, reads and writes sockets and encrypts. Measured with two peers: see docs/LOG.md.
 WHOLE_FACTOR = 3.0

@@ -193,6 +193,10 @@ def test_gossip_pushes_as_often_as_its_budget_allows() -> None:
     found = estimate_run(RUN, 25_000_000, unlimited)
     assert found.push_every_s == link.step_s
     assert "a push every" not in "\n".join(texts(RUN, 25_000_000, unlimited, found))
+    # Faster steps than 50 ms share a push.
+    fast = estimate_run(RUN, 25_000_000, Link(step_ms=20, gossip_budget=1.0))
+    assert fast.push_every_s == pytest.approx(0.06)
+    assert fast.gossip_bytes_s == pytest.approx(fast.fragment_bytes / 0.02)
 
 
 def test_those_that_do_not_contribute_download_what_all_upload() -> None:

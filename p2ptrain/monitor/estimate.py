@@ -251,7 +251,7 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
     if link.peers > MEASURED_PEERS:
-        yield f"try it before you rely on it: swarms of at most {MEASURED_PEERS} peers were measured (docs/LOG.md)"
+        yield f"try it first: swarms of at most {MEASURED_PEERS} peers were measured (docs/BENCHMARKS.md)"
 
 
 def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:

@@ -99,6 +99,15 @@ def test_who_was_often_silent_is_given_longer_up_to_the_users_bound(peer_timeout
     run_virtual(main)
 
 
+def test_only_peers_that_failed_lately_are_remembered() -> None:
+    backoff = PeerBackoff(60.0)
+    for second in range(10_000):
+        backoff.note(f"peer-{second}", float(second), 2.0)
+    assert len(backoff._until) <= 63
+    assert backoff.backed_off(9_999.0) == {"peer-9998", "peer-9999"}
+    assert [backoff.is_backed_off(f"peer-{n}", 9_999.0) for n in (0, 9_997, 9_999)] == [False, False, True]
+
+
 def test_a_peer_with_many_links_is_not_lost_between_its_rare_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.protocol.links.links.LINKS_BEATEN", 1)
     names = [f"peer-{i}" for i in range(9)]

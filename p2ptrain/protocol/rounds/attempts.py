@@ -303,9 +303,8 @@ class Attempts:
             schedule.ignore(sender, now)
             if sender != self._context.peer_id:
                 self.apply(ev.MemberFailed(member.attempt, "its leader called again before it had ended"))
-        if sender in schedule.leaders.backed_off(now) or not joins_rounds(
-            self._context.run, self._context.exchange.run_step
-        ):
+        is_passed_over = schedule.leaders.is_backed_off(sender, now)
+        if is_passed_over or not joins_rounds(self._context.run, self._context.exchange.run_step):
             return
         limits = self._context.timeouts.limits(schedule.window_s(), liveness.round_trip_s())
         self.state = dataclasses.replace(self.state, limits=limits)

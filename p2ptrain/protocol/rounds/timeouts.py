@@ -75,7 +75,11 @@ class PeerBackoff:
         self._until: dict[PeerId, tuple[float, float]] = {}
 
     def note(self, peer_id: PeerId, now: float, least_s: float) -> None:
-        """Pass a peer over for `least_s`, or twice as long as the last time."""
+        """Pass a peer over for `least_s`, or twice as long as the last time.
+
+        Peers that were not passed over for `most_s` are forgotten: ids cost nothing, so there may be many.
+        """
+        self._until = {peer: entry for peer, entry in self._until.items() if now <= entry[0] + self._most_s}
         until_s, lasts_s = self._until.get(peer_id, (0.0, 0.0))
         if now >= until_s:
             lasts_s = min(max(least_s, 2 * lasts_s), self._most_s)
@@ -84,6 +88,10 @@ class PeerBackoff:
     def forget(self, peer_id: PeerId) -> None:
         """The peer succeeded: do not pass it over any more."""
         self._until.pop(peer_id, None)
+
+    def is_backed_off(self, peer_id: PeerId, now: float) -> bool:
+        """Whether a peer is passed over now."""
+        return now < self._until.get(peer_id, (0.0, 0.0))[0]
 
     def backed_off(self, now: float) -> set[PeerId]:
         """Peers that are passed over now."""

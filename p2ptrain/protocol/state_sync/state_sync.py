@@ -90,28 +90,28 @@ class StateSync:
                 await self._wanted.wait()
                 self._wanted = trio.Event()
             _, (link, reason, stuck_at) = self._jobs.popitem(last=False)
-            head = self._engine.head
+            head, caught_up = self._engine.head, False
             if link is None and head is not stuck_at:
                 continue  # Another job has brought the rounds that we lacked.
+            if link is not None and not self._is_followed(link):
+                continue  # As above, or this partner's job before brought nothing.
             with self._context.errors.containing("catching up"):
                 try:
-                    if link is None or not await self._follow_record(link):
-                        await self._replace_state(link, reason)
+                    caught_up = link is not None and await self._follow_record(link)
+                    caught_up = caught_up or await self._replace_state(link, reason)
                 except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
             # The next heartbeat of a partner that is ahead retries.
             retry_s = RETRY_S * self._rng.uniform(0.5, 1.5)  # not in step with the rounds
-            if link is not None and self._engine.head is head:
+            if link is not None and not caught_up and self._is_ahead(link.beat):
                 self._futile.note(link.peer_id, trio.current_time(), retry_s)
-            elif link is not None:
-                self._futile.forget(link.peer_id)
-            elif self._engine.head is head:
+            elif link is None and self._engine.head is head:
                 await trio.sleep(retry_s)
 
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
         head, now = self._engine.head, trio.current_time()
-        if link.peer_id in self._futile.backed_off(now):
+        if self._futile.is_backed_off(link.peer_id, now):
             return
         if beat.lineage == head.lineage:
             if beat.round > head.round and not self._engine.committer.resolving:
@@ -120,6 +120,16 @@ class StateSync:
             self._compared_s = {peer: until_s for peer, until_s in self._compared_s.items() if until_s > now}
             self._compared_s[link.peer_id] = now + COMPARE_EVERY_S
             self._begin(link, f"lineage {shown(beat.lineage)} goes on, ours does not")
+
+    def _is_ahead(self, beat: Beat | None) -> bool:
+        """Whether a partner claims another lineage, or rounds of ours that we lack and that are not landing now."""
+        head, is_landing = self._engine.head, self._engine.committer.resolving
+        if beat is None or beat.lineage != head.lineage:
+            return beat is not None and bool(beat.lineage)
+        return beat.round > head.round + is_landing
+
+    def _is_followed(self, link: Link) -> bool:
+        return self._is_ahead(link.beat) and not self._futile.is_backed_off(link.peer_id, trio.current_time())
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -151,9 +161,10 @@ class StateSync:
                 await engine.adopt_commit(link.peer_id, commit)
             if engine.head is head:
                 return False
+            self._futile.forget(link.peer_id)
         return True
 
-    async def _replace_state(self, link: Link | None, reason: str) -> None:
+    async def _replace_state(self, link: Link | None, reason: str) -> bool:
         """Adopt the state of a partner, or (None) of the first of all whose history is preferred to ours.
 
         Local weights are kept if the genesis is the same, else overwritten. Our own rounds go on until the new state is
@@ -164,9 +175,11 @@ class StateSync:
             with self._context.links.containing(donor, "comparing histories"):
                 try:
                     if await self._replace_from(donor, reason):
-                        return
+                        self._futile.forget(donor.peer_id)
+                        return True
                 except (PeerLostError, RunMismatchError) as error:
                     logger.info("catching up with %s failed: %s", donor.peer_id, error)
+        return False
 
     def _elsewhere(self) -> list[Link]:
         """Live peers with another state than ours, those of our lineage first."""

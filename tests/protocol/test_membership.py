@@ -24,6 +24,7 @@ from p2ptrain.protocol.membership.known import MAX_RETRY_S
 from p2ptrain.protocol.membership.membership import (
     EVERYBODY,
     FIRST_DIAL_S,
+    LOOKUP_EVERY_S,
     MAX_DIALLED,
     MAX_KNOWN,
     MAX_KNOWN_JOINING,
@@ -849,7 +850,9 @@ def test_in_a_large_swarm_looked_up_peers_leave_room_for_those_of_the_next_round
             named = {f"named-{i}" for i in range(ROOM_FOR_NAMED)}
             for peer_id in named:
                 a.membership.hint(peer_id, (), teller="b")
+            await trio.sleep(2 * LOOKUP_EVERY_S)
             assert named <= a.membership.known.keys()
+            assert len(a.membership.known) == MAX_KNOWN
 
     run_virtual(main)
 

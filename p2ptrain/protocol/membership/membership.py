@@ -207,11 +207,19 @@ class Membership:
             if idle[peer_id].teller or not (is_named or self._joining):
                 del self.known[peer_id]
 
+    def _make_room_for_found(self, new: Collection[PeerId]) -> None:
+        """Forget found peers that are too many with new ones, and then whoever is too many with those named."""
+        found = {peer_id: member for peer_id, member in self.known.items() if not member.teller}
+        idle = {p: member for p, member in found.items() if p not in new and self._links.get(p) is None}
+        for peer_id in forget_order(idle)[: max(0, len(found.keys() | new) - self._most_found)]:
+            del self.known[peer_id]
+        self._make_room(len(self.known.keys() | new) - self._most_known)
+
     def settle(self) -> None:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
         self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
         self.size.settle()
-        self._make_room(len(self.known) - self._most_found)
+        self._make_room_for_found(())
 
     def stop(self) -> None:
         """Stop dialling, because this peer leaves."""
@@ -314,7 +322,7 @@ class Membership:
             records = {peer_id: record for peer_id, value in of_key.items() if (record := decode_record(value))}
             if not self._joining:
                 # For all at once: with one after the other, this is most of what a lookup costs.
-                self._make_room(len(self.known.keys() | records.keys()) - self._most_found)
+                self._make_room_for_found(records.keys())
             for peer_id, record in records.items():
                 self.hint(peer_id, *record)
             self.size.note_count(bucket, len(of_key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
@@ -319,18 +320,18 @@ class Peer:
         self._on_leave = action
 
     def leave(self, reason: str = "done") -> None:
-        """Tell the other peers, end the network side, close the records: below 10 s. May be called twice.
+        """Tell the other peers, end the network side, close the records. May be called twice.
 
-        After the run's last round, first wait up to 10 s for linked peers that have not landed it: they may need us.
+        Takes below 10 s, and up to 10 s more after the run's last round, if linked peers have not landed it.
         """
         if self._left:
             return
         self._left = True
         if self._scope is not None:
-            until_s = time.monotonic() + STAY_S
-            while self.finished and self._runner.node.is_awaited and time.monotonic() < until_s:
-                if self._ended.wait(POLL_S):
-                    break
+            if self.finished:
+                # A thread that stopped or hangs has nobody to stay for.
+                with contextlib.suppress(RuntimeError, TimeoutError):
+                    self._thread.run(self._runner.node.stay, timeout_s=STAY_S + 1.0)
             self._thread.post(lambda: self._runner.node.leave(reason))
             self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0)
             self._thread.post(self._scope.cancel)

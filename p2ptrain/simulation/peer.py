@@ -15,7 +15,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
-from p2ptrain.protocol.node.node import STAY_S, Node
+from p2ptrain.protocol.node.node import Node
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.training.data import Corpus, Shards
 from p2ptrain.training.loop import record_evaluation, training_steps
@@ -118,9 +118,7 @@ class SimulatedPeer:
                         await trio.sleep(LOOK_S)
                     await start()
                     await self._train()
-                    with trio.move_on_after(STAY_S):
-                        while self.node.is_awaited:
-                            await trio.sleep(LOOK_S)
+                    await self.node.stay()
                     self.leave("finished")
                     await trio.sleep(1.0)  # for the goodbye to reach other peers
                     nursery.cancel_scope.cancel()

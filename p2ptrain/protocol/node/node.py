@@ -46,7 +46,7 @@ FRAGMENTS_EVENT_S = 2.0
 BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
 # A peer that has landed the run's last round stays for linked peers that have not, but no longer than this (guess).
 # Those that the leader did not call learn of the round from a neighbour, and take its parts from there.
-STAY_S = 10.0
+STAY_S, STAY_POLL_S = 10.0, 0.05
 # Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
 JOINER_PROGRESS_S = 30.0
 
@@ -208,9 +208,14 @@ class Node:
             if link.beat is not None and link.beat.lineage == lineage != ""
         ]
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a linked peer of our lineage has not landed our last round yet. For any thread."""
+    async def stay(self) -> None:
+        """After the run's last round, wait up to 10 s for linked peers that have not landed it: they may need us."""
+        with trio.move_on_after(STAY_S):
+            while self._is_awaited():
+                await trio.sleep(STAY_POLL_S)
+
+    def _is_awaited(self) -> bool:
+        """Whether a linked peer of our lineage has not landed our last round yet."""
         head = self.engine.head
         beats = (link.beat for link in self.links.trainers())
         return any(beat is not None and beat.lineage == head.lineage and beat.round < head.round for beat in beats)

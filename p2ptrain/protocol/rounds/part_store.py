@@ -67,6 +67,10 @@ async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -
             nursery.start_soon(fetch_some)
 
 
+class _NotThereError(PeerLostError):
+    """The peer answers, but does not have the part."""
+
+
 @dataclass
 class _Pushed:
     """The mean that a reducer of the attempt pushes to us; its hash is unchecked.
@@ -353,15 +357,13 @@ class PartStore:
 
     async def _fetch_from(self, link: Link, part: Part, size: int) -> bytearray | None:
         """A part as one peer gives it; None if it does not have it. Raises PeerLostError or WireError."""
-        data, is_missing = bytearray(), False
+        data = bytearray()
 
         async def fetch_piece(index: int) -> None:
-            nonlocal is_missing
             answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
             start = index * PIECE_BYTES
             if not answer.found:
-                is_missing = True
-                raise PeerLostError(f"{link.peer_id} does not have the part")
+                raise _NotThereError(f"{link.peer_id} does not have the part")
             if len(piece) != min(PIECE_BYTES, size - start):
                 raise WireError(f"piece {index} has {len(piece)} bytes")
             if not data:
@@ -370,8 +372,6 @@ class PartStore:
 
         try:
             await fetch_pipelined(-(-size // PIECE_BYTES), fetch_piece)
-        except PeerLostError:
-            if is_missing:
-                return None
-            raise
+        except _NotThereError:
+            return None
         return data

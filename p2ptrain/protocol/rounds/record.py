@@ -160,9 +160,8 @@ def expected(record: Record, present: Collection[Voter], most: int, swarm_size: 
     last = max((rank(record.parent_hash, c.peer_id) for c in record.contributors), default=0)
     is_full = len(record.contributors) >= most
     likely = sum(may_be_drawn(own, most, swarm_size) and (own <= last or not is_full) for own in ranks.values())
-    return set(
-        sorted(ranks, key=lambda voter: ranks[voter])[: min(most, max(likely, math.ceil(FEWEST_EXPECTED * most)))]
-    )
+    count = min(most, max(likely, math.ceil(FEWEST_EXPECTED * most)))
+    return set(sorted(ranks, key=ranks.__getitem__)[:count])
 
 
 def check_company(record: Record, present: Collection[Voter]) -> None:

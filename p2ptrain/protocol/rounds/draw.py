@@ -2,8 +2,8 @@
 
 A hash of the state that the round starts from, and of the id, gives each peer a rank. The leader calls the peers of
 lowest rank that it is linked with. No peer knows all others of a large swarm, so each decides by its own rank and an
-estimate of the swarm's size whether it may be among those. If so, it links to the voters, one of which leads. Nobody
-knows a draw before the round before it is decided, so no id can be chosen that is drawn again and again.
+estimate of the swarm's size whether it may be among those. If so, it links to the voters, one of which leads. A draw is
+known only once the previous round is decided, so no id can be chosen that is drawn again and again.
 
 Partial participation by a random draw is that of federated averaging (McMahan et al., "Communication-Efficient Learning
 of Deep Networks from Decentralized Data", 2017).

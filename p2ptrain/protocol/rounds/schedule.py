@@ -151,7 +151,7 @@ class Schedule:
         """Whether we lead the next attempt."""
         due = self._due.get(head.round + 1, set())
         if not due:
-            return False  # asked every second, and the rest takes long with many links
+            return False  # Checked first, because the rest is slow with many links.
         liveness, ignored = self._context.liveness, self.leaders.backed_off(now)
         present = {voter for voter in liveness.present() if voter[0] not in ignored}
         # With pairwise steps its only voter, who founded the run, may be far ahead of most.

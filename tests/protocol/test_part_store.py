@@ -13,8 +13,8 @@ import trio
 
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.rounds.averaging import averaging_of
+from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.codecs import mean_codec
-from p2ptrain.protocol.rounds.growing import Growing
 from p2ptrain.protocol.rounds.part_store import (
     PARTS_AT_ONCE,
     PIECE_BYTES,
@@ -310,7 +310,7 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
         parts._links = SimpleNamespace(get=lambda peer_id: link if peer_id == "y" else None)  # type: ignore[assignment]
         async with trio.open_nursery() as nursery:
             nursery.start_soon(parts.push_forever)
-            mean = MeanPush(ROSTER, Growing(len(data)))
+            mean = MeanPush(ROSTER, BoundedBuffer(len(data)))
             parts.push(mean)
             mean.extend(data[: PIECE_BYTES + 1])
             await trio.sleep(10)
@@ -321,12 +321,12 @@ def test_a_mean_is_pushed_while_it_grows_until_it_is_given_up() -> None:
             assert b"".join(piece for _, piece in link.sent) == data
 
             link.sent.clear()
-            mean = MeanPush(ROSTER, Growing(len(data)))
+            mean = MeanPush(ROSTER, BoundedBuffer(len(data)))
             parts.push(mean)
             mean.extend(data)
             await trio.sleep(1.5)
             mean.give_up()
-            parts.push(MeanPush(ROSTER, Growing.of(b"other"), "0" * 64))
+            parts.push(MeanPush(ROSTER, BoundedBuffer.of(b"other"), "0" * 64))
             await trio.sleep(10)
             assert [(m.sha256, m.start) for m, _ in link.sent] == [("", 0), ("", PIECE_BYTES), ("0" * 64, 0)]
             nursery.cancel_scope.cancel()

@@ -18,7 +18,7 @@ from p2ptrain.protocol.links.link import Link, Traffic
 from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blob
-from p2ptrain.protocol.rounds.growing import Growing
+from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
@@ -80,7 +80,7 @@ class _Pushed:
         is_another: whether it is known to be another mean than the record's.
     """
 
-    mean: Growing
+    mean: BoundedBuffer
     sha256: str = ""
     is_another: bool = False
 
@@ -98,7 +98,7 @@ class MeanPush:
         changed: set, and replaced, when one of these changes.
     """
 
-    def __init__(self, roster: Roster, mean: Growing, sha256: str = "") -> None:
+    def __init__(self, roster: Roster, mean: BoundedBuffer, sha256: str = "") -> None:
         self.roster = roster
         self.sha256 = sha256
         self.has_ended = bool(sha256)
@@ -175,7 +175,7 @@ class PartStore:
         self._attempt, self._pushed = roster.attempt, {}
         if self._averaging.reduces:
             for part in roster.parts:
-                self._pushed[part.reducer] = _Pushed(Growing(self.mean_bytes(part.stop - part.start)))
+                self._pushed[part.reducer] = _Pushed(BoundedBuffer(self.mean_bytes(part.stop - part.start)))
 
     def push(self, mean: MeanPush) -> None:
         """Send a part that we reduce to all members of its attempt, until it is given up or another attempt begins."""
@@ -215,7 +215,7 @@ class PartStore:
             return
         if message.sha256 and not pushed.sha256 and message.start == 0:
             # Others contribute than were expected: the mean from the beginning.
-            pushed.mean, pushed.sha256, pushed.is_another = pushed.mean.blank(), message.sha256, False
+            pushed.mean, pushed.sha256, pushed.is_another = pushed.mean.emptied(), message.sha256, False
         if message.start != pushed.mean.size_bytes or pushed.sha256 != message.sha256:
             del self._pushed[sender]
             self._note_piece()

@@ -13,12 +13,12 @@ import trio
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
+from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.expected_mean import ExpectedMean
 from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range
-from p2ptrain.protocol.rounds.growing import Growing
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.part_store import MeanPush, blob_sha256
 from p2ptrain.protocol.rounds.policy import parts_of
@@ -53,7 +53,7 @@ class Transfer:
         # Those in the mean that we have made, or make by the leader's order.
         self._averaged: tuple[Contributor, ...] = ()
         self._expected: ExpectedMean | None = None
-        self._expected_push = MeanPush(roster, Growing(0))
+        self._expected_push = MeanPush(roster, BoundedBuffer(0))
         self._expecting = trio.CancelScope()
         self._has_reported = False
         self._collection: Collection | None = None
@@ -70,7 +70,9 @@ class Transfer:
                 )  # fmt: skip
                 if roster.expected and context.averaging.reduces:
                     self._expected = ExpectedMean(part, roster.expected, context.averaging.merge)
-                    self._expected_push = MeanPush(roster, Growing(context.parts.mean_bytes(part.stop - part.start)))
+                    self._expected_push = MeanPush(
+                        roster, BoundedBuffer(context.parts.mean_bytes(part.stop - part.start))
+                    )
         for sender, message, data in early.take():
             self.collect(sender, message, data, checked=True)
         for sender in early.overrun:
@@ -280,7 +282,7 @@ class Transfer:
         for sha256, blob in zip(sha256s, blobs, strict=True):
             context.parts.add(sha256, blob)
             if context.averaging.reduces and not as_expected:
-                context.parts.push(MeanPush(self._roster, Growing.of(blob), sha256))
+                context.parts.push(MeanPush(self._roster, BoundedBuffer.of(blob), sha256))
         reduced = Reduced(*self._attempt, collection.number, tuple(sha256s), gram, as_expected)
         self._tell(self._roster.attempt.leader, reduced)
         self._has_reported = True

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 
 import trio
 
@@ -54,6 +54,8 @@ MAX_AT_ONCE = 8
 MAX_A_MINUTE = 32
 # Joined connections at once to peers that one relay named: as many as half of the most links.
 MAX_JOINED = 32
+# Relays for which that is remembered; those of more are refused. A peer has two at a time (guess).
+MAX_COUNTED_RELAYS = 16
 CONNECTED_EVERY_S = 0.05
 
 Outer = tuple[str, int]
@@ -105,12 +107,16 @@ class Failures:
         self._until_s[peer_id] = trio.current_time() + FAILED_S
 
     def __contains__(self, peer_id: str) -> bool:
-        now = trio.current_time()
-        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
+        self._forget()
         return peer_id in self._until_s
 
     def __len__(self) -> int:
+        self._forget()
         return len(self._until_s)
+
+    def _forget(self) -> None:
+        now = trio.current_time()
+        self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
 
 
 class Dialled:
@@ -120,16 +126,34 @@ class Dialled:
         self.failed = Failures()
         self._rate = TokenBucket(MAX_A_MINUTE / 60, MAX_A_MINUTE, now=0.0)
         self._joined: list[_End] = []
+        self._places = 0
 
     def may_dial(self, peer_id: str) -> bool:
-        """Whether a relay may have us dial a peer, and count it."""
+        """Whether a relay may have us dial a peer, and count it. The caller then takes a `place` at once."""
         return peer_id not in self.failed and not self.is_full and self._rate.spend(1, trio.current_time())
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Until the block ends, count a connection that may be joined in it."""
+        self._places += 1
+        try:
+            yield
+        finally:
+            self._places -= 1
 
     @property
     def is_full(self) -> bool:
         """Whether no more connections may be joined."""
+        return self._connections() >= MAX_JOINED
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether a new one would allow no more."""
+        return not self.failed and not self._connections() and self._rate.is_full(trio.current_time())
+
+    def _connections(self) -> int:
         self._joined = [end for end in self._joined if not end.transport.is_closing()]
-        return len(self._joined) >= MAX_JOINED
+        return self._places + len(self._joined)
 
     def keep(self, end: _End) -> None:
         """Count two joined connections, of which this is one end, until they are closed."""
@@ -193,32 +217,37 @@ class Puncher:
             request, _ = await receive_message(relay, StopMessage)
             peer_id, outer = read_peer(request.peer)
             is_connected = (await self._connected()).get(peer_id, False)
-            if is_connected or not self._agrees(relay.remote, peer_id):
+            dialled = self._for(relay.remote)
+            if is_connected or not self._agrees(relay.remote, peer_id, dialled):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
                 return
         done = self._asked[peer_id] = trio.Event()
         try:
-            with trio.fail_after(ASK_TIMEOUT_S):
-                await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
-                now, _ = await receive_message(relay, StopMessage)
-            # Before we dial, or the relay could see when that ends, and so which ports are open where.
-            await relay.aclose()
-            if now.status == Status.OK:
-                await self._punch(peer_id, outer, self._for(relay.remote), logging.DEBUG)
+            with dialled.place():
+                with trio.fail_after(ASK_TIMEOUT_S):
+                    await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
+                    now, _ = await receive_message(relay, StopMessage)
+                # Before we dial, or the relay could see when that ends, and so which ports are open where.
+                await relay.aclose()
+                if now.status == Status.OK:
+                    await self._punch(peer_id, outer, dialled, logging.DEBUG)
         finally:
             del self._asked[peer_id]
             done.set()
 
-    def _agrees(self, relay: str, peer_id: str) -> bool:
+    def _agrees(self, relay: str, peer_id: str, dialled: Dialled) -> bool:
         """Whether we dial a peer for which a relay asks. Strangers can have it ask, and choose the ids."""
         # When both ask at once, the request of the lower id counts.
         ours_counts = peer_id in self._asking and self._peer_id < peer_id
         busy = ours_counts or peer_id in self._asked or peer_id in self._ours.failed
         refused = relay not in self._relays() or self._refusal(peer_id) is not None
-        return not busy and not refused and self._for(relay).may_dial(peer_id)
+        return not busy and not refused and dialled.may_dial(peer_id)
 
     def _for(self, relay: str) -> Dialled:
-        self._for_relay = {known: dialled for known, dialled in self._for_relay.items() if known in self._relays()}
+        """What was dialled for a relay, also before it was not ours for a while. Raises PeerLostError."""
+        self._for_relay = {known: dialled for known, dialled in self._for_relay.items() if not dialled.is_unused}
+        if relay not in self._for_relay and len(self._for_relay) >= MAX_COUNTED_RELAYS:
+            raise PeerLostError(f"{len(self._for_relay)} other relays had us dial in the last ten minutes")
         return self._for_relay.setdefault(relay, Dialled())
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:

@@ -19,6 +19,11 @@ class TokenBucket:
         self._tokens -= cost
         return True
 
+    def is_full(self, now: float) -> bool:
+        """Whether a whole burst may be spent."""
+        self._fill(now)
+        return self._tokens >= self._burst
+
     def give_back(self, cost: float) -> None:
         """Return what was spent."""
         self._tokens = min(self._burst, self._tokens + cost)

@@ -202,13 +202,10 @@ def answers(peers: list[str], dial: Callable[[], Any], relays: tuple[str, ...] =
     """What a peer answers when these relays in turn ask it for these peers, one after the other, and it dials so."""
     streams = [FromRelay(request_of(peer_id), NOW) for peer_id in peers]
 
-    async def connected() -> dict[str, bool]:
-        return {}
-
     async def main() -> None:
         # Of the lowest id, so that p2pd dials.
         puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
-        puncher._connected = connected  # type: ignore[method-assign]
+        puncher._connected = nobody  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(punch, "dial", lambda *_: dial())
             patch.setattr(punch, "MAX_FAILED", 4)
@@ -228,6 +225,10 @@ async def fail() -> None:
 
 async def connected() -> None:
     """A dial that ends at once."""
+
+
+async def nobody() -> dict[str, bool]:
+    return {}
 
 
 STRANGERS = [PeerID(bytes([18, 32, *[0] * 31, number])).to_base58() for number in range(40)]
@@ -258,9 +259,6 @@ def test_one_relay_uses_up_nothing_of_another_and_its_failures_are_its_own() -> 
 def test_a_false_address_from_a_relay_keeps_us_from_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """We still ask for it ourselves, but at no relay that we refuse."""
     refused, asked_at = STRANGERS[1], []
-
-    async def nobody() -> dict[str, bool]:
-        return {}
 
     async def ask(point: str, peer_id: str) -> Outer:
         asked_at.append(point)
@@ -295,6 +293,69 @@ def test_so_many_connections_are_joined_for_a_relay() -> None:
         assert for_one.may_dial(LOW)
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+class ThatGoes(FromRelay):
+    """A relay that is not ours any more when it is time to dial."""
+
+    def __init__(self, peer_id: str, relays: list[str]) -> None:
+        super().__init__(request_of(peer_id), NOW)
+        self._relays = relays
+
+    async def aclose(self) -> None:
+        self._relays.clear()
+
+
+def test_a_relay_that_is_not_ours_for_a_moment_has_the_limits_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost packet can do that: our request for a longer reservation is then not answered in time."""
+    relays: list[str] = []
+    puncher = Puncher("", "Qm", lambda: [], lambda: relays, no_refusal)
+
+    async def answer(stream: FromRelay) -> list[int]:
+        await puncher._answer(stream)  # type: ignore[arg-type]
+        message, _ = await receive_message(Given(stream.sent), StopMessage)  # type: ignore[arg-type]
+        return [message.status]
+
+    async def main() -> None:
+        statuses = []
+        for peer_id in [*STRANGERS, STRANGERS[0]]:
+            relays[:] = [RELAY]
+            statuses += await answer(ThatGoes(peer_id, relays))
+        assert statuses == punch.MAX_A_MINUTE * [Status.OK] + (41 - punch.MAX_A_MINUTE) * [Status.PERMISSION_DENIED]
+        await trio.sleep(60)
+        relays[:] = [RELAY]
+        assert await answer(ThatGoes(STRANGERS[0], relays)) == [Status.PERMISSION_DENIED]
+        for count in range(1, punch.MAX_COUNTED_RELAYS):
+            puncher._for(STRANGERS[count]).failed.note(LOW)
+        with pytest.raises(PeerLostError, match="16 other relays"):
+            puncher._for(STRANGERS[0])
+        await trio.sleep(punch.FAILED_S)
+        assert not len(puncher._for(STRANGERS[0]).failed)
+        assert list(puncher._for_relay) == [STRANGERS[0]]
+
+    monkeypatch.setattr(puncher, "_connected", nobody)
+    monkeypatch.setattr(punch, "dial", lambda *_: fail())
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_connections_that_may_yet_be_joined_count_as_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    puncher = Puncher("", "Qm", lambda: [], lambda: [RELAY], no_refusal)
+    streams = [FromRelay(request_of(peer_id), NOW) for peer_id in STRANGERS[: punch.MAX_AT_ONCE]]
+    late = FromRelay(request_of(LOW), NOW)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for stream in streams:
+                nursery.start_soon(puncher._answer, stream)
+        await puncher._answer(late)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(punch, "MAX_JOINED", 3)
+    monkeypatch.setattr(puncher, "_connected", nobody)
+    monkeypatch.setattr(punch, "dial", lambda *_: trio.sleep(1))
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    statuses = [status for stream in streams for status in stream.statuses()]
+    assert (statuses.count(Status.OK), statuses.count(Status.PERMISSION_DENIED)) == (3, punch.MAX_AT_ONCE - 3)
+    assert late.statuses() == [Status.OK]
 
 
 def test_failures_of_many_strangers_are_forgotten() -> None:

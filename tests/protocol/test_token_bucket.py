@@ -34,3 +34,10 @@ def test_a_bucket_allows_its_rate_and_one_burst() -> None:
     assert [bucket.spend(2, 1e6) for _ in range(2)] == [True, False]
     bucket.give_back(1e9)
     assert not bucket.spend(21, 1e6)
+
+
+def test_a_bucket_is_full_after_a_pause() -> None:
+    bucket = TokenBucket(5.0, 20.0, 0.0)
+    assert bucket.is_full(0.0)
+    assert bucket.spend(20, 0.0)
+    assert [bucket.is_full(now) for now in (0.0, 3.9, 4.0)] == [False, False, True]

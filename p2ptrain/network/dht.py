@@ -38,10 +38,11 @@ MAX_EXPIRES_IN_S = 120.0
 # A silent node delays an operation by hivemind's 3 s; this allows two in a row.
 OPERATION_TIMEOUT_S = 8.0
 NODE_TIMEOUT_S = 3.0
-# An initial peer answers our first ping after it has pinged us back, which may take it NODE_TIMEOUT_S.
+# An initial peer answers our first ping after it has pinged us back, which may take it NODE_TIMEOUT_S. 8 s is a guess.
 FIRST_ANSWER_S = 8.0
-# Dialling takes up to 10 s before this, and an error is due within 25 s.
-JOIN_TIMEOUT_S = 10.0
+# The clocks of initial peers are asked for after the first answer; the rest is for a busy machine. Dialling takes up to
+# 10 s before this, and an error is due within 25 s.
+JOIN_TIMEOUT_S = FIRST_ANSWER_S + 2 * NODE_TIMEOUT_S
 LEAVE_TIMEOUT_S = 1.0
 # hivemind's own bound between two nodes' clocks.
 MAX_CLOCK_SKEW_S = 3.0
@@ -239,8 +240,15 @@ async def _create_node(
 
 async def _check_clock(node: hivemind.DHTNode, connected: Collection[str]) -> None:
     """Compare our clock with those of the initial peers. Raises ConfigError if one differs too much."""
-    for peer_id in connected:
-        ahead_s = await clock_ahead_s(node.protocol.p2p, peer_id)
+    found: dict[str, float | None] = {}
+
+    async def compare(peer_id: str) -> None:
+        found[peer_id] = await clock_ahead_s(node.protocol.p2p, peer_id)
+
+    async with trio.open_nursery() as nursery:
+        for peer_id in connected:
+            nursery.start_soon(compare, peer_id)
+    for peer_id, ahead_s in found.items():
         if ahead_s is not None and abs(ahead_s) > MAX_CLOCK_SKEW_S:
             raise ConfigError(
                 f"this machine's clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} that of "

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.dht import DHTID
 
@@ -215,7 +217,30 @@ def test_peers_that_the_user_did_not_choose_keep_nobody_from_starting(
     run(main)
 
 
-@pytest.mark.processes
+def test_initial_peers_that_answer_as_late_as_they_may_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the DHT, and then for their clocks."""
+    peers = [PeerID(bytes([18, 32, *[0] * 31, number])).to_base58() for number in range(8)]
+    given = config(initial_peers=tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id}" for peer_id in peers))
+
+    async def late_node(*_: Any) -> Mock:
+        await trio.sleep(dht.FIRST_ANSWER_S)
+        return Mock()
+
+    async def late_clock(*_: Any) -> None:
+        await trio.sleep(dht.NODE_TIMEOUT_S)
+
+    async def main() -> None:
+        async with dht.join_dht(Mock(control_path="/p2pd.sock"), Mock(), given, peers):
+            pass
+
+    monkeypatch.setattr(dht, "from_asyncio", lambda coroutine: coroutine)
+    monkeypatch.setattr(dht.hivemind.P2P, "replicate", AsyncMock())
+    monkeypatch.setattr(dht, "_create_node", late_node)
+    monkeypatch.setattr(dht, "clock_ahead_s", late_clock)
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.slow
 def test_an_initial_peer_may_answer_the_first_ping_late(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It pings back first, and on a link that loses packets either way may take as long as an operation may."""
 

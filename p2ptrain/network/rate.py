@@ -88,7 +88,8 @@ class RateCounter:
         finally:
             self._allowance.give_back(max(0, MOST_BYTES - count))
         if (rate := bytes_per_s(arrivals)) is not None:
-            await stream.send_all(_ANSWER.pack(int(rate)))
+            with trio.move_on_after(MOST_S):
+                await stream.send_all(_ANSWER.pack(int(rate)))
 
 
 async def upload_rate(control_path: str, peer_id: str) -> float | None:

@@ -100,6 +100,14 @@ def test_an_upload_is_bounded_in_bytes_and_seconds() -> None:
     assert fast.received_bytes == MOST_BYTES
 
 
+def test_a_peer_that_does_not_take_its_answer_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf, next_one = Uploaded(1000, 0.01), Uploaded(1000, 0.01)
+    monkeypatch.setattr(deaf, "send_all", lambda _: trio.sleep_forever())
+    counted(deaf, next_one)
+    assert deaf.closed
+    assert next_one.answer
+
+
 def test_one_upload_is_counted_at_a_time() -> None:
     first, second, third = Uploaded(1000, 0.01), Uploaded(1000, 0.01), Uploaded(1000, 0.01)
     counted(first, second, third, pause_s=1.1)

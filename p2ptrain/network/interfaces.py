@@ -1,8 +1,7 @@
 """The ways to a peer: a round trip through each of this machine's network interfaces, and the one that is used.
 
 A TCP connection takes one round trip to open. Linux (from 5.7 on) lets everybody force its packets through an
-interface; elsewhere they only get the interface's address, and the system may route them as it likes. `forwarded` has
-a program that cannot choose its interface connect through one: p2pd, for the rate of a way (`probe`).
+interface; elsewhere they only get the interface's address, and the system may route them as it likes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,12 +18,9 @@ from typing import Any
 
 import trio
 
-from p2ptrain.network.background import open_background
-
 # The first connection may wait for name resolution in the local network (ARP); the shortest of three is the path's.
 ATTEMPTS = 3
 CONNECT_TIMEOUT_S = 3.0
-_PIECE_BYTES = 64 * 1024
 _SIOCGIFADDR = 0x8915
 _FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6}
 _FAMILIES_OF_NAMES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
@@ -121,40 +117,13 @@ async def _round_trip(target: Target, interface: Interface | None) -> tuple[floa
 
 
 async def _connect(target: Target, interface: Interface | None) -> tuple[float, str]:
-    with await _socket_to(target, interface) as connection:
+    with await socket_to(target, interface) as connection:
         began_s = trio.current_time()
         await connection.connect(target)
         return trio.current_time() - began_s, str(connection.getsockname()[0])
 
 
-@contextlib.asynccontextmanager
-async def forwarded(way: Way) -> AsyncIterator[str]:
-    """A multiaddr on loopback for one connection, which is forwarded along a way until the block ends."""
-    with trio.socket.socket() as listening:
-        await listening.bind(("127.0.0.1", 0))
-        listening.listen(1)
-        async with open_background() as background:
-            background.start_soon(_forward_one, listening, way)
-            yield f"/ip4/127.0.0.1/tcp/{listening.getsockname()[1]}"
-
-
-async def _forward_one(listening: trio.socket.SocketType, way: Way) -> None:
-    near, _ = await listening.accept()
-    with near, contextlib.suppress(OSError), await _socket_to(way.target, way.interface) as far:
-        await far.connect(way.target)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_pump, near, far, nursery.cancel_scope)
-            nursery.start_soon(_pump, far, near, nursery.cancel_scope)
-
-
-async def _pump(source: trio.socket.SocketType, target: trio.socket.SocketType, both: trio.CancelScope) -> None:
-    with contextlib.suppress(OSError, trio.BrokenResourceError):
-        while data := await source.recv(_PIECE_BYTES):
-            await trio.SocketStream(target).send_all(data)
-    both.cancel()
-
-
-async def _socket_to(target: Target, interface: Interface | None) -> trio.socket.SocketType:
+async def socket_to(target: Target, interface: Interface | None) -> trio.socket.SocketType:
     """A socket whose packets leave through an interface; without one, as routed."""
     connection = trio.socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET)
     try:

@@ -20,8 +20,9 @@ from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.daemon import peer_flags, probe_flags, run_daemon
 from p2ptrain.network.dht import clock_ahead_s
 from p2ptrain.network.dialback import DialBack, dial_back
+from p2ptrain.network.forward import forwarded
 from p2ptrain.network.identity import hold_identity
-from p2ptrain.network.interfaces import Interface, Way, forwarded, interfaces_of, ways_to
+from p2ptrain.network.interfaces import Interface, Way, interfaces_of, ways_to
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.rate import upload_rate
 from p2ptrain.network.scratch import scratch_directory

@@ -6,7 +6,7 @@ import socket
 
 import trio
 
-from p2ptrain.network.interfaces import Interface, Way, endpoints, forwarded, interfaces_of, ways_to
+from p2ptrain.network.interfaces import endpoints, interfaces_of, ways_to
 
 
 def test_endpoints_are_those_that_tcp_reaches_without_a_relay() -> None:
@@ -30,35 +30,3 @@ def test_a_peer_on_this_machine_needs_no_interface() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert trio.run(ways_to, [f"/dns4/localhost/tcp/{port}/p2p/QmA"], []) == []
-
-
-def test_bytes_are_forwarded_along_a_way_both_ways() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            way = Way(Interface("127.0.0.2"), 0.001, used=False, target=server.getsockname())
-            async with forwarded(way) as maddr:
-                ((_, host, port),) = endpoints([maddr])
-                near = await trio.open_tcp_stream(host, port)
-                far, (source, _) = await trio.to_thread.run_sync(server.accept)
-                assert source == "127.0.0.2"
-                async with near, trio.SocketStream(trio.socket.from_stdlib_socket(far)) as end:
-                    for sender, receiver in ((near, end), (end, near)):
-                        await sender.send_all(b"hello")
-                        assert await receiver.receive_some() == b"hello"
-                    await end.aclose()
-                    assert await near.receive_some() == b""
-
-    trio.run(main)
-
-
-def test_a_way_that_leads_nowhere_closes_the_connection() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            target = server.getsockname()
-        # TEST-NET-3: no address of this machine, so nothing can be sent from it.
-        async with forwarded(Way(Interface("203.0.113.7"), 0.001, used=False, target=target)) as maddr:
-            ((_, host, port),) = endpoints([maddr])
-            async with await trio.open_tcp_stream(host, port) as near:
-                assert await near.receive_some() == b""
-
-    trio.run(main)

@@ -1,8 +1,8 @@
 """The rate of a connection to a peer: it counts what we upload, throws it away, and says how fast it came.
 
 A stranger may ask for this, so it costs the asked peer little: it sends eight bytes, and takes one upload at a time,
-8 MiB in 2 s at most, and 32 MiB a minute from all together. It sends no bytes for a measurement of the other direction:
-then a stranger could have them sent.
+8 MiB in 2 s at most, and from all together 32 MiB at once and 32 MiB a minute on average. It sends no bytes for a
+measurement of the other direction: then a stranger could have them sent.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def doctor(settings: Settings, as_json: bool) -> None:
 
     Also checks whether other peers can reach it. Prints one line per check (✓ good, ! works with limits, ✗ would not
     work) and below it what to do. Changes nothing and joins no run. Uploads up to 8 MiB to each initial peer through
-    each network interface, to measure its rate. Takes about 15 seconds, or 35 if an initial peer cannot dial back.
-    Exit status 1 means that a peer would not work.
+    each network interface, to measure its rate. Takes about ten seconds, 3 s more for each initial peer and interface
+    (30 at most), and 20 more if no initial peer can dial back. Exit status 1 means that a peer would not work.
 
     \b
     Before a first run:

@@ -21,7 +21,7 @@ from tests.swarm.processes import Process, Swarm, assert_anchors_agree
 # Fragments of 14 kB, 20 a second: 2.2 Mbit/s, more than the slowest link carries. Rounds are due every 12 s.
 RUN = f"{MODEL} --steps 0 --sync-every 300 --fragment-fraction 0.05 --eval-every 1000"
 WATCH_S = 45.0
-# Fewer bytes than a connection carries that loses 5 % of its packets; and rounds there take half a minute.
+# A fragment is smaller than what a connection carries that loses 5 % of its packets. Rounds there take 5 to 8 s.
 FAR_RUN = f"{MODEL} --steps 0 --sync-every 300 --fragment-fraction 0.005 --eval-every 1000"
 FAR_WATCH_S = 120.0
 # Longer than the 10 s after which a silent peer is lost here.
@@ -52,7 +52,6 @@ CASES = [
     Case(f"two of four cut off for {CUT_S:.0f} s", (FAST,) * 4, cut=2),
     # A packet passes two accesses: twice 2.53 % are 5 %, and twice 75 ms one way.
     Case("far: 20 Mbit/s, 4 ms", far="mbit=20,ms=1"),
-    Case("far: 20 Mbit/s, 300 ms", far="mbit=20,ms=75"),
     Case("far: 20 Mbit/s, 300 ms, 5 % loss", far="mbit=20,ms=75,loss=0.0253"),
 ]
 COLUMNS = (

@@ -117,7 +117,7 @@ def spread(own: Array, partner: Array) -> float:
     return math.sqrt(squared_distance(own, partner) / 2 / square) if square > 0 else 0.0
 
 
-def exchange_bytes(codec: Codec, num_blocks: int) -> int:
+def swap_bytes(codec: Codec, num_blocks: int) -> int:
     """What each of two partners sends in one step, without frames."""
     return codec.size_bytes(num_blocks) + codec.size_bytes(len(sample_blocks(num_blocks)))
 

@@ -17,7 +17,7 @@ from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
-from p2ptrain.algorithms.pairwise import exchange_bytes
+from p2ptrain.algorithms.pairwise import swap_bytes
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
@@ -165,7 +165,7 @@ def event_of(run: RunConfig) -> tuple[str, int]:
 def round_bytes(run: RunConfig, num_blocks: int, members: int) -> tuple[int, int]:
     """The most that a member sends and receives in a round, by the plan of the averaging strategy; or in a pair."""
     if run.is_pairwise:
-        return (exchange_bytes(gradient_codec(run), num_blocks),) * 2
+        return (swap_bytes(gradient_codec(run), num_blocks),) * 2
     averaging = averaging_of(run)
     gradient, mean = gradient_codec(run).size_bytes, mean_codec(run, members).size_bytes
     plan = averaging.plan(_joins(members), (), num_blocks)

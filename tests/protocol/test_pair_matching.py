@@ -46,7 +46,7 @@ def test_an_answer_counts_for_the_offer_that_is_open_only() -> None:
     assert on_answer(Matching(4), "b", PairAnswer(3, 8, True)) == (Matching(4), PairAnswer(8, 0, False))
 
 
-def test_a_partner_can_leave_the_exchange() -> None:
+def test_a_partner_can_leave_the_swap() -> None:
     paired = Matching(3, "", "b", 8)
     assert on_answer(paired, "b", PairAnswer(3, 0, False))[0].partner == ""
     assert paired.without("b").partner == ""

@@ -248,7 +248,7 @@ def test_a_partner_that_breaks_a_rule_gets_a_strike_and_the_step_is_taken_alone(
 
 
 def offer_first(liar: TestPeer, victims: list[TestPeer]) -> None:
-    """The liar offers to every victim all the time, and takes part in no exchange of its own."""
+    """The liar offers to every victim all the time, and takes part in no swap of its own."""
     pairwise = pairwise_of(liar)
 
     async def run_forever() -> None:
@@ -304,7 +304,7 @@ def test_a_partner_that_sends_one_chunk_now_and_then_is_left_after_peer_timeout_
     run_virtual(main)
 
 
-def test_no_link_ends_in_the_middle_of_an_exchange_or_an_answer() -> None:
+def test_no_link_ends_in_the_middle_of_a_swap_or_an_answer() -> None:
     async def main() -> None:
         async with swarm(RUN) as members:
             a, *_ = grow(members, 2)

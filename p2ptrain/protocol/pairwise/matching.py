@@ -72,7 +72,7 @@ def on_offer(state: Matching, sender: PeerId, offer: PairOffer, *, willing: bool
         # The offers crossed: each is the answer to the other.
         return state._with(sender, offer.number), None
     if sender == state.partner:
-        # It has left the exchange that we agreed on.
+        # It has left the swap that we agreed on.
         return state.without(sender), PairAnswer(offer.number, 0, False)
     if willing and not state.asked and not state.partner:
         return state._with(sender, offer.number), PairAnswer(offer.number, state.number, True)
@@ -80,7 +80,7 @@ def on_offer(state: Matching, sender: PeerId, offer: PairOffer, *, willing: bool
 
 
 def on_answer(state: Matching, sender: PeerId, answer: PairAnswer) -> tuple[Matching, PairAnswer | None]:
-    """Take an answer to our offer, or the end of an exchange; returns the new state and the answer to send."""
+    """Take an answer to our offer, or the end of a swap; returns the new state and the answer to send."""
     ours = answer.offer == state.number
     if not answer.accepted:
         return (state.without(sender) if ours and sender in (state.asked, state.partner) else state), None

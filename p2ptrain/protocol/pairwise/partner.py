@@ -20,7 +20,7 @@ class PartnerWeights:
 
     Attributes:
         sender: the partner, and the number of its step.
-        heard_s: when the last chunk came, or the exchange began.
+        heard_s: when the last chunk came, or the swap began.
         complete: set with the last chunk.
     """
 

@@ -29,7 +29,7 @@ class Distances:
     def __init__(self) -> None:
         self._of_last: dict[PeerId, float] = {}
 
-    def scale(self, partner: PeerId, distance: float, moved: float) -> float:
+    def clip(self, partner: PeerId, distance: float, moved: float) -> float:
         """The factor by which a partner's weights count, and note it; `moved` is our own way from the anchor."""
         scale = clip_scale(moved, list(self._of_last.values()), distance)
         # As scaled, so that one partner alone cannot raise the limit by more than that factor a step.
@@ -111,7 +111,7 @@ class Swaps:
         complete, peer_timeout_s = theirs.complete.is_set, self._context.links.peer_timeout_s
         while not complete():
             if not stays():
-                raise PeerLostError(f"{partner} left the exchange")
+                raise PeerLostError(f"{partner} left the swap")
             silent_s = trio.current_time() - theirs.heard_s
             if silent_s >= peer_timeout_s:
                 raise PeerLostError(f"{partner} sent nothing for {silent_s:.0f} s")
@@ -121,6 +121,6 @@ class Swaps:
         own, compute = snapshot.weights.numpy(), self._context.compute
         moved = math.sqrt(await compute(squared_distance, anchor, own))
         distance = await compute(theirs.distance, anchor)
-        scale = self._distances.scale(partner, distance, moved)
+        scale = self._distances.clip(partner, distance, moved)
         apart = spread(anchor[sample_blocks(len(own))], theirs.anchor_sample())
         return Measured(scale, distance / moved if moved else None, apart)

@@ -512,7 +512,7 @@ class PairOffer(_Struct, frozen=True):
 
 
 class PairAnswer(_Struct, frozen=True):
-    """The answer to an offer, or (not accepted) the end of an exchange that was agreed on.
+    """The answer to an offer, or (not accepted) the end of a swap that was agreed on.
 
     Attributes:
         offer: of the receiver's step, as in its offer.

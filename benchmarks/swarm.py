@@ -30,6 +30,8 @@ NEVER = 10**9
 DRIFT = "drift"
 # Some hundred inner steps change weights by about this much; their standard deviation is 0.02 (guess).
 _DRIFT = 0.001
+# The share of an interval after which a round is nearly due.
+_NEAR = 0.95
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _run(phase: Phase, work: Callable[[], None], peer: p2ptrain.Peer) -> list[St
         steps.append(Step(ended - started, ended - computed, report, peer._exchange.due))
         if phase.until_round and report is not None and report.round is not None:
             break
-        if phase.until_near and peer._exchange.of_interval > 0.95:
+        if phase.until_near and peer._exchange.of_interval > _NEAR:
             break
     return steps
 

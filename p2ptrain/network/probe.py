@@ -26,13 +26,13 @@ from p2ptrain.network.interfaces import Interface, Way, interfaces_of, ways_to
 from p2ptrain.network.p2p import own_maddrs
 from p2ptrain.network.rate import upload_rate
 from p2ptrain.network.scratch import scratch_directory
+from p2ptrain.settings.link import BYTES_PER_MBIT
 from p2ptrain.settings.peer_config import NetworkConfig
 
 logger = logging.getLogger(__name__)
 
 # All rates together; each takes about 3 s, of which its daemon half a second.
 RATES_TIMEOUT_S = 30.0
-BYTES_PER_S_PER_MBIT = 125_000
 
 
 @dataclass
@@ -144,4 +144,4 @@ async def _rate_through(way: Way, peer_id: str, scratch: Path, config: NetworkCo
     except P2PTrainError as error:
         logger.debug("no rate through %s: %s", way.interface.address, error)
         return None
-    return None if rate is None else rate / BYTES_PER_S_PER_MBIT
+    return None if rate is None else rate / BYTES_PER_MBIT

@@ -28,6 +28,7 @@ from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, Outer, outer_of, peer_at
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
+from p2ptrain.settings.link import BYTES_PER_MBIT
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ MAX_STREAMS = 512
 CIRCUIT_SHARE = 0.25
 # Seconds of a rate that may pass at once after a pause: heartbeats and fragments never wait beside a round.
 BURST_S = 0.5
-BYTES_PER_MBIT = 125_000
 # How often p2pd's connections are listed for those who want direct ones, unless one of the two is not among them.
 LIST_EVERY_S = 1.0
 # How often one peer may want one: as often as another one dials for us. Peers of which that is remembered.

@@ -12,6 +12,8 @@ from p2ptrain.settings.setting import check_settings, count, number, setting, se
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 # Fewer are a forgotten unit: 124 for 124M.
 MIN_PARAMS, MAX_PARAMS = 10**3, 10**12
+# Bytes a second of a rate in Mbit/s.
+BYTES_PER_MBIT = 125_000
 RATE = number("between 0.01 and 1000000", lambda mbit: 0.01 <= mbit <= 1e6, example=100)
 
 
@@ -48,11 +50,11 @@ class Link:
 
     @property
     def down_bytes_s(self) -> float:
-        return self.rate_mbit * 1e6 / 8
+        return self.rate_mbit * BYTES_PER_MBIT
 
     @property
     def up_bytes_s(self) -> float:
-        return (self.rate_up_mbit or self.rate_mbit) * 1e6 / 8
+        return (self.rate_up_mbit or self.rate_mbit) * BYTES_PER_MBIT
 
     @property
     def rtt_s(self) -> float:

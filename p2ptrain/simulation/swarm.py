@@ -15,6 +15,7 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.settings.link import BYTES_PER_MBIT
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
@@ -73,7 +74,7 @@ class _Simulation:
         experiment = self._experiment
         mbit = experiment.bandwidth_mbit
         self._network = MemoryNetwork(
-            latency_s=experiment.latency_s, bandwidth_bytes_s=mbit * 1e6 / 8 if mbit else math.inf
+            latency_s=experiment.latency_s, bandwidth_bytes_s=mbit * BYTES_PER_MBIT if mbit else math.inf
         )
         self._present: dict[int, SimulatedPeer] = {}
         self._begun = trio.Event()
@@ -122,7 +123,7 @@ class _Simulation:
         name, peer = f"peer-{event.peer}", self._present.get(event.peer)
         match event.action:
             case "narrow":
-                self._network.narrow(name, event.value * 1e6 / 8)
+                self._network.narrow(name, event.value * BYTES_PER_MBIT)
             case "widen":
                 self._network.narrow(name, None)
             case "cut":

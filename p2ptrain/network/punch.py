@@ -16,11 +16,9 @@ and a circuit before it starts; p2pd does not dial again a peer that it is conne
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-import socket
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import trio
 
@@ -29,8 +27,8 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.control import LINGER_S, Connections, DaemonSocket, open_stream
+from p2ptrain.network.control import Connections, DaemonSocket, open_stream
+from p2ptrain.network.joined import End, Outer, joined
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
@@ -57,9 +55,6 @@ MAX_JOINED = 32
 # Relays for which that is remembered; those of more are refused. A peer has two at a time (guess).
 MAX_COUNTED_RELAYS = 16
 CONNECTED_EVERY_S = 0.05
-
-Outer = tuple[str, int]
-"""IPv4 address and TCP port of a router, from which it forwards to a peer."""
 
 
 def meeting_points(maddrs: Iterable[str]) -> list[str]:
@@ -119,13 +114,13 @@ class Failures:
         self._until_s = {peer: until_s for peer, until_s in self._until_s.items() if until_s > now}
 
 
-class Dialled:
-    """What was dialled for one relay, or for ourselves: how often, for whom in vain, and what is joined now."""
+class DialBudget:
+    """What may be dialled for one relay, or for ourselves: how often, whom in vain, and how many joined at once."""
 
     def __init__(self) -> None:
         self.failed = Failures()
         self._rate = TokenBucket(MAX_A_MINUTE / 60, MAX_A_MINUTE, now=0.0)
-        self._joined: list[_End] = []
+        self._joined: list[End] = []
         self._places = 0
 
     def may_dial(self, peer_id: str) -> bool:
@@ -155,7 +150,7 @@ class Dialled:
         self._joined = [end for end in self._joined if not end.transport.is_closing()]
         return self._places + len(self._joined)
 
-    def keep(self, end: _End) -> None:
+    def keep(self, end: End) -> None:
         """Count two joined connections, of which this is one end, until they are closed."""
         self._joined.append(end)
 
@@ -179,8 +174,8 @@ class Puncher:
         self._refusal = refusal
         self._connections = Connections(control_path, ASK_TIMEOUT_S)
         # Apart, as what a relay has us do says nothing of a peer: it can name a wrong address.
-        self._ours = Dialled()
-        self._for_relay: dict[str, Dialled] = {}
+        self._ours = DialBudget()
+        self._for_relay: dict[str, DialBudget] = {}
         self._asking: set[str] = set()
         self._asked: dict[str, trio.Event] = {}
         self._errors = ErrorLog(logger)
@@ -217,38 +212,38 @@ class Puncher:
             request, _ = await receive_message(relay, StopMessage)
             peer_id, outer = read_peer(request.peer)
             is_connected = (await self._connected()).get(peer_id, False)
-            dialled = self._for(relay.remote)
-            if is_connected or not self._agrees(relay.remote, peer_id, dialled):
+            budget = self._for(relay.remote)
+            if is_connected or not self._agrees(relay.remote, peer_id, budget):
                 await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
                 return
         done = self._asked[peer_id] = trio.Event()
         try:
-            with dialled.place():
+            with budget.place():
                 with trio.fail_after(ASK_TIMEOUT_S):
                     await send_message(relay, StopMessage(type=StopMessage.STATUS, status=Status.OK))
                     now, _ = await receive_message(relay, StopMessage)
                 # Before we dial, or the relay could see when that ends, and so which ports are open where.
                 await relay.aclose()
                 if now.status == Status.OK:
-                    await self._punch(peer_id, outer, dialled, logging.DEBUG)
+                    await self._punch(peer_id, outer, budget, logging.DEBUG)
         finally:
             del self._asked[peer_id]
             done.set()
 
-    def _agrees(self, relay: str, peer_id: str, dialled: Dialled) -> bool:
+    def _agrees(self, relay: str, peer_id: str, budget: DialBudget) -> bool:
         """Whether we dial a peer for which a relay asks. Strangers can have it ask, and choose the ids."""
         # When both ask at once, the request of the lower id counts.
         ours_counts = peer_id in self._asking and self._peer_id < peer_id
         busy = ours_counts or peer_id in self._asked or peer_id in self._ours.failed
         refused = relay not in self._relays() or self._refusal(peer_id) is not None
-        return not busy and not refused and dialled.may_dial(peer_id)
+        return not busy and not refused and budget.may_dial(peer_id)
 
-    def _for(self, relay: str) -> Dialled:
-        """What was dialled for a relay, also before it was not ours for a while. Raises PeerLostError."""
-        self._for_relay = {known: dialled for known, dialled in self._for_relay.items() if not dialled.is_unused}
+    def _for(self, relay: str) -> DialBudget:
+        """The budget of a relay, which it keeps while it is not ours for a moment. Raises PeerLostError."""
+        self._for_relay = {known: budget for known, budget in self._for_relay.items() if not budget.is_unused}
         if relay not in self._for_relay and len(self._for_relay) >= MAX_COUNTED_RELAYS:
             raise PeerLostError(f"{len(self._for_relay)} other relays had us dial in the last ten minutes")
-        return self._for_relay.setdefault(relay, Dialled())
+        return self._for_relay.setdefault(relay, DialBudget())
 
     async def reach(self, peer_id: str, maddrs: list[str]) -> None:
         """Try to connect to a peer that is behind another router. Does nothing if it is not, or is connected."""
@@ -285,7 +280,7 @@ class Puncher:
             raise PeerLostError("the relay answered for another peer")
         return outer
 
-    async def _punch(self, peer_id: str, outer: Outer, dialled: Dialled, level: int) -> None:
+    async def _punch(self, peer_id: str, outer: Outer, budget: DialBudget, level: int) -> None:
         """Dial a peer that is told to dial us at the same time. The outcome is noted, and logged at `level`."""
         try:
             if self._peer_id < peer_id:
@@ -293,12 +288,12 @@ class Puncher:
                 await dial(self._control_path, peer_id, [f"/ip4/{host}/tcp/{port}"], DIAL_TIMEOUT_S)
             else:
                 with trio.fail_after(DIAL_TIMEOUT_S):
-                    async with _joined(_listening(self._maddrs()), outer) as end:
+                    async with joined(_listening(self._maddrs()), outer) as end:
                         while not (await self._connected()).get(peer_id):
                             await trio.sleep(CONNECTED_EVERY_S)
-                        dialled.keep(end)
+                        budget.keep(end)
         except (PeerLostError, trio.TooSlowError) as error:
-            dialled.failed.note(peer_id)
+            budget.failed.note(peer_id)
             logger.log(level, "no direct connection to %s, which is behind another router", peer_id)
             logger.debug("dialling %s at the same time: %s", peer_id, error)
         else:
@@ -323,76 +318,3 @@ def _listening(maddrs: Iterable[str]) -> Outer:
             case ["", "ip4", host, "tcp", port, "p2p", _] if scope_of(maddr) is not Scope.PUBLIC:
                 return host, int(port)
     raise PeerLostError("this peer listens on no TCP port")
-
-
-@contextlib.asynccontextmanager
-async def _joined(listening: Outer, outer: Outer) -> AsyncIterator[_End]:
-    """Connect to an outer address from the port on which p2pd listens, and join that connection to one to p2pd.
-
-    If the block ends without an error, they last until one of them is closed; otherwise both are aborted. Raises
-    PeerLostError.
-    """
-    loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as unless_done:
-        with socket.socket() as dialled, socket.socket() as local:
-            try:
-                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as p2pd does
-                    dialled.setsockopt(socket.SOL_SOCKET, option, 1)
-                dialled.bind(("", listening[1]))
-                ends = []
-                for unconnected, to in ((dialled, outer), (local, listening)):
-                    unconnected.setblocking(False)
-                    await from_asyncio(loop.sock_connect(unconnected, to))
-                    _, end = await from_asyncio(loop.create_connection(_End, sock=unconnected.dup()))
-                    unless_done.callback(end.transport.abort)
-                    ends.append(end)
-            except OSError as error:
-                raise PeerLostError(f"dialling from our own port: {error}") from None
-        remote, own = ends
-        remote.other, own.other = own.transport, remote.transport
-        for end in ends:
-            end.start()
-        yield remote
-        unless_done.pop_all()
-
-
-class _End(asyncio.Protocol):
-    """One of two joined connections: sends on the other one what it receives, and closes it when it ends.
-
-    Until `start` it reads once.
-    """
-
-    transport: asyncio.Transport
-    other: asyncio.Transport | None = None
-    _early = b""
-
-    def start(self) -> None:
-        assert self.other is not None
-        if self.transport.is_closing():
-            self.other.close()
-        else:
-            self.transport.resume_reading()
-            self.other.write(self._early)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is None:
-            self._early += data
-            self.transport.pause_reading()
-        elif not self.other.is_closing():
-            self.other.write(data)
-
-    def pause_writing(self) -> None:
-        if self.other is not None and not self.other.is_closing():
-            self.other.pause_reading()
-
-    def resume_writing(self) -> None:
-        if self.other is not None and not self.other.is_closing():
-            self.other.resume_reading()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self.other is not None:
-            self.other.close()
-            asyncio.get_running_loop().call_later(LINGER_S, self.other.abort)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -53,6 +54,28 @@ async def open_streams() -> AsyncIterator[tuple[Stream, Stream, Network, Network
         theirs = await second.transport.accept()
         assert await read(theirs, 5) == b"hello"
         yield ours, theirs, first, second
+
+
+@contextlib.asynccontextmanager
+async def two_listening() -> AsyncIterator[tuple[Any, Any]]:
+    """Two listening sockets that let others use their ports, as p2pd does: ours, and the other peer's."""
+    with trio.socket.socket() as p2pd, trio.socket.socket() as far:
+        for listening in (p2pd, far):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            await listening.bind(("127.0.0.1", 0))
+            listening.listen()
+        yield p2pd, far
+
+
+async def end_of(connection: Any) -> bytes:
+    """All bytes until the end or the reset of a connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := await connection.recv(65536):
+            received += data
+    connection.close()
+    return received
 
 
 class Given:

@@ -5,11 +5,9 @@ With routers: `tests/links/test_nat.py`.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,11 +20,12 @@ from hypothesis import strategies as st
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network import punch
 from p2ptrain.network._hivemind import Multiaddr, PeerID
+from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import Peer, Status, StopMessage
 from p2ptrain.network.messages import framed, receive_message
-from p2ptrain.network.punch import Dialled, Outer, Puncher, meeting_points, outer_of, peer_at, read_peer
+from p2ptrain.network.punch import DialBudget, Puncher, meeting_points, outer_of, peer_at, read_peer
 from p2ptrain.protocol.wire.transport import Refusal, no_refusal
-from tests.network.local import Given
+from tests.network.local import Given, end_of, two_listening
 
 Run = Callable[..., Any]
 LOW, HIGH = "QmT39SiCLsihBULmKLj45vkEnKHZMs3ks2ExyC7NERCZAY", "QmZ9wqi8bezKNB4JpHXKTA7ZpbuH2QNWWPcHRRSefoEtsz"
@@ -134,7 +133,7 @@ def asked(
     if asking:
         puncher._asking.add(asking)
 
-    async def note(peer_id: str, outer: Outer, _: Dialled, level: int) -> None:
+    async def note(peer_id: str, outer: Outer, _: DialBudget, level: int) -> None:
         assert level == logging.DEBUG
         assert stream.is_closed, "the relay could see when the dial ends"
         dialled.append((peer_id, outer))
@@ -282,7 +281,7 @@ def test_so_many_connections_are_joined_for_a_relay() -> None:
     ends = [Mock(transport=Mock(is_closing=Mock(return_value=False))) for _ in range(punch.MAX_JOINED)]
 
     async def main() -> None:
-        for_one, for_other = Dialled(), Dialled()
+        for_one, for_other = DialBudget(), DialBudget()
         for end in ends:
             assert for_one.may_dial(LOW)
             for_one.keep(end)
@@ -362,91 +361,6 @@ def test_failures_of_many_strangers_are_forgotten() -> None:
     assert answers(STRANGERS[: punch.MAX_A_MINUTE], fail) == punch.MAX_A_MINUTE * [Status.OK]
 
 
-@contextlib.asynccontextmanager
-async def two_listening() -> AsyncIterator[tuple[Any, Any]]:
-    """Two listening sockets that let others use their ports, as p2pd does: ours, and the other peer's."""
-    with trio.socket.socket() as p2pd, trio.socket.socket() as far:
-        for listening in (p2pd, far):
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            await listening.bind(("127.0.0.1", 0))
-            listening.listen()
-        yield p2pd, far
-
-
-async def end_of(connection: Any) -> bytes:
-    """All bytes until the end or the reset of a connection."""
-    received = b""
-    with contextlib.suppress(ConnectionResetError):
-        while data := await connection.recv(65536):
-            received += data
-    connection.close()
-    return received
-
-
-def test_what_arrives_on_one_of_two_joined_connections_leaves_on_the_other(run: Run) -> None:
-    """From the port on which another socket listens."""
-
-    async def main() -> None:
-        async with two_listening() as (p2pd, far):
-            async with punch._joined(p2pd.getsockname(), far.getsockname()):
-                (theirs, address), (ours, _) = await far.accept(), await p2pd.accept()
-            assert address == p2pd.getsockname()
-            data = bytes(range(256)) * 8192
-            async with trio.open_nursery() as nursery:
-                for sender, receiver in ((theirs, ours), (ours, theirs)):
-                    nursery.start_soon(trio.SocketStream(sender).send_all, data)
-                    received = bytearray()
-                    while len(received) < len(data):
-                        received += await receiver.recv(65536)
-                    assert received == data
-            theirs.close()
-            assert await end_of(ours) == b""
-
-    run(main)
-
-
-@pytest.mark.parametrize("sent", [b"", b"hello"])
-def test_a_connection_that_ends_before_it_is_joined_ends_the_other(
-    run: Run, monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
-    """What it has sent still arrives."""
-
-    async def main() -> None:
-        async with two_listening() as (p2pd, far):
-            bridged = punch.from_asyncio
-
-            async def send_and_close(coroutine: Any) -> Any:
-                """After the first connection, and before the second."""
-                result = await bridged(coroutine)
-                if result is not None:
-                    monkeypatch.setattr(punch, "from_asyncio", bridged)
-                    theirs, _ = await far.accept()
-                    await theirs.send(sent)
-                    theirs.close()
-                    await trio.testing.wait_all_tasks_blocked()
-                return result
-
-            monkeypatch.setattr(punch, "from_asyncio", send_and_close)
-            async with punch._joined(p2pd.getsockname(), far.getsockname()):
-                ours, _ = await p2pd.accept()
-            assert await end_of(ours) == sent
-
-    run(main)
-
-
-def test_a_peer_that_reads_nothing_keeps_no_connection_open(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(punch, "LINGER_S", 0.0)
-        aborted = trio.Event()
-        end = punch._End()
-        end.other = Mock(abort=aborted.set)
-        end.connection_lost(None)
-        await aborted.wait()
-
-    run(main)
-
-
 def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         monkeypatch.setattr(Puncher, "_connected", lambda _: fail())
@@ -454,23 +368,11 @@ def test_a_connection_that_p2pd_does_not_confirm_is_closed(run: Run, monkeypatch
             host, port = p2pd.getsockname()
             maddr = f"/ip4/{host}/tcp/{port}/p2p/{HIGH}"
             puncher = Puncher("", HIGH, lambda: [maddr], lambda: [], no_refusal)
-            dialled = Dialled()
-            await puncher._punch(LOW, far.getsockname(), dialled, logging.INFO)
-            assert LOW in dialled.failed
+            budget = DialBudget()
+            await puncher._punch(LOW, far.getsockname(), budget, logging.INFO)
+            assert LOW in budget.failed
             for listening in (far, p2pd):
                 connection, _ = await listening.accept()
                 assert await end_of(connection) == b""
-
-    run(main)
-
-
-def test_a_port_that_nobody_listens_on_is_a_lost_peer(run: Run) -> None:
-    async def main() -> None:
-        async with two_listening() as (p2pd, far):
-            silent = far.getsockname()
-            far.close()
-            with pytest.raises(PeerLostError, match="dialling from our own port"):
-                async with punch._joined(p2pd.getsockname(), silent):
-                    pass
 
     run(main)

@@ -26,10 +26,11 @@ from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.control import ask, open_stream
 from p2ptrain.network.daemon import probe_flags, run_daemon
 from p2ptrain.network.host import Network, open_network
+from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message, varint
 from p2ptrain.network.p2p import PROTOCOL_NAME
-from p2ptrain.network.punch import Dialled, Outer, Puncher
+from p2ptrain.network.punch import DialBudget, Puncher
 from p2ptrain.network.relay import HOP, MAX_PUNCHERS, Relay
 from p2ptrain.network.reservations import check_answer
 from p2ptrain.network.scratch import scratch_directory
@@ -408,7 +409,7 @@ def test_a_relay_tells_two_peers_to_dial_each_other_where_it_sees_them(
 ) -> None:
     told: list[tuple[str, Outer]] = []
 
-    async def note(self: Puncher, peer_id: str, outer: Outer, dialled: Dialled, level: int) -> None:
+    async def note(self: Puncher, peer_id: str, outer: Outer, budget: DialBudget, level: int) -> None:
         told.append((peer_id, outer))
 
     async def main() -> None:

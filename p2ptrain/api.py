@@ -21,7 +21,7 @@ from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.access import Access
-from p2ptrain.settings.config import resolve_run
+from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
@@ -196,7 +196,11 @@ def join(
         for field in dataclasses.fields(part):
             explicit[field.metadata.get("run", field.name)] = getattr(part, field.name)
     explicit = {name: value for name, value in explicit.items() if value is not None}
-    resolve_run(explicit, None)  # refuse bad values before the network is opened
+    # Refuse bad values before the network is opened. A joiner's need not go together with the defaults.
+    if initial_peers:
+        RunConfig.checked(explicit)
+    else:
+        resolve_run(explicit, None)
     if isinstance(model, DistributedDataParallel):
         if process_group is None:
             raise ConfigError(

@@ -37,6 +37,20 @@ def test_a_run_that_is_not_found_is_started_with_a_warning(
     assert getattr(peer, "founded", None) == (live is None or live.run_id == "y")
 
 
+def test_what_a_joiner_gives_need_not_go_together_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunConfig(run_id="x", inner_moments="averaged", round_codec="none")
+    monkeypatch.setattr("p2ptrain.api.NetworkSession", type("NetworkSession", (FakeNetworkSession,), {"live": run}))
+    given = p2ptrain.DiLoCo(inner_moments="averaged")
+    peer = p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers=[MADDR], diloco=given)
+    assert peer.run.inner_moments == "averaged"
+    # Of a new run they must.
+    with pytest.raises(ConfigError, match="inner_moments = 'averaged': must be local unless"):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", diloco=given)
+    # And each by itself always.
+    with pytest.raises(ConfigError, match=r"outer_momentum = 2\.0: must be at least 0 and below 1"):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers=[MADDR], diloco=p2ptrain.DiLoCo(outer_momentum=2.0))
+
+
 def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
     with pytest.raises(ConfigError, match="initial_peers = 'p2pt1…': must be a list"):
         p2ptrain.join(nn.Linear(2, 2), initial_peers="p2pt1" + "ab" * 40)

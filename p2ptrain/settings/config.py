@@ -256,26 +256,31 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
         """Build from untrusted values. Raises ConfigError on unknown keys, wrong types or bad values."""
+        return cls(**cls.checked(values))
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values, if each is of its type and keeps its rule; whether they go together is not checked.
+
+        Raises ConfigError on unknown keys, wrong types or bad values.
+        """
         known = {field.name: field for field in dataclasses.fields(cls)}
+        fields: dict[str, Any] = {}
         for name, value in values.items():
             if name not in known:
                 raise ConfigError(f"unknown run setting {shortened(name)}; known are: {', '.join(sorted(known))}")
-            expected = type(known[name].default)
-            if type(value) is not expected and not (expected is float and type(value) is int):
+            expected, kind = type(known[name].default), type(value)
+            if kind is not expected and not (expected is float and kind is int):
                 raise ConfigError(f"run setting {name} = {shortened(value)} must be of type {expected.__name__}")
-        fields: dict[str, Any] = {
-            name: as_float(value) if type(known[name].default) is float else value for name, value in values.items()
-        }
-        return cls(**fields)
+            fields[name] = as_float(value) if expected is float else value
+            if (rule := known[name].metadata.get("rule")) is not None:
+                check(rule.fits(fields[name]), name, fields[name], rule.text)
+        return fields
 
 
 def agrees(explicit: Mapping[str, Any], run: RunConfig) -> bool:
     """Whether all settings that the user gave agree with the run's."""
-    try:
-        resolve_run(explicit, run)
-    except RunMismatchError:
-        return False
-    return True
+    return all(getattr(run, name) == value for name, value in explicit.items())
 
 
 def resolve_run(
@@ -284,7 +289,8 @@ def resolve_run(
     """The run's settings: those of the live run, or defaults plus what the user gave.
 
     Args:
-        explicit: the settings that the user gave, by field name of `RunConfig`.
+        explicit: the settings that the user gave, by field name of `RunConfig`. With a live run, they need not go
+            together with the defaults.
         adopted: the settings of the live run, or None when there is none yet.
         origins: what errors call the settings, such as "--lr"; by default their field names.
 
@@ -292,11 +298,10 @@ def resolve_run(
         RunMismatchError: an explicit setting differs from the run's.
         ConfigError: an explicit setting is invalid.
     """
-    given = RunConfig.from_dict(explicit)
     if adopted is None:
-        return given
-    for name in explicit:
-        ours, theirs = getattr(given, name), getattr(adopted, name)
+        return RunConfig.from_dict(explicit)
+    for name, ours in RunConfig.checked(explicit).items():
+        theirs = getattr(adopted, name)
         if ours != theirs:
             raise RunMismatchError(
                 f"{(origins or {}).get(name, name)}: you gave {ours!r}, but run {adopted.run_id!r} trains with "

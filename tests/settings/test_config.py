@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config import PROTOCOL_VERSION, RunConfig, resolve_run
+from p2ptrain.settings.config import PROTOCOL_VERSION, RunConfig, agrees, resolve_run
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 
 
@@ -252,6 +253,31 @@ def test_a_contradiction_names_the_field_and_both_values() -> None:
     with pytest.raises(RunMismatchError, match=r"sync_every: you gave 200, .* trains with 50"):
         # Also if the given value is the default.
         resolve_run({"sync_every": RunConfig.sync_every}, live)
+
+
+@pytest.mark.parametrize(
+    ("given", "run"),
+    [
+        ({"averaging": "pairwise"}, RunConfig(averaging="pairwise", outer_optimizer="sgdm")),
+        ({"inner_moments": "averaged"}, RunConfig(inner_moments="averaged", round_codec="none")),
+        ({"round_guard": "clip"}, RunConfig()),
+        ({"prune_fraction": 0.5, "run_id": "p2ptrain"}, RunConfig(prune_fraction=0.25)),
+        ({"averaging": "pairwise"}, RunConfig()),
+        ({"round_codec": "topk"}, RunConfig(round_codec="topk", max_contributors=3)),
+    ],
+)
+def test_what_a_joiner_gives_is_compared_with_the_run_and_not_with_defaults(
+    given: dict[str, Any], run: RunConfig
+) -> None:
+    is_same = given.items() <= run.to_dict().items()
+    assert agrees(given, run) == is_same
+    if is_same:
+        assert resolve_run(given, run) == run
+    else:
+        with pytest.raises(RunMismatchError, match="you gave"):
+            resolve_run(given, run)
+    with pytest.raises(ConfigError, match="round_mean = 'mean': must be one of"):
+        resolve_run({"round_mean": "mean"}, run)
 
 
 def test_a_peers_data_is_its_own_and_the_same_after_a_restart() -> None:

@@ -70,7 +70,8 @@ class DiLoCo:
         sync_every: H, inner steps between rounds.
         sync_schedule: "fixed"; "grow" or "shrink" change H over a run that has a length.
         averaging: "parts", each peer averages one part; "gather", every peer averages everything; or
-            "pairwise", random pairs average (NoLoCo), and peers are close, not equal.
+            "pairwise", random pairs average (NoLoCo), and peers are close, not equal. The last takes other defaults
+            of the outer optimizer: "sgdm" with 0.7 and 0.5.
         codec: codec of the outer gradients: "int8", "int4", "fp16", "none" or "topk".
         density: share of the values that "topk" sends.
         prune_fraction: share of the values that "int8" leaves out, by sign.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.presets import MODELS
+from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS
 from p2ptrain.settings.setting import (
     POSITIVE,
     as_float,
@@ -112,7 +112,8 @@ class RunConfig:
         help="Average in parts, all-to-all, or in random pairs.",
         why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
         "Gather suits two or three peers, and topk. Pairwise (NoLoCo) is experimental: random pairs, no rounds but the "
-        "last, and peers that are close, not equal.")
+        "last, and peers that are close, not equal. With it, the outer optimizer, its learning rate and its momentum "
+        "default to those of the preset noloco; int4 and topk are refused.")
     round_codec: str = setting("int8", choice("int8", "int4", "fp16", "none", "topk"),
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
@@ -299,7 +300,8 @@ def resolve_run(
         ConfigError: an explicit setting is invalid.
     """
     if adopted is None:
-        return RunConfig.from_dict(explicit)
+        defaults = PAIR_DEFAULTS if explicit.get("averaging") == "pairwise" else {}
+        return RunConfig.from_dict({**defaults, **explicit})
     for name, ours in RunConfig.checked(explicit).items():
         theirs = getattr(adopted, name)
         if ours != theirs:

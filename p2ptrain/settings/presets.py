@@ -13,6 +13,8 @@ MODELS = {
     "gpt-demo": "0.1M", "gpt-small": "10.8M", "gpt2-124m": "124M", "diloco-60m": "60M", "diloco-150m": "151M",
     "diloco-400m": "391M",
 }  # fmt: skip
+# Defaults of a run that gives averaging = "pairwise": NoLoCo's outer optimizer. Those of rounds do not suit pairs.
+PAIR_DEFAULTS: Mapping[str, str | float] = {"outer_optimizer": "sgdm", "outer_lr": 0.7, "outer_momentum": 0.5}
 PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
     # DiLoCo, table 5, with the model and length of its main experiment (section 3). The model has the table's
     # sequences of 1,024 tokens.
@@ -53,8 +55,6 @@ PRESETS: Mapping[str, Mapping[str, str | int | float]] = {
         # Half of the paper's DiLoCo: a pair's step sends one encoded model, a round two.
         "sync_every": 50,
         "fragment_fraction": 0.0,
-        "outer_optimizer": "sgdm",
-        "outer_lr": 0.7,
-        "outer_momentum": 0.5,
+        **PAIR_DEFAULTS,
     },
 }

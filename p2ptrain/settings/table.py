@@ -17,7 +17,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket
@@ -25,6 +25,7 @@ from p2ptrain.settings.ticket import Ticket
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
 PRESET = "preset"
+WITH_PAIRS = "averaging pairwise"
 BUILTIN_DATA = "stdlib"
 
 RUN_SETTINGS = tuple(settings_of(RunConfig))
@@ -47,7 +48,8 @@ class Settings:
 
     Attributes:
         values: every setting of the table, by name.
-        sources: source of each value: "default", "preset NAME", a flag, a variable, or "FILE: key".
+        sources: source of each value: "default", "preset NAME", "averaging pairwise", a flag, a variable, or
+            "FILE: key".
         ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
     """
 
@@ -57,7 +59,7 @@ class Settings:
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
-        return self.sources[name] != DEFAULT and not self.from_preset(name)
+        return self.sources[name] not in (DEFAULT, WITH_PAIRS) and not self.from_preset(name)
 
     def from_preset(self, name: str) -> bool:
         """Whether the value of this setting comes from the chosen preset."""
@@ -80,8 +82,8 @@ class Settings:
             origins = {s.field_name: self.sources[s.name] for s in SETTINGS.values()}
             return resolve_run(self.explicit_run(), adopted, origins)
         defaults = {"model": SETTINGS["model"].default, "data": BUILTIN_DATA}
-        preset = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.from_preset(s.name)}
-        return resolve_run({**defaults, **preset, **self.explicit_run()}, None)
+        chosen = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.sources[s.name] != DEFAULT}
+        return resolve_run({**defaults, **chosen, **self.explicit_run()}, None)
 
     def network_config(self) -> NetworkConfig:
         """The network settings. Reads address files and the run key; raises ConfigError if one cannot be used."""
@@ -142,10 +144,14 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             values[name], sources[name] = setting.default, DEFAULT
             continue
         values[name], sources[name] = setting.parse(given, source), source
+    # Pairs that the user gave come before a preset, whose outer optimizer may be for rounds.
+    implied = {WITH_PAIRS: PAIR_DEFAULTS} if values["averaging"] == "pairwise" else {}
     if (preset := values[PRESET]) is not None:
-        for name, value in PRESETS[str(preset)].items():
+        implied[f"{PRESET} {preset}"] = PRESETS[str(preset)]
+    for source, defaults in implied.items():
+        for name, value in defaults.items():
             if sources[name] == DEFAULT:
-                values[name], sources[name] = value, f"{PRESET} {preset}"
+                values[name], sources[name] = value, source
     if values["run_key"] is not None:
         check_key_file(str(values["run_key"]))
         warn_if_shared(Path(str(values["run_key"])).expanduser())

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError, RunMismatchError
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.peer_config import ENDPOINT, NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.setting import Setting, settings_of
@@ -310,6 +310,24 @@ def test_a_joiners_preset_contradicts_nothing() -> None:
     assert not merge({"preset": "diloco"}, {}).explicit("model")
     with pytest.raises(RunMismatchError, match=r"--lr: you gave 0\.25"):
         merge({"preset": "diloco", "lr": "0.25"}, {}).resolve_run(live)
+
+
+def test_pairs_alone_have_the_outer_optimizer_that_they_need() -> None:
+    noloco, outer = PRESETS["noloco"], ("outer_optimizer", "outer_lr", "outer_momentum")
+    for flags in ({}, {"preset": "diloco"}):
+        merged = merge({"averaging": "pairwise", **flags}, {})
+        run = merged.resolve_run(None)
+        assert [getattr(run, name) for name in outer] == [noloco[name] for name in outer]
+        assert {merged.sources[name] for name in outer} == {"averaging pairwise"}
+        # Given was only that pairs average.
+        assert merged.explicit_run() == {"averaging": "pairwise"}
+        live = RunConfig(averaging="pairwise", outer_optimizer="sgdm", outer_lr=0.25)
+        assert merged.resolve_run(live) == live
+        assert resolve_run({"averaging": "pairwise"}, None).outer_momentum == noloco["outer_momentum"]
+    assert merge({"averaging": "pairwise", "outer_lr": "0.25"}, {}).resolve_run(None).outer_lr == 0.25
+    with pytest.raises(ConfigError, match="outer_optimizer = 'nesterov': must be sgdm with averaging = 'pairwise'"):
+        merge({"averaging": "pairwise", "outer_optimizer": "nesterov"}, {}).resolve_run(None)
+    assert merge({"averaging": "gather"}, {}).resolve_run(None).outer_optimizer == RunConfig.outer_optimizer
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:

@@ -85,6 +85,11 @@ class Settings:
         chosen = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.sources[s.name] != DEFAULT}
         return resolve_run({**defaults, **chosen, **self.explicit_run()}, None)
 
+    def preset_differences(self, run: RunConfig) -> list[str]:
+        """What the chosen preset says otherwise than this run, as "NAME = the run's value"."""
+        theirs = {s.name: getattr(run, s.field_name) for s in RUN_SETTINGS if self.from_preset(s.name)}
+        return [f"{name} = {value!r}" for name, value in theirs.items() if value != self.values[name]]
+
     def network_config(self) -> NetworkConfig:
         """The network settings. Reads address files and the run key; raises ConfigError if one cannot be used."""
         values = self._fields(NETWORK_SETTINGS)

@@ -124,6 +124,8 @@ def join_run(
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
+        if others := settings.preset_differences(run):
+            say(f"--preset {config.preset}: not used, because run {run_id!r} has started with {', '.join(others)}")
         known = count_parameters(run.model, vocab_size=VOCAB_SIZE) if run.model in PRESETS else None
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from p2ptrain.errors import ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import RunKey, make_key_file
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.ticket import Ticket, ticket_text
@@ -137,6 +138,20 @@ def test_a_joiner_may_not_contradict_the_run(session: type[FakeNetworkSession]) 
     with pytest.raises(RunMismatchError, match=r"--lr: you gave 0\.5, but run 'r' trains with 0\.01"):
         _join(initial_peers=MADDR, lr="0.5")
     assert session.peer is None
+
+
+def test_a_joiner_is_told_that_its_preset_is_not_used(session: type[FakeNetworkSession]) -> None:
+    session.live = replace(LIVE, fragment_fraction=0.0, outer_momentum=0.5)
+    lines = _join(initial_peers=MADDR, preset="noloco", sync_every="2")
+    assert lines[0] == (
+        "--preset noloco: not used, because run 'r' has started with averaging = 'parts', outer_optimizer = 'nesterov'"
+    )
+    # Nor if the run has what the preset says, or is new.
+    preset = PRESETS["noloco"]
+    session.live = replace(LIVE, **dict(preset))
+    assert lines[0] not in (again := _join(initial_peers=MADDR, preset="noloco", out="again"))
+    assert not any(line.startswith("--preset") for line in again)
+    assert not any(line.startswith("--preset") for line in _join(run_id="new", steps="1", preset="noloco"))
 
 
 def test_where_nobody_trains_yet_the_run_is_new(session: type[FakeNetworkSession]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -54,7 +55,14 @@ def join(settings: Settings, plain: bool, share_key: bool) -> None:
     if not plain and (console := _live_console()) is not None:
         _join_live(settings, console, share_key)
     else:
-        join_run(settings, say=_say, on_progress=lambda progress: _say(format_progress(progress)), share_key=share_key)
+        pairs = PairSteps()
+        join_run(
+            settings,
+            say=_say,
+            on_progress=lambda progress: _say(format_progress(progress, pairs.by_status)),
+            sinks=[pairs],
+            share_key=share_key,
+        )
 
 
 def _live_console() -> Console | None:
@@ -96,12 +104,32 @@ def _say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def format_progress(progress: TrainingProgress) -> str:
-    """Format one progress line."""
+class PairSteps:
+    """A sink that counts the outer steps of a peer in a run with pairs.
+
+    Attributes:
+        by_status: the counts; None in a run with rounds.
+    """
+
+    def __init__(self) -> None:
+        self.by_status: Counter[str] | None = None
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        if event == "start" and fields["run"]["averaging"] == "pairwise":
+            self.by_status = Counter()
+        elif event == "pair" and self.by_status is not None:
+            self.by_status[fields["status"]] += 1
+
+    def close(self) -> None: ...
+
+
+def format_progress(progress: TrainingProgress, pairs: Counter[str] | None = None) -> str:
+    """Format one progress line. `pairs`: outer steps by status, in a run with pairs."""
     length = f"/{progress.total_steps}" if progress.total_steps else ""
     skipped = sum(progress.skipped.values())
+    outer = f"round {progress.round}" if pairs is None else f"pairs {pairs['paired']}, alone {pairs['alone']}"
     return (
         f"step {progress.run_step}{length} · loss {progress.loss:.3f}, held-out {progress.eval_loss:.3f} · "
-        f"{progress.tokens_per_s:,.0f} tokens/s · peers {progress.peers} · round {progress.round} · "
+        f"{progress.tokens_per_s:,.0f} tokens/s · peers {progress.peers} · {outer} · "
         f"fragments {progress.sent} out, {progress.merged} in, {skipped} skipped"
     )

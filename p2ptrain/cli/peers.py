@@ -75,7 +75,8 @@ def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) 
         addresses = [maddr.rpartition("/p2p/")[0] for maddr in member["maddrs"]]
         cells = {
             "peer": member["peer_id"], "role": member["role"], "status": member["status"],
-            "lineage": member["lineage"], "step": str(member["step"]), "round": str(member["round"]),
+            "lineage": member["lineage"], "step": str(member["step"]),
+            "round": "–" if member["round"] < 0 else str(member["round"]),
             "steps/s": f"{member['speed']:.1f}", "addresses": "\n".join(addresses),
         }  # fmt: skip
         # As text: of a str, rich reads what other peers wrote as markup.

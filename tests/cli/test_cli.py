@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from p2ptrain.cli.estimate import estimate
-from p2ptrain.cli.join import format_progress
+from p2ptrain.cli.join import PairSteps, format_progress
 from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.estimate import estimate_run
@@ -285,6 +285,13 @@ def test_progress_is_one_line() -> None:
         "step 340 · loss 2.710, held-out 2.800 · 5,120 tokens/s · peers 4 · round 1 · "
         "fragments 120 out, 118 in, 2 skipped"
     )
+    steps = PairSteps()
+    steps.write("start", run=RunConfig().to_dict())
+    assert steps.by_status is None
+    steps.write("start", run=RunConfig(averaging="pairwise", outer_optimizer="sgdm").to_dict())
+    for status in ("joined", "paired", "paired", "alone"):
+        steps.write("pair", status=status)
+    assert "· peers 4 · pairs 2, alone 1 · fragments 120 out" in format_progress(progress, steps.by_status)
 
 
 def test_bootstrap_prints_and_writes_its_addresses(
@@ -323,7 +330,8 @@ def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     assert title.split() == ["run", "p2ptrain:", "2", "peers"]
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["QmThird", "trainer", "training", "41", "2", "12.3", MADDR.rpartition("/p2p/")[0]]
-    session.present = (FakeMember(),)
+    session.present = (FakeMember(round=-1),)
+    assert _output(*arguments).splitlines()[-2].split("│")[5].strip() == "–"
     assert _output(*arguments).splitlines()[0].split() == ["run", "p2ptrain:", "1", "peer"]
 
 

@@ -15,6 +15,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import Settings
 
 WIDTH_OF_FILES = 160
+NONE_FOUND = 1  # as grep, and as kubectl for a name that it does not find
 SPLIT = (
     "{} lineages: the swarm is split. Peers of one lineage commit rounds with each other only. They become one lineage "
     "when they reach each other; if the split stays for minutes, they cannot: run p2ptrain doctor on both sides."
@@ -27,7 +28,8 @@ def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run, with status, speed and addresses.
 
     Below the table: whether the swarm is split into several lineages; which peers are linked through a relay only; and
-    whom each peer has struck in the last ten minutes, for broken rules or false work.
+    whom each peer has struck in the last ten minutes, for broken rules or false work. The exit status is 1 if the run
+    has no peers that can be listed.
 
     \b
     As a table, and as JSON for scripts:
@@ -49,7 +51,7 @@ def peers(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(members, indent=2))
     elif not members:
-        click.echo(f"no peers found for run {run_id!r}")
+        click.echo(f"no peers found for run {run_id!r}", err=True)
     else:
         lineages = {member["lineage"] for member in members} - {""}  # empty: not in the run yet, or not reached
         is_split = len(lineages) > 1
@@ -58,6 +60,8 @@ def peers(settings: Settings, as_json: bool) -> None:
             click.echo(SPLIT.format(len(lineages)))
         _print_relayed(members)
         _print_strikes(members)
+    if not members:
+        sys.exit(NONE_FOUND)
 
 
 def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) -> None:

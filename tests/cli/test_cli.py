@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from p2ptrain.cli.estimate import estimate
 from p2ptrain.cli.join import PairSteps, format_progress
@@ -60,6 +60,13 @@ def _output(*arguments: str) -> str:
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def _none_found(*arguments: str) -> Result:
+    """The result of `p2ptrain peers` for a run without peers."""
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 1
+    return result
 
 
 def _python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -321,8 +328,8 @@ def test_a_bootstrap_node_without_its_daemon_does_not_stay(session: type[FakeNet
 
 def test_peers_lists_the_members(session: type[FakeNetworkSession]) -> None:
     arguments = ("peers", "--initial-peers", MADDR)
-    assert _output(*arguments) == "no peers found for run 'p2ptrain'\n"
-    assert json.loads(_output(*arguments, "--json")) == []
+    assert json.loads(_none_found(*arguments, "--json").stdout) == []
+    assert _none_found(*arguments).stderr == "no peers found for run 'p2ptrain'\n"
     session.present = (FakeMember(), FakeMember(peer_id="QmThird", step=41))
     members = json.loads(_output(*arguments, "--json"))
     assert (members[1]["peer_id"], members[1]["maddrs"], members[1]["step"]) == ("QmThird", [MADDR], 41)
@@ -347,7 +354,7 @@ def test_peers_says_what_it_waits_for(session: type[FakeNetworkSession], monkeyp
         return []
 
     monkeypatch.setattr(session, "members", members)
-    assert _output("peers", "--initial-peers", MADDR) == "no peers found for run 'p2ptrain'\n"
+    _none_found("peers", "--initial-peers", MADDR)
 
 
 def test_peers_shows_a_split_swarm(session: type[FakeNetworkSession]) -> None:

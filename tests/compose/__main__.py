@@ -164,7 +164,9 @@ def _until_listed(demo: Demo) -> None:
     workers = _workers(demo)
 
     def listed() -> bool:
-        members = json.loads(demo.docker("exec", workers[0].container, "p2ptrain", "peers", "--json"))
+        # Exit status 1: no peers, yet.
+        script = "p2ptrain peers --json || test $? = 1"
+        members = json.loads(demo.docker("exec", workers[0].container, "sh", "-c", script))
         return {member["peer_id"] for member in members} == {worker.peer_id for worker in workers}
 
     demo.until("`p2ptrain peers` lists the workers", listed)

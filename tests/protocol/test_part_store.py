@@ -23,6 +23,7 @@ from p2ptrain.protocol.rounds.part_store import (
     MeanPush,
     PartStore,
     fetch_pipelined,
+    part_limit_s,
 )
 from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Roster, RosterPart
@@ -245,6 +246,48 @@ def test_a_mean_that_is_not_pushed_whole_is_requested(pushed: bytes) -> None:
             await parts.fetch(record_of(blob(0)), [])
         assert holder.asked
         assert parts.get(hashlib.sha256(blob(0)).hexdigest()) == blob(0)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("is_pushed", [True, False])
+def test_a_part_that_comes_forever_is_given_up_in_time_and_asked_of_another(is_pushed: bool) -> None:
+    """A byte now and then, or a piece: each comes before its time-out."""
+    data = blob(0) * 64
+
+    class Dribbling(Holder):
+        """Links to "x", which gives a piece in 19 s, and to "y", which gives it at once."""
+
+        def get(self, peer_id: str) -> Holder | None:
+            return {"x": self, "y": other}.get(peer_id)
+
+        async def request(self, link: Any, *args: Any, timeout_s: float) -> Any:
+            if link is self:
+                await trio.sleep(19)
+            return await Holder.request(link, link, *args, timeout_s=timeout_s)
+
+    holder, other = Dribbling(data), Holder(data)
+    links: Any = holder
+
+    async def main() -> None:
+        parts = PartStore(links, inline, averaging_of(RUN), mean_bytes=lambda num_blocks: len(data))
+        parts.begin_attempt(ROSTER)
+
+        async def dribble() -> None:
+            for start in range(1000):
+                push(parts, data[start : start + 1], start)
+                await trio.sleep(15)
+
+        record = record_of(data)
+        record = msgspec.structs.replace(record, parts=(Part(0, 64 * BLOCKS, record.parts[0].sha256, "x"),))
+        started_s = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            if is_pushed:
+                nursery.start_soon(dribble)
+            await parts.fetch(record, ["y"])
+            nursery.cancel_scope.cancel()
+        assert parts.giver(record.parts[0].sha256) == "y"
+        assert trio.current_time() - started_s <= part_limit_s(len(data)) + 1
 
     run_virtual(main)
 

@@ -28,6 +28,9 @@ PIECE_BYTES = 128 * 1024
 PIPELINE = 4
 # After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
 PIECE_TIMEOUT_S = 20.0
+# A peer may take as long for a part as the whole mean takes at this rate (2 Mbit/s; guess): a giver's line carries its
+# part to all members, and ours carries all parts.
+SLOWEST_BYTES_S = 256 * 1024
 # While a pushed mean is awaited, so often it is noticed that its reducer was lost.
 LOOK_AGAIN_S = 1.0
 # Parts of one record fetched at once; each takes memory from its first piece on (guess).
@@ -52,6 +55,11 @@ def blob_sha256(blob: Blob, contributors: Sequence[Contributor], bounds: tuple[i
             hashed.update(pack(contributor))
     hashed.update(blob)
     return hashed.hexdigest()
+
+
+def part_limit_s(mean_bytes: int) -> float:
+    """The longest that one peer may take for one part of a mean of this size: to fall silent, and to be asked then."""
+    return 2 * PIECE_TIMEOUT_S + mean_bytes / SLOWEST_BYTES_S
 
 
 async def fetch_pipelined(count: int, fetch: Callable[[int], Awaitable[None]]) -> None:
@@ -287,13 +295,16 @@ class PartStore:
         self._wanted = [*(wanted for wanted in self._wanted if wanted != record), record][-WANTED_RECORDS:]
         self._forget_unneeded()
         at_once, failed = trio.CapacityLimiter(PARTS_AT_ONCE), set[PeerId]()
+        sizes = [self._averaging.size_bytes(record, part) for part in record.parts]
+        limit_s = part_limit_s(sum(sizes))
         async with nursery_raising(PeerLostError) as nursery:
-            for i, part in enumerate(record.parts):
+            for i, (part, size) in enumerate(zip(record.parts, sizes, strict=True)):
                 if part.sha256 not in self._parts:
-                    size = self._averaging.size_bytes(record, part)
                     first = i % len(having) if having else 0
                     holders = [part.holder, *having[first:], *having[:first], *others]
-                    nursery.start_soon(self._fetch_part, part, size, record.contributors, holders, failed, at_once)
+                    nursery.start_soon(
+                        self._fetch_part, part, size, record.contributors, holders, failed, at_once, limit_s
+                    )
 
     def holders_missed(self, record: Record) -> set[PeerId]:
         """The holders of those parts of a record that we do not have."""
@@ -301,19 +312,25 @@ class PartStore:
 
     async def _fetch_part(
         self, part: Part, size: int, contributors: Sequence[Contributor], holders: Sequence[PeerId],
-        failed: set[PeerId], at_once: trio.CapacityLimiter,
+        failed: set[PeerId], at_once: trio.CapacityLimiter, limit_s: float,
     ) -> None:  # fmt: skip
-        """`failed`: givers that did not answer or gave wrong bytes, which are asked for no other part of the record."""
+        """`failed`: givers too slow, silent or with wrong bytes, which are asked for no other part of the record.
+
+        Each gets `limit_s` in all, however steadily its bytes come.
+        """
         async with at_once:
             for holder in dict.fromkeys(holders):
                 link = self._links.get(holder)
                 if link is None or holder in failed:
                     continue
-                data = await self._take_pushed(part, size, contributors) if holder == part.holder else None
+                until_s, data = trio.current_time() + limit_s, None
+                if holder == part.holder:
+                    data = await self._take_pushed(part, size, contributors, until_s)
                 if data is None:
                     try:
-                        data = await self._fetch_from(link, part, size)
-                    except (PeerLostError, WireError):
+                        with trio.fail_at(until_s):
+                            data = await self._fetch_from(link, part, size)
+                    except (PeerLostError, WireError, trio.TooSlowError):
                         failed.add(holder)
                         continue
                     if data is None:
@@ -330,12 +347,17 @@ class PartStore:
     async def _is_part(self, part: Part, data: Blob, contributors: Sequence[Contributor]) -> bool:
         return await self._compute(blob_sha256, data, contributors, (part.start, part.stop)) == part.sha256
 
-    async def _take_pushed(self, part: Part, size: int, contributors: Sequence[Contributor]) -> Blob | None:
-        """The part as its holder pushes it, once its hash is right; None if it is another mean or stops coming."""
+    async def _take_pushed(
+        self, part: Part, size: int, contributors: Sequence[Contributor], until_s: float
+    ) -> Blob | None:
+        """The part as its holder pushes it, once its hash is right.
+
+        None if it is another mean, stops coming or is not here in time; then no more of it is taken.
+        """
         pushed = self._pushed.get(part.holder)
         if pushed is None:
             return None
-        had, until_s = -1, 0.0
+        had, silent_s = -1, 0.0
         while self._pushed.get(part.holder) is pushed and pushed.sha256 in ("", part.sha256):
             if pushed.mean.size_bytes == size and not pushed.is_another:
                 mean, data = pushed.mean, pushed.mean.data
@@ -348,8 +370,9 @@ class PartStore:
             if pushed.is_another and pushed.sha256:
                 return None
             if pushed.mean.size_bytes != had:
-                had, until_s = pushed.mean.size_bytes, trio.current_time() + PIECE_TIMEOUT_S
-            if trio.current_time() >= until_s or self._links.get(part.holder) is None:
+                had, silent_s = pushed.mean.size_bytes, trio.current_time() + PIECE_TIMEOUT_S
+            if trio.current_time() >= min(silent_s, until_s) or self._links.get(part.holder) is None:
+                del self._pushed[part.holder]
                 return None
             with trio.move_on_after(LOOK_AGAIN_S):
                 await self._piece_arrived.wait()

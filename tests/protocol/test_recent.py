@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.recent import RECENT_ROUNDS, RecentContributors
+from p2ptrain.protocol.rounds.record import check_company
 from p2ptrain.protocol.wire.messages import Attempt, Commit, Contributor, Head, Record
 from tests.protocol.test_messages import example_of
 
@@ -60,3 +63,18 @@ def test_memory_is_bounded() -> None:
     for round_ in range(1000):
         recent = recent.after(head(round_, "ab"))
     assert len(recent.rounds) == RECENT_ROUNDS
+
+
+def test_a_leader_that_names_as_few_as_it_may_keeps_half_of_the_contributors() -> None:
+    """In each of the next rounds at least; whoever leads another one may name the others again."""
+    names = "abcdefghijklmnop"
+    recent = RecentContributors().after(head(0, names))
+    for round_ in range(1, RECENT_ROUNDS + 1):
+        known = {(name, "1") for name in names if recent.admits(name)}
+        few, too_few = head(round_, names[:8]), head(round_, names[:7])
+        assert few.record is not None
+        assert too_few.record is not None
+        check_company(few.record, known)
+        with pytest.raises(RoundFailedError, match="names 7 of the 16 peers"):
+            check_company(too_few.record, known)
+        recent = recent.after(few)

@@ -130,3 +130,23 @@ def test_who_was_ready_with_a_record_is_so_again_whomever_it_sees_now(monkeypatc
             assert checked.keys() & lost
 
     run_virtual(main)
+
+
+def test_strangers_that_are_linked_and_never_contribute_have_no_round_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are more than the others, and no leader can name them."""
+
+    async def main() -> None:
+        async with swarm(PLAIN) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            for name in "uvwxyz":
+                engine = s.start(name).node.engine
+                monkeypatch.setattr(engine._attempts, "_on_call", lambda *args: None)
+                monkeypatch.setattr(engine._schedule, "due", lambda *args: None)
+                monkeypatch.setattr(engine._schedule, "is_ours_to_lead", lambda *args: False)
+            members = [s.peers[name] for name in "abc"]
+            await s.until(lambda: all(len(peer.node.engine.context.liveness.present()) == 9 for peer in members))
+            before = len(members[0].rounds("committed"))
+            await s.until(lambda: len(members[0].rounds("committed")) >= before + 5, within_s=120)
+
+    run_virtual(main)

@@ -61,6 +61,7 @@ class RoundContext:
         errors: logs exceptions of our own code that cost no more than an attempt.
         codec: of outer gradients.
         swarm_size: about how many peers the run has; 0 while we link to all of them.
+        has_contributed: whether a peer contributed to one of the last rounds, or none has landed yet.
         audited: whether members commit to their chunks, and reducers are audited.
     """
 
@@ -81,6 +82,7 @@ class RoundContext:
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
     swarm_size: Callable[[], float] = field(init=False, default=lambda: 0.0)
+    has_contributed: Callable[[PeerId], bool] = field(init=False, default=lambda _: True)
     mean_guard: MeanGuard = field(init=False)
     audits: Audits = field(init=False)
 

@@ -55,7 +55,7 @@ class RoundDriver:
         past_heads: the heads that we had; `adopt` takes only those that it allows.
         history: the run's history up to our head, as far as we know it.
         committer: applies decided rounds.
-        recent: whose fragments are merged.
+        recent: whose fragments are merged, and whom records must name.
     """
 
     def __init__(self, context: RoundContext, rng: random.Random) -> None:
@@ -63,6 +63,7 @@ class RoundDriver:
         self.past_heads = PastHeads()
         self.history = History()
         self.recent = RecentContributors()
+        context.has_contributed = lambda peer_id: self.recent.admits(peer_id)
         self._exchange = context.exchange
         self._taker = SnapshotTaker(context)
         self._fetcher = RecordFetcher(context, lambda: self.head, self._start_soon)

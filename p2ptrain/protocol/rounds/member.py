@@ -166,7 +166,10 @@ class Participation:
         is_accepted = context.parts.accepted() == record
         if not (self._taker.sits_out or leads or is_accepted):
             most, size = context.run.max_contributors, context.swarm_size()
-            check_company(record, expected(record, context.liveness.present(), most, size))
+            seen = expected(record, context.liveness.present(), most, size)
+            # No leader can name strangers that are linked but never take part.
+            own, admits = context.liveness.own, context.has_contributed
+            check_company(record, {voter for voter in seen if voter == own or admits(voter[0])})
         self._check_commitments(record)
         try:
             norms = await self._fetch(record)

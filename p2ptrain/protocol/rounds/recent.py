@@ -2,6 +2,8 @@
 
 A fragment changes weights at once, and nobody votes on it. So a peer must first bring an outer gradient that a quorum
 of voters has committed. Until then it merges the fragments of others, and its inner optimizer warms up meanwhile.
+
+Only these peers need to be named by a record: strangers that never contribute could else have every round refused.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def check_company(record: Record, present: Collection[Voter]) -> None:
     chosen the contributors itself.
 
     Args:
-        present: ourselves, and the live peers of our lineage, of those that it should name.
+        present: ourselves, and the live peers of our lineage that contributed of late, of those that it should name.
     """
     named = sum(c.weight > 0 and (c.peer_id, c.incarnation) in present for c in record.contributors)
     if 2 * named < min(len(present), MAX_CONTRIBUTORS):

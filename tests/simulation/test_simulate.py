@@ -138,9 +138,10 @@ def test_a_narrow_link_makes_rounds_longer_for_as_long_as_it_is() -> None:
 def test_who_has_finished_stays_for_a_peer_that_fetches_the_last_round() -> None:
     """Two of three peers contribute to it, and the link of the third is slow."""
     settings = {"steps": 4, "sync_every": 4, "fragment_fraction": 0.0, "seed": 1, "max_contributors": 2}
-    records = run(**settings, schedule=["0:narrow:2:0.2"])
-    last = dict(records.of("round"))
-    assert [event["late"] for event in last.values()] == [False, False, True]
+    drawn = run(**settings).rounds[-1]["contributors"]
+    (left_out,) = {0, 1, 2} - {int(name.removeprefix("peer-")) for name in drawn}
+    last = dict(run(**settings, schedule=[f"0:narrow:{left_out}:0.08"]).of("round"))
+    assert [event["late"] for event in last.values()] == [peer == left_out for peer in range(3)]
     assert len({event["anchor_hash"] for event in last.values()}) == 1
 
 

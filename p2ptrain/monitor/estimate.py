@@ -43,8 +43,6 @@ FIRST_WINDOW_BYTES = 14_600
 # CPU time of a push as `PushPace` counts it, and of each byte in it: 3.0 ms for a fragment of 22 kB, 7.8 ms for 131 kB
 # (docs/LOG.md, "what a push costs").
 PUSH_S, PUSH_BYTE_S = 2.5e-3, 30e-9
-# The largest swarm that committed rounds, with every peer at most one behind (simulated).
-MEASURED_PEERS = 256
 # In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
 # adds at most (4.30 x measured at 124M, docs/BENCHMARKS.md), in host memory even when training on a GPU.
 AT_REST, IN_A_ROUND = 4.0, 4.3
@@ -250,8 +248,6 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield (
             f"give --round-timeout-s {least} or more: half of the {run.round_timeout_s:g} s of an attempt are too short"
         )
-    if link.peers > MEASURED_PEERS:
-        yield f"try it first: swarms of at most {MEASURED_PEERS} peers were measured (docs/BENCHMARKS.md)"
 
 
 def alternatives(run: RunConfig, link: Link) -> Iterator[tuple[str, Any]]:

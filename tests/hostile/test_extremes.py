@@ -22,7 +22,7 @@ EVERY_S = 0.03
 PAYLOADS = (b"", b"\0" * 66, b"\xff" * 5000)
 
 
-@pytest.mark.parametrize("when", ["before rounds", "after rounds", "pairwise"])
+@pytest.mark.parametrize("when", ["before rounds", "after rounds", pytest.param("pairwise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("as_member", [False, True], ids=["stranger", "member"])
 def test_every_kind_with_every_field_at_its_extremes(as_member: bool, when: str) -> None:
     rng = random.Random(1)

@@ -118,6 +118,7 @@ def test_a_calm_run_has_all_of_its_steps() -> None:
     assert (records.steps_lost, records.run_audit.repairs, len(records.run_audit.committed)) == (0, 0, 4)
 
 
+@pytest.mark.long
 def test_the_example_in_small_is_told(tmp_path: Path) -> None:
     _, arms = read_experiments(EXAMPLE)
     assert [arm.peers for arm in arms] == [32, 32]

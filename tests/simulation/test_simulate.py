@@ -152,6 +152,7 @@ def test_a_slow_peer_does_fewer_steps_and_nobody_waits_for_it() -> None:
     assert all(len(names) == 3 for names in contributors(records)[1:])
 
 
+@pytest.mark.long
 def test_dropped_outer_gradients_are_in_no_mean() -> None:
     records = run(steps=200, drop=0.4)
     counts = [len(names) for names in contributors(records)]

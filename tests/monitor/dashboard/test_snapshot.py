@@ -58,6 +58,7 @@ def test_rounds_say_who_took_part_in_which_way() -> None:
     assert all(round_["agreed"] for round_ in rounds)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_data_of_thirty_peers_is_small() -> None:
     """Observed from the first minute on, by a page that stays open."""

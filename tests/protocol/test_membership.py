@@ -728,12 +728,13 @@ def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(line
                 stranger.lineage = lineage
                 stranger.membership.stop()
                 await stranger.links.connect("a", [])
-            if not lineage:
-                for peer_id in sorted(a.linked):
-                    if peer_id.startswith("p"):
-                        a.links.live[peer_id].close("broken")
-            await trio.sleep(20 if lineage else 50)
+            await trio.sleep(20)
             assert sum(peer_id.startswith("p") for peer_id in a.linked) >= 6
+            for peer_id in sorted(a.linked):
+                if peer_id.startswith("p"):
+                    a.links.live[peer_id].close("broken")
+            await trio.sleep(50)
+            assert sum(peer_id.startswith("p") for peer_id in a.linked) >= (3 if lineage else 6)
 
     run_virtual(main)
 

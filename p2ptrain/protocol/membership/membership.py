@@ -358,11 +358,14 @@ class Membership:
         if is_large:
             # Not those that came and name no lineage. Links to them never end, and they need not be joiners.
             linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_donor([peer_id])]
-            neighbours = sum(peer_id not in of_round for peer_id in linked)
+            neighbours = [self.known[peer_id] for peer_id in linked if peer_id not in of_round]
+            # Half of them of our own choice: whoever links to us would take the place of each that breaks.
+            own = sum(neighbour.is_ours for neighbour in neighbours)
+            missing = max(NEIGHBOURS - len(neighbours), NEIGHBOURS // 2 - own, 0)
             wanted = self._wanted(filter(of_round.__contains__, due))[: max(0, MAX_ROUND_LINKS - len(linked))]
             others = [peer_id for peer_id in due if peer_id not in of_round]
             self._rng.shuffle(others)
-            due = wanted + others[: max(0, NEIGHBOURS - neighbours)]
+            due = wanted + others[:missing]
         most_links = MAX_ROUND_LINKS + NEIGHBOURS if is_large else self._most_links
         if self._joining and now < self._began_s + FEW_LINKS_S and self._has_donor(linked):
             most_links = NEIGHBOURS

@@ -796,14 +796,19 @@ def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_othe
     run_virtual(main)
 
 
+async def announce_made_up(t: Town, count: int) -> None:
+    """Announce so many peers that do not exist."""
+    for i in range(count):
+        record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
+        key = member_key("test", bucket_of(f"made-up-{i}"))
+        await t.network.directory(f"made-up-{i}").announce(key, record, 1000.0)
+
+
 @pytest.mark.usefixtures("large_from_12")
 def test_made_up_records_make_no_swarm_large() -> None:
     async def main() -> None:
         async with town() as t:
-            for i in range(100):
-                record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
-                key = member_key("test", bucket_of(f"made-up-{i}"))
-                await t.network.directory(f"made-up-{i}").announce(key, record, 1000.0)
+            await announce_made_up(t, 100)
             peers = [await t.start(name) for name in "abcd"]
             await trio.sleep(30)
             for peer in peers:
@@ -817,10 +822,7 @@ def test_made_up_records_make_no_swarm_large() -> None:
 def test_made_up_records_whose_dials_are_cut_short_count_half() -> None:
     async def main() -> None:
         async with town() as t:
-            for i in range(100):
-                record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
-                key = member_key("test", bucket_of(f"made-up-{i}"))
-                await t.network.directory(f"made-up-{i}").announce(key, record, 1000.0)
+            await announce_made_up(t, 100)
             member = await t.start("a")
             connect = member.links.connect
 

@@ -70,6 +70,9 @@ DIALLED_AT_ONCE = 16
 NAMED_AT_ONCE = 4
 # While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
 FIRST_DIAL_S = 3.0
+# Such a dial counts as half a peer in the estimate of the swarm's size (guess): made-up addresses that do not answer
+# would otherwise not lower it.
+CUT_SHORT_COUNTS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,8 +425,7 @@ class Membership:
                 with trio.move_on_after(timeout_s) as scope:
                     await self._links.connect(peer_id, list(member.maddrs))
                 member.cut_short = scope.cancelled_caught
-                # Made-up addresses that do not answer would else not count.
-                self.size.note_dial(reached=0.5 if member.cut_short else 1.0)
+                self.size.note_dial(reached=CUT_SHORT_COUNTS if member.cut_short else 1.0)
             except PeerLostError as error:
                 self.size.note_dial(reached=0.0)
                 logger.debug("cannot reach %s: %s", peer_id, error)

@@ -79,7 +79,8 @@ class Attempts:
         """Begin the round after a new head. Forgets what was promised and accepted."""
         self.give_up("its state has changed")
         self.state = self._first_state(head)
-        self._forget_snapshot()
+        self.failed = 0
+        self._taker.forget()
 
     @property
     def stage(self) -> str:
@@ -104,10 +105,6 @@ class Attempts:
         if self._leader is not None:
             self._leader.scope.cancel()
             self._leader = None
-
-    def _forget_snapshot(self) -> None:
-        self.failed = 0
-        self._taker.forget()
 
     # Events of the consensus.
 
@@ -255,7 +252,8 @@ class Attempts:
 
     def _skip(self, reason: str) -> None:
         """Skip the round: weights and progress stay, and the next one is due an interval later."""
-        self._forget_snapshot()
+        self.failed = 0
+        self._taker.skip()
         self._context.exchange.postpone()
         self._schedule.skip(self.state.round)
         head = self.state.head

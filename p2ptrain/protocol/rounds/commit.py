@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
 # Retries of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
+# Why we are not a contributor though the record names us.
+OLDER_AVERAGED = "the outer gradient that it gave before it skipped this round was averaged"
 
 
 class Committer:
@@ -139,11 +141,13 @@ class Committer:
     async def _commit(self, commit: Commit) -> RoundReport:
         """Take the outer step, or the rest of it after an error, and land it. The parts are here and decode."""
         record, context, own = commit.record, self._context, self._taker.own
-        contributors = ((c.peer_id, c.incarnation) for c in record.contributors)
-        included = own is not None and context.liveness.own in contributors
+        roots = {(c.peer_id, c.incarnation): c.root for c in record.contributors}
+        named = context.liveness.own in roots
+        # The record may name a contribution from before we skipped this round, which we do not have any more.
+        included = named and own is not None and own.is_whole and own.root == roots[context.liveness.own]
         # A new head forgets them.
-        left_out = own if self._taker.sent and not included else None
-        reason = "" if included else self._taker.sits_out
+        left_out = own if self._taker.sent and not named else None
+        reason = "" if included else OLDER_AVERAGED if named else self._taker.sits_out
         if self._progress is None or self._progress.record != record:
             self._progress = Progress(record)
         async with self.lock:

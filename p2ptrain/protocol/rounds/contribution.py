@@ -10,6 +10,7 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.codec import Codec
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
+from p2ptrain.protocol.rounds.grid import num_chunks
 
 # Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
 ERROR_DECAY = np.float32(0.95)
@@ -59,6 +60,16 @@ class OwnContribution:
                 encoded = codec.encode(gradient)
                 self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
             self.chunks[start] = encoded
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all chunks are encoded."""
+        return len(self.chunks) == num_chunks(len(self.snapshot.weights))
+
+    @property
+    def root(self) -> bytes:
+        """The Merkle root of all chunks; empty without a tree."""
+        return self.tree.root if self.tree is not None else b""
 
     def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], compared: int) -> float:
         """The squared norm of the chunks among these that are encoded. Call it in a worker thread.

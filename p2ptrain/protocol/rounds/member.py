@@ -18,7 +18,7 @@ from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
-from p2ptrain.protocol.rounds.grid import chunk_bounds, num_chunks
+from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -185,11 +185,8 @@ class Participation:
 
     def _check_commitments(self, record: Record) -> None:
         """Raises RoundFailedError if the record names other contributions than we sent or averaged."""
-        own, context = self._taker.own, self._context
-        given = own is not None and len(own.chunks) == num_chunks(context.state.num_blocks)
-        root = own.tree.root if own is not None and own.tree is not None else b""
         for c in record.contributors:
-            if (c.peer_id, c.incarnation) == context.liveness.own and not (given and c.root == root):
+            if (c.peer_id, c.incarnation) == self._context.liveness.own and not self._taker.gave(c.root):
                 raise RoundFailedError("the record names another outer gradient of ours than we sent")
         if self._transfer is not None:
             self._transfer.check_record(record)

@@ -43,6 +43,7 @@ class SnapshotTaker:
         self._context = context
         # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
         self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
+        self._skipped_roots: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
         self._asked_loss = False
@@ -98,9 +99,25 @@ class SnapshotTaker:
         if self.own is not None and self.own.next_error is not None:
             self._error = self.own.next_error
 
+    def gave(self, root: bytes) -> bool:
+        """Whether a record of this round may name our contribution by this Merkle root.
+
+        It may be one from before we skipped the round: others may still be READY with a record that has it.
+        """
+        return root in self._skipped_roots or (self.own is not None and self.own.is_whole and self.own.root == root)
+
+    def skip(self) -> None:
+        """The round was skipped: drop its snapshot, and take another one for the next attempt."""
+        roots = self._skipped_roots
+        if self.own is not None and self.own.is_whole:
+            roots |= {self.own.root}
+        self.forget()
+        self._skipped_roots = roots
+
     def forget(self) -> None:
-        """The round is resolved or skipped: drop its snapshot."""
+        """The round is resolved: drop its snapshot."""
         self.own, self.sits_out, self.sent, self._began_s = None, "", False, None
+        self._skipped_roots = frozenset()
         self._arrived = trio.Event()
         self._asked_loss = False
         self._context.exchange.want_snapshot(None)

@@ -189,7 +189,7 @@ class Transfer:
                     await self._sealed.wait()
                     if own.tree is not None:
                         proof = own.tree.proof(*chunk_range(part.start, part.stop))
-                        message = Contribution(*self._attempt, start, stop, own.tree.root, proof)
+                        message = Contribution(*self._attempt, start, stop, own.root, proof)
                 if link is None:
                     self.collect(context.peer_id, message, encoded[start], checked=True)
                 else:

@@ -1,0 +1,62 @@
+"""A record that some voters are READY with and others refuse for a while: rounds go on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from p2ptrain.errors import RoundFailedError
+from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED
+from p2ptrain.protocol.rounds.mean_guard import SpanNorms
+from p2ptrain.protocol.rounds.member import Participation
+from p2ptrain.protocol.wire.messages import Record
+from tests.protocol.swarm import RUN, Swarm, run_virtual, swarm
+from tests.protocol.test_rounds import common, start_all
+
+PLAIN = dataclasses.replace(RUN, fragment_fraction=0.0)
+
+
+def ready_with(s: Swarm, name: str) -> Record | None:
+    return s.peers[name].node.engine.round_state.acceptor.record
+
+
+@pytest.mark.parametrize("averaging", ["parts", "gather"])
+def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before(
+    averaging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c and d are READY with a record that a and b refuse until they have skipped the round; e has fallen silent."""
+    refusing: set[str] = set()
+    check_mean = Participation._check_mean
+
+    async def _check_mean(self: Participation, record: Record, norms: SpanNorms) -> None:
+        if self._context.peer_id in refusing:
+            raise RoundFailedError("refused")
+        await check_mean(self, record, norms)
+
+    monkeypatch.setattr(Participation, "_check_mean", _check_mean)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, averaging=averaging)) as s:
+            start_all(s, "abcde")
+            await s.until(lambda: common(s, 2, 5))
+            silent = s.peers["e"].node.engine
+            silent._attempts._on_call = lambda *_: None  # type: ignore[method-assign]
+            silent._schedule.due = lambda *_: None  # type: ignore[method-assign]
+            silent._schedule.is_ours_to_lead = lambda *_: False  # type: ignore[method-assign]
+            refusing.update("ab")
+            await s.until(lambda: ready_with(s, "c") is not None and ready_with(s, "c") == ready_with(s, "d"))
+            record = ready_with(s, "c")
+            assert record is not None
+            assert {"a", "b"} < {c.peer_id for c in record.contributors}
+            before = {name: len(s.peers[name].rounds("skipped")) for name in "ab"}
+            await s.until(lambda: all(len(s.peers[name].rounds("skipped")) > before[name] for name in "ab"))
+            refusing.clear()
+            await s.until(lambda: all(s.peers[name].node.engine.head.round > record.round for name in "abcd"))
+            for name in "abcd":
+                (outcome,) = (r for r in s.peers[name].rounds("committed") if r["round"] == record.round)
+                assert outcome["record_sha256"] == record.sha256
+                if averaging == "parts" and name in "ab":
+                    assert outcome["reason"] == OLDER_AVERAGED
+
+    run_virtual(main)

@@ -91,15 +91,19 @@ def test_who_was_paused_gives_its_links_time_to_come_back() -> None:
     run_virtual(main)
 
 
-def test_of_several_survivors_the_lowest_id_goes_on() -> None:
+def test_of_several_survivors_the_lowest_id_goes_on_or_else_the_next() -> None:
     async def main() -> None:
         swarm = Swarm("0")
         head = Head("g", HEAD.lineage, 3, "s", "a", (("x", "1"), ("y", "1"), ("z", "1"), ("0", "1")), 1, 1, None)
         lineage = watch(swarm)
         await trio.sleep(QUORUM_LOST_S + 1)
         assert not lineage.has_ended(head, 0.0, trio.current_time())
+        await trio.sleep(QUORUM_LOST_S)
+        assert lineage.has_ended(head, 0.0, trio.current_time()), "the other one does not begin a lineage"
         swarm.linked.clear()
         swarm.linked["b"] = _link("b")
+        lineage.reset(trio.current_time())
+        await trio.sleep(QUORUM_LOST_S + 1)
         assert lineage.has_ended(head, 0.0, trio.current_time())
 
     run_virtual(main)

@@ -58,18 +58,19 @@ class LineageWatch:
         self._seen_s = now
 
     def has_ended(self, head: Head, three_intervals_s: float, now: float) -> bool:
-        """Whether the voters are gone for good, and we have the lowest id and so begin a new lineage."""
+        """Whether the voters are gone for good, and it is our turn, in the order of ids, to begin a new lineage."""
         voters, present, here = head.voters, self._liveness.present(), (head.lineage, head.round)
         if is_quorum(present, voters):
             self.reset(now)
             return False
-        missing = [voter for voter in voters if voter not in present]
-        lost_s = now - self._seen_s
-        if lost_s <= max(QUORUM_LOST_S, three_intervals_s) and not all(map(self._liveness.is_gone_for_good, missing)):
-            return False
         me, _ = self._liveness.own
         others = (peer for peer, beat in self._liveness.beats().items() if (beat.lineage, beat.round) == here)
-        return all(me < peer for peer in others)
+        # One that has a lower id and does not begin a lineage delays the others by as long again.
+        lower = sum(peer < me for peer in others)
+        patience_s = (1 + lower) * max(QUORUM_LOST_S, three_intervals_s)
+        missing = (voter for voter in voters if voter not in present)
+        at_once = lower == 0 and all(map(self._liveness.is_gone_for_good, missing))
+        return at_once or now - self._seen_s > patience_s
 
 
 def generation_of(lineage: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
 from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
+from p2ptrain.protocol.rounds.snapshot import touched_buffer
 from p2ptrain.protocol.rounds.timeouts import (
     MARGIN,
     MIN_ATTEMPT_S,
@@ -46,6 +48,7 @@ from p2ptrain.protocol.wire.messages import (
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_policy import arrived_of
+from tests.protocol.test_rounds import common
 from tests.protocol.wiring import Endpoint, hello_of, linked_pair, start_endpoint, until
 
 # --- a silent peer --------------------------------------------------------------------------------------------------
@@ -469,5 +472,25 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
             assert sorted(plans[0]) == ["a", "b", "c"]
             assert sorted(plans[1]) == ["a", "b"]
             nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer() -> None:
+    """As on a machine that is too busy: memory for a snapshot takes longer to get than the first window lasts."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
+            for name in "abc":
+                context = s.start(name).node.engine.context
+
+                async def compute(work: Callable[..., Any], *args: Any, compute: Any = context.compute) -> Any:
+                    if work is touched_buffer:
+                        await trio.sleep(1.6)
+                    return await compute(work, *args)
+
+                context.compute = compute
+            await s.until(lambda: common(s, 4, 3), within_s=60)
+            assert not any(peer.rounds("skipped") for peer in s.peers.values())
 
     run_virtual(main)

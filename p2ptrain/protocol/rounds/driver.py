@@ -339,7 +339,7 @@ class RoundDriver:
         delay_s = self._schedule.delay_s(now)
         if delay_s > 0:
             return delay_s
-        self._attempts.apply(self._schedule.lead(self.head, now))
+        self._attempts.apply(self._schedule.lead(self.head, self._attempts.failed, now))
         return POLL_S
 
     async def _keep_time(self) -> None:

@@ -37,6 +37,8 @@ LEADER_DELAY_S = (0.05, 0.3)
 MIN_WINDOW_S = 1.0
 MAX_WINDOW_OF_INTERVAL = 0.1
 WINDOW_MARGIN = 1.5
+# After failed attempts at one round it is longer, by at most this.
+MOST_DOUBLINGS = 2
 # The peer that reaches most voters leads; every third attempt may be led by any live peer.
 ANY_LEADER_EVERY = 3
 # A fast peer may be due for the round after the one that has not landed here yet.
@@ -164,8 +166,11 @@ class Schedule:
         """How long to wait before we lead."""
         return max(0.0, self._delayed_until_s - now)
 
-    def lead(self, head: Head, now: float) -> Lead:
-        """The attempt to lead now: of the voters, and of the peers that are drawn for this round."""
+    def lead(self, head: Head, attempts_failed: int, now: float) -> Lead:
+        """The attempt to lead now: of the voters, and of the peers that are drawn for this round.
+
+        After each attempt that failed, the window is twice as long: on a busy machine snapshots may take seconds.
+        """
         self._called_s = now
         context = self._context
         present = (*context.host.trainers(), context.peer_id)
@@ -173,7 +178,7 @@ class Schedule:
         called |= {voter for voter, _ in head.voters}.intersection(present)
         return Lead(
             tuple(called | {context.peer_id}),
-            self.window_s(),
+            self.window_s() * 2 ** min(attempts_failed, MOST_DOUBLINGS),
             max(JOIN_GRACE_S, 2 * context.liveness.round_trip_s()),
             context.timeouts.attempt_s(),
             self.counter,

@@ -20,7 +20,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.known import MAX_RETRY_S
+from p2ptrain.protocol.membership.known_peers import MAX_RETRY_S
 from p2ptrain.protocol.membership.membership import (
     EVERYBODY,
     FIRST_DIAL_S,
@@ -35,7 +35,7 @@ from p2ptrain.protocol.membership.membership import (
     Membership,
     RoundPeers,
 )
-from p2ptrain.protocol.membership.records import (
+from p2ptrain.protocol.membership.peer_records import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
     RECORD_TTL_S,

@@ -10,7 +10,7 @@ import trio
 
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.known import PRIVATE_DIALS, PRIVATE_RETRY_S
+from p2ptrain.protocol.membership.known_peers import PRIVATE_DIALS, PRIVATE_RETRY_S
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.membership.reachability import Scope, scope_of, worth_dialling
 from p2ptrain.protocol.rounds.schedule import ANY_LEADER_EVERY, leader_of

@@ -34,8 +34,8 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.strikes import MAX_REASON, Struck
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import DIALLED_AT_ONCE, FIRST_DIAL_S
+from p2ptrain.protocol.membership.peer_records import BUCKETS, bucket_of, decode_record, member_key
 from p2ptrain.protocol.membership.reachability import Scope, is_public, scope_of
-from p2ptrain.protocol.membership.records import BUCKETS, bucket_of, decode_record, member_key
 from p2ptrain.protocol.membership.settings_answers import SettingsAnswers
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.messages import MAX_PEER_ID, Beat, Hello, Message

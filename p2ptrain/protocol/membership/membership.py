@@ -1,7 +1,7 @@
 """Announces this peer in the directory, finds other members there and through partners, and links to them.
 
-`records` says what is announced there, and `known` what is remembered of a peer. A record is only a hint where to dial:
-a peer is live as long as a link to it is, by our own clock.
+`peer_records` says what is announced there, and `known_peers` what is remembered of a peer. A record is only a hint
+where to dial: a peer is live as long as a link to it is, by our own clock.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.known import FIRST_RETRY_S, MAX_RETRY_S, Member, forget_order
-from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
-from p2ptrain.protocol.membership.records import (
+from p2ptrain.protocol.membership.known_peers import FIRST_RETRY_S, MAX_RETRY_S, KnownPeer, forget_order
+from p2ptrain.protocol.membership.peer_records import (
     BUCKETS,
     RECORD_TTL_S,
     bucket_of,
@@ -28,6 +27,7 @@ from p2ptrain.protocol.membership.records import (
     keep_announced,
     member_key,
 )
+from p2ptrain.protocol.membership.reachability import is_public, is_relayed, worth_dialling
 from p2ptrain.protocol.membership.swarm_size import SwarmSize
 from p2ptrain.protocol.wire.messages import MAX_MADDR_LENGTH, MAX_MADDRS, MAX_PEER_ID
 from p2ptrain.protocol.wire.transport import Directory, PeerId
@@ -109,7 +109,7 @@ class Membership:
     ) -> None:
         """`maddrs` gives our current addresses; `chosen` are the user's initial peers, which are dialled first."""
         self.rounds = rounds
-        self.known: dict[PeerId, Member] = {}
+        self.known: dict[PeerId, KnownPeer] = {}
         self.looked_up = trio.Event()
         self.announced = trio.Event()
         self._links = links
@@ -199,7 +199,7 @@ class Membership:
             self._overrun = self._overrun or self._joining
             self._make_room(1, is_named=bool(teller))
         if len(self.known) < self._most_known:
-            self.known[peer_id] = Member(maddrs, role, now, teller, now)
+            self.known[peer_id] = KnownPeer(maddrs, role, now, teller, now)
 
     def _make_room(self, count: int, *, is_named: bool = False) -> None:
         """Forget some peers without a link. `is_named`: for one that another peer named."""
@@ -418,7 +418,7 @@ class Membership:
         for peer_id in self._rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS))):
             links[peer_id].close("it has links enough")
 
-    async def _dial_one(self, peer_id: PeerId, member: Member, timeout_s: float) -> None:
+    async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
             member.cut_short = False
             try:

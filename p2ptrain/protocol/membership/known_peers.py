@@ -16,8 +16,8 @@ PRIVATE_DIALS, PRIVATE_RETRY_S = 3, 600.0
 
 
 @dataclass(slots=True)
-class Member:
-    """A known peer.
+class KnownPeer:
+    """What is remembered of a peer.
 
     Attributes:
         seen_s: time of the last news about it, from any peer.
@@ -48,7 +48,7 @@ class Member:
         return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
 
 
-def forget_order(idle: Mapping[PeerId, Member]) -> list[PeerId]:
+def forget_order(idle: Mapping[PeerId, KnownPeer]) -> list[PeerId]:
     """The order in which peers are forgotten when there are too many.
 
     Peers that others named come first, as names can be made up: always the oldest one of the teller with the most of

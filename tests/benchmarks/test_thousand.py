@@ -13,7 +13,7 @@ from benchmarks.thousand import RUN, simulate
 def test_a_swarm_larger_than_a_round_commits_the_same_rounds_on_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 peers 6 contribute to each round; some crash and give way to new ones meanwhile."""
     for name, value in {"MAX_DIALLED": 10, "NEIGHBOURS": 5, "MAX_NEIGHBOURS": 8}.items():
-        monkeypatch.setattr(f"p2ptrain.protocol.membership.membership.{name}", value)
+        monkeypatch.setattr(f"p2ptrain.protocol.membership.neighbours.{name}", value)
     run = dataclasses.replace(RUN, max_contributors=6, sync_every=10)
     result = simulate(20, 30.0, churn_per_hour=15.0, settle_s=10.0, run=run)
     assert result.rounds >= 2

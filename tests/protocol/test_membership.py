@@ -23,18 +23,16 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.membership.known_peers import MAX_RETRY_S
 from p2ptrain.protocol.membership.membership import (
     EVERYBODY,
-    FIRST_DIAL_S,
     LOOKUP_EVERY_S,
-    MAX_DIALLED,
     MAX_KNOWN,
     MAX_KNOWN_JOINING,
     MAX_MADDR_LENGTH,
     MAX_MADDRS,
-    NAMED_AT_ONCE,
     ROOM_FOR_NAMED,
     Membership,
     RoundPeers,
 )
+from p2ptrain.protocol.membership.neighbours import FIRST_DIAL_S, MAX_DIALLED, NAMED_AT_ONCE
 from p2ptrain.protocol.membership.peer_records import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
@@ -612,11 +610,14 @@ def nobody(peer_id: str) -> bool:
     return False
 
 
+FEWEST, MOST = 6, 9
+
+
 @pytest.fixture
 def large_from_12(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swarm of more than 12 peers is large; its members have 6 to 9 neighbours."""
-    for name, value in {"MAX_DIALLED": 12, "NEIGHBOURS": 6, "MAX_NEIGHBOURS": 9}.items():
-        monkeypatch.setattr(f"p2ptrain.protocol.membership.membership.{name}", value)
+    """A swarm of more than 12 peers is large; its members have FEWEST to MOST neighbours."""
+    for name, value in {"MAX_DIALLED": 12, "NEIGHBOURS": FEWEST, "MAX_NEIGHBOURS": MOST}.items():
+        monkeypatch.setattr(f"p2ptrain.protocol.membership.neighbours.{name}", value)
 
 
 @pytest.mark.usefixtures("large_from_12")
@@ -641,17 +642,17 @@ def test_in_a_large_swarm_few_links_are_sought() -> None:
             for other in trainers:
                 other.lineage = "0-g"
             await trio.sleep(5)
-            assert len(a.linked) == 9 + 1
+            assert len(a.linked) == MOST + 1
             assert joiner.peer_id in a.linked
             for peer_id in sorted(a.linked - {joiner.peer_id})[:5]:
                 t.network.crash(peer_id)
             await trio.sleep(60)
-            assert len(a.linked) == 6
+            assert len(a.linked) == FEWEST
             # Those beyond may still come to us.
             late = next(o for o in others if o.peer_id not in a.linked and o.peer_id in t.network.transports)
             await late.links.connect("a", [])
             await trio.sleep(1)
-            assert len(a.linked) == 7
+            assert len(a.linked) == FEWEST + 1
 
     run_virtual(main)
 
@@ -680,7 +681,7 @@ def test_no_link_in_use_is_ended_as_one_too_many() -> None:
             await trio.sleep(3)
             assert a.linked == set(used), "ended between two requests"
             await trio.sleep(5)
-            assert len(a.linked) == 9
+            assert len(a.linked) == MOST
 
     run_virtual(main)
 
@@ -701,9 +702,9 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
             for peer in peers:
                 if peer.peer_id in of_round:
                     assert of_round - {peer.peer_id} <= peer.linked
-                    assert 6 <= len(peer.linked - of_round) <= 9
+                    assert FEWEST <= len(peer.linked - of_round) <= MOST
                 else:
-                    assert 6 <= len(peer.linked) <= 9
+                    assert FEWEST <= len(peer.linked) <= MOST
                     # They tell others who takes part.
                     assert {named for named, _ in peer.membership.sample(2)} <= of_round
 
@@ -729,14 +730,14 @@ def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(line
                 stranger.membership.stop()
                 await stranger.links.connect("a", [])
             await trio.sleep(20)
-            assert sum(peer_id.startswith("p") for peer_id in a.linked) >= 6
+            assert sum(peer_id.startswith("p") for peer_id in a.linked) >= FEWEST
             for peer_id in sorted(a.linked):
                 if peer_id.startswith("p"):
                     a.links.live[peer_id].close("broken")
             for stranger in strangers:
                 await stranger.links.connect("a", [])
             await trio.sleep(50)
-            assert sum(peer_id.startswith("p") for peer_id in a.linked) >= (3 if lineage else 6)
+            assert sum(peer_id.startswith("p") for peer_id in a.linked) >= (FEWEST // 2 if lineage else FEWEST)
 
     run_virtual(main)
 
@@ -791,7 +792,7 @@ def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_othe
             for peer in peers:
                 peer.membership.rounds = RoundPeers(nobody, nobody)
             await trio.sleep(10)
-            assert len(first.links.live) <= 9
+            assert len(first.links.live) <= MOST
 
     run_virtual(main)
 

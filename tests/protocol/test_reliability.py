@@ -13,8 +13,8 @@ import trio
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.exchange.types import Landing
-from p2ptrain.protocol.membership import membership
-from p2ptrain.protocol.membership.membership import MAX_DIALLED
+from p2ptrain.protocol.membership import neighbours
+from p2ptrain.protocol.membership.neighbours import MAX_DIALLED
 from p2ptrain.protocol.state_sync.joining import ADOPT_TIMEOUT_S
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF, Message
@@ -57,7 +57,7 @@ def test_all_that_are_started_at_one_instant_are_one_swarm(
     peers: int, slowest_s: float, links: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From nothing, every path with a latency of its own, and more peers than a member keeps links to."""
-    monkeypatch.setattr(membership, "MAX_DIALLED", links)
+    monkeypatch.setattr(neighbours, "MAX_DIALLED", links)
     assert peers > links + 1
 
     async def main() -> None:

@@ -47,6 +47,11 @@ class KnownPeer:
         failed = self.dials >= PRIVATE_DIALS and not self.reached
         return PRIVATE_RETRY_S if failed and not is_public(self.maddrs) else 0.0
 
+    def note_linked(self, now: float, next_dial_s: float) -> None:
+        """It is linked. If the link ends, it is not dialled before `next_dial_s`."""
+        self.seen_s, self.retry_s, self.next_dial_s, self.reached = now, FIRST_RETRY_S, next_dial_s, True
+        self.teller, self.found_s = "", now
+
 
 def forget_order(idle: Mapping[PeerId, KnownPeer]) -> list[PeerId]:
     """The order in which peers are forgotten when there are too many.

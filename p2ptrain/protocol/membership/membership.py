@@ -1,7 +1,7 @@
 """Announces this peer in the directory, finds other members there and through partners, and links to them.
 
 `peer_records` says what is announced there, and `known_peers` what is remembered of a peer. A record is only a hint
-where to dial: a peer is live as long as a link to it is, by our own clock.
+where to dial: a peer is live as long as a link to it is, by our own clock. `neighbours` decides whom to dial.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -18,7 +18,8 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import P2PTrainError, PeerLostError
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.links import Links
-from p2ptrain.protocol.membership.known_peers import FIRST_RETRY_S, MAX_RETRY_S, KnownPeer, forget_order
+from p2ptrain.protocol.membership import neighbours
+from p2ptrain.protocol.membership.known_peers import MAX_RETRY_S, KnownPeer, forget_order
 from p2ptrain.protocol.membership.peer_records import (
     BUCKETS,
     RECORD_TTL_S,
@@ -38,16 +39,8 @@ logger = logging.getLogger(__name__)
 LOOKUP_EVERY_S = 5.0
 # Interval of lookups of all keys, until a member is found.
 EAGER_LOOKUP_S = 0.5
-# A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
-# because it must know whether any of them has the run's state.
-MAX_DIALLED = 64
-# In a larger swarm a member links to the candidates of the next round, if it is one, and to NEIGHBOURS others. It ends
-# links to others beyond MAX_NEIGHBOURS. Random graphs of this degree have short paths (guess).
-NEIGHBOURS, MAX_NEIGHBOURS = 16, 24
 # A joiner that is linked with a peer that has the state dials no more than that at first: it needs few donors (guess).
 FEW_LINKS_S = 5.0
-# Most links among voters and candidates of a round.
-MAX_ROUND_LINKS = 128
 # A link to a neighbour that ended is not opened again for a while: that peer may have too many.
 NEIGHBOUR_RETRY_S, ROUND_PEER_RETRY_S = 30.0, 5.0
 # Interval of lookups until as many keys are counted again, after the size has changed.
@@ -64,14 +57,8 @@ MAX_KNOWN_JOINING = 2048
 # Of these, in a large swarm, places that looked-up peers leave to those that Beats name, which may not displace them:
 # the peers of the next round, most of whom are found so.
 ROOM_FOR_NAMED = 96
-# Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
-DIALLED_AT_ONCE = 16
-# Of these, peers of a round that others named: names can be made up, and chosen so that they are drawn.
-NAMED_AT_ONCE = 4
-# While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
-FIRST_DIAL_S = 3.0
-# Such a dial counts as half a peer in the estimate of the swarm's size (guess): made-up addresses that do not answer
-# would otherwise not lower it.
+# A dial that was cut short counts as half a peer in the estimate of the swarm's size (guess): made-up addresses that
+# do not answer would otherwise not lower it.
 CUT_SHORT_COUNTS = 0.5
 
 
@@ -152,7 +139,7 @@ class Membership:
     @property
     def is_large(self) -> bool:
         """Whether we link to a part of the swarm only."""
-        return not self._joining and self.size.estimate > MAX_DIALLED
+        return not self._joining and self.size.estimate > neighbours.MAX_DIALLED
 
     @property
     def _most_found(self) -> int:
@@ -220,7 +207,7 @@ class Membership:
 
     def settle(self) -> None:
         """This peer has the run's state: link to a subset of the swarm only, and remember few of the others."""
-        self._joining, self._most_links, self._most_known = False, MAX_DIALLED, MAX_KNOWN
+        self._joining, self._most_links, self._most_known = False, neighbours.MAX_DIALLED, MAX_KNOWN
         self.size.settle()
         self._make_room_for_found(())
 
@@ -312,7 +299,7 @@ class Membership:
         """Seconds until the next lookup: more if there is more to read, we have links enough and the size stays."""
         if self.is_large and not self.size.is_counted:
             return COUNT_AGAIN_S
-        if not self.is_large or len(self._linked()) < NEIGHBOURS:
+        if not self.is_large or len(self._linked()) < neighbours.NEIGHBOURS:
             return LOOKUP_EVERY_S
         rarer = min(self.size.records_per_key / RECORDS_PER_LOOKUP, self.size.steady)
         return min(MAX_LOOKUP_S, LOOKUP_EVERY_S * max(1.0, rarer))
@@ -332,65 +319,45 @@ class Membership:
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
-        """Start dials: the initial peers' first, then those of peers dialled least often, in random order.
-
-        In the order of ids, or of their arrival, made-up records could come before all others.
-        """
-        now, is_large = trio.current_time(), self.is_large
+        """Start dials, as `neighbours` decides."""
+        now, is_large, linked = trio.current_time(), self.is_large, self._linked()
         of_round = set(filter(self._of_round(), self.known)) if is_large else set()
-        due: list[PeerId] = []
-        for peer_id, member in list(self.known.items()):
-            if self._links.get(peer_id) is not None:
-                member.seen_s, member.retry_s, member.next_dial_s, member.reached = now, FIRST_RETRY_S, now, True
-                member.teller, member.found_s = "", now
-                if is_large:
-                    member.next_dial_s += ROUND_PEER_RETRY_S if peer_id in of_round else NEIGHBOUR_RETRY_S
-            elif now - member.seen_s > 2 * RECORD_TTL_S:
-                del self.known[peer_id]
-            elif now < member.next_dial_s + member.extra_delay_s or peer_id in self._dialling:
-                continue
-            elif worth_dialling(self._maddrs(), member.maddrs):
-                due.append(peer_id)
-            else:
-                member.dials = max(1, member.dials)
-        many_due = len(due) > DIALLED_AT_ONCE
-        if many_due:
-            self._rng.shuffle(due)
-            due.sort(key=lambda p: (p not in self._chosen, self.known[p].dials, self.known[p].cut_short))
-        linked = self._linked()
+        due = whom = neighbours.in_order(self._due(now, of_round), self.known, self._chosen, self._rng)
+        most_links = self._most_links
         if is_large:
             # Not those that came and name no lineage. Links to them never end, and they need not be joiners.
-            linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_donor([peer_id])]
-            neighbours = [self.known[peer_id] for peer_id in linked if peer_id not in of_round]
-            # Half of them of our own choice: whoever links to us would take the place of each that breaks.
-            own = sum(neighbour.is_ours for neighbour in neighbours)
-            missing = max(NEIGHBOURS - len(neighbours), NEIGHBOURS // 2 - own, 0)
-            wanted = self._wanted(filter(of_round.__contains__, due))[: max(0, MAX_ROUND_LINKS - len(linked))]
-            others = [peer_id for peer_id in due if peer_id not in of_round]
-            self._rng.shuffle(others)
-            due = wanted + others[:missing]
-        most_links = MAX_ROUND_LINKS + NEIGHBOURS if is_large else self._most_links
-        if self._joining and now < self._began_s + FEW_LINKS_S and self._has_donor(linked):
-            most_links = NEIGHBOURS
-        room = min(most_links - len(linked), DIALLED_AT_ONCE) - len(self._dialling)
-        for peer_id in due[: max(0, room)]:
-            member = self.known[peer_id]
-            hurried = many_due and peer_id not in self._chosen and not member.cut_short and member.dials == 0
+            linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_state(peer_id)]
+            whom = neighbours.whom_to_dial(due, self.known, linked, self._dialling, of_round, self._rng)
+            most_links = neighbours.MAX_ROUND_LINKS + neighbours.NEIGHBOURS
+        elif self._joining and now < self._began_s + FEW_LINKS_S and any(map(self._has_state, linked)):
+            most_links = neighbours.NEIGHBOURS
+        for peer_id in whom[: neighbours.free_dials(len(linked), len(self._dialling), most_links)]:
+            peer = self.known[peer_id]
+            timeout_s = neighbours.time_limit_s(peer, is_chosen=peer_id in self._chosen, due=len(due))
             self._dialling.add(peer_id)
-            nursery.start_soon(self._dial_one, peer_id, member, FIRST_DIAL_S if hurried else math.inf)
+            nursery.start_soon(self._dial_one, peer_id, peer, timeout_s)
 
-    def _wanted(self, due: Iterable[PeerId]) -> list[PeerId]:
-        """Peers of the round to dial: those that we found ourselves, then few that were only named to us."""
-        found, named = list[PeerId](), list[PeerId]()
-        for peer_id in due:
-            (named if self.known[peer_id].teller else found).append(peer_id)
-        dialling = sum(peer_id in self.known and bool(self.known[peer_id].teller) for peer_id in self._dialling)
-        return found + named[: max(0, NAMED_AT_ONCE - dialling)]
+    def _due(self, now: float, of_round: Collection[PeerId]) -> list[PeerId]:
+        """Whom to dial again or for the first time. Notes who is linked; forgets those that are no longer announced."""
+        due: list[PeerId] = []
+        for peer_id, peer in list(self.known.items()):
+            if self._links.get(peer_id) is not None:
+                retry_s = ROUND_PEER_RETRY_S if peer_id in of_round else NEIGHBOUR_RETRY_S
+                peer.note_linked(now, now + retry_s if self.is_large else now)
+            elif now - peer.seen_s > 2 * RECORD_TTL_S:
+                del self.known[peer_id]
+            elif now < peer.next_dial_s + peer.extra_delay_s or peer_id in self._dialling:
+                continue
+            elif worth_dialling(self._maddrs(), peer.maddrs):
+                due.append(peer_id)
+            else:
+                peer.dials = max(1, peer.dials)
+        return due
 
-    def _has_donor(self, linked: Collection[PeerId]) -> bool:
-        """Whether one of these peers says that it has the run's state."""
-        beats = (link.beat for peer_id in linked if (link := self._links.get(peer_id)) is not None)
-        return any(beat is not None and beat.lineage for beat in beats)
+    def _has_state(self, peer_id: PeerId) -> bool:
+        """Whether a peer is linked and says that it has the run's state."""
+        link = self._links.get(peer_id)
+        return link is not None and link.beat is not None and bool(link.beat.lineage)
 
     def _of_round(self) -> Callable[[PeerId], bool]:
         """The peers that we must be linked with for the next round: none if we do not take part in it."""
@@ -399,23 +366,16 @@ class Membership:
     def _prune(self) -> None:
         """In a large swarm, end links to neighbours that are too many.
 
-        Not those that we opened ourselves, as far as we need them: whoever links to us would displace them in time, and
-        be all that we see. Not one that is in use, nor one to a joiner, nor one to a peer that may need us for the
-        round by its own estimate of the swarm's size: it would link again at once.
+        Not one to a joiner, nor one to a peer that may need us for the round by its own estimate of the swarm's size:
+        it would link again at once.
         """
         if not self.is_large or self.rounds.in_round():
             return
-        we_may = self.rounds.may_be_candidate(self._me)
-        links = {peer_id: link for peer_id in self._linked() if (link := self._links.get(peer_id)) is not None}
-        neighbours = [
-            peer_id
-            for peer_id, link in links.items()
-            if link.beat is not None and link.beat.lineage and not (we_may and self.rounds.may_be_candidate(peer_id))
-        ]
-        ours = [peer_id for peer_id in neighbours if self.known[peer_id].is_ours]
-        kept = sorted(ours, key=lambda peer_id: not links[peer_id].is_in_use)[:NEIGHBOURS]
-        idle = [peer_id for peer_id in neighbours if peer_id not in kept and not links[peer_id].is_in_use]
-        for peer_id in self._rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS))):
+        we_may, may_be_candidate = self.rounds.may_be_candidate(self._me), self.rounds.may_be_candidate
+        linked = [p for p in self._linked() if self._has_state(p) and not (we_may and may_be_candidate(p))]
+        links = {peer_id: link for peer_id in linked if (link := self._links.get(peer_id)) is not None}
+        in_use = {peer_id for peer_id, link in links.items() if link.is_in_use}
+        for peer_id in neighbours.whom_to_leave(links, self.known, in_use, self._rng):
             links[peer_id].close("it has links enough")
 
     async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:

@@ -1,0 +1,99 @@
+"""Decides whom a peer dials, how many neighbours it needs and which links it ends. Pure.
+
+In a swarm of up to MAX_DIALLED peers each links to all. In a larger one a member links to the peers of the next round,
+if it takes part in it, and to a few others, its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+from p2ptrain.protocol.membership.known_peers import KnownPeer
+from p2ptrain.protocol.wire.transport import PeerId
+
+# A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
+# because it must know whether any of them has the run's state.
+MAX_DIALLED = 64
+# In a larger swarm a member links to the candidates of the next round, if it is one, and to NEIGHBOURS others. It ends
+# links to others beyond MAX_NEIGHBOURS. Random graphs of this degree have short paths (guess).
+NEIGHBOURS, MAX_NEIGHBOURS = 16, 24
+# Most links among voters and candidates of a round.
+MAX_ROUND_LINKS = 128
+# Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
+DIALLED_AT_ONCE = 16
+# Of these, peers of a round that others named: names can be made up, and chosen so that they are drawn.
+NAMED_AT_ONCE = 4
+# While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
+FIRST_DIAL_S = 3.0
+
+
+def in_order(
+    due: Collection[PeerId], known: Mapping[PeerId, KnownPeer], chosen: Collection[PeerId], rng: random.Random
+) -> list[PeerId]:
+    """In which order to dial: if there are many, the initial peers, then those dialled least often, in random order.
+
+    In the order of ids, or of their arrival, made-up records could come before all others.
+    """
+    ordered = list(due)
+    if len(ordered) > DIALLED_AT_ONCE:
+        rng.shuffle(ordered)
+        ordered.sort(key=lambda p: (p not in chosen, known[p].dials, known[p].cut_short))
+    return ordered
+
+
+def whom_to_dial(
+    due: Sequence[PeerId],
+    known: Mapping[PeerId, KnownPeer],
+    linked: Collection[PeerId],
+    dialling: Collection[PeerId],
+    of_round: Collection[PeerId],
+    rng: random.Random,
+) -> list[PeerId]:
+    """In a large swarm: the peers of the next round that are due, in their order, and as many others as are missing.
+
+    Peers of the round that we found ourselves come before few of those that were only named to us.
+    """
+    found = [peer_id for peer_id in due if peer_id in of_round and not known[peer_id].teller]
+    named = [peer_id for peer_id in due if peer_id in of_round and known[peer_id].teller]
+    named_now = sum(peer_id in known and bool(known[peer_id].teller) for peer_id in dialling)
+    wanted = found + named[: max(0, NAMED_AT_ONCE - named_now)]
+    others = [peer_id for peer_id in due if peer_id not in of_round]
+    rng.shuffle(others)
+    missing = missing_neighbours([known[peer_id] for peer_id in linked if peer_id not in of_round])
+    return wanted[: max(0, MAX_ROUND_LINKS - len(linked))] + others[:missing]
+
+
+def missing_neighbours(neighbours: Collection[KnownPeer]) -> int:
+    """How many more neighbours a peer of a large swarm needs, if it is linked with these.
+
+    Half of them of its own choice: whoever links to it would take the place of each that breaks.
+    """
+    own = sum(neighbour.is_ours for neighbour in neighbours)
+    return max(NEIGHBOURS - len(neighbours), NEIGHBOURS // 2 - own, 0)
+
+
+def free_dials(linked: int, dialling: int, most_links: int) -> int:
+    """How many dials may start now."""
+    return max(0, min(most_links - linked, DIALLED_AT_ONCE) - dialling)
+
+
+def time_limit_s(peer: KnownPeer, *, is_chosen: bool, due: int) -> float:
+    """How long the next dial of a peer may take, if so many are due. Those of initial peers are not cut short."""
+    is_first = peer.dials == 0 and not peer.cut_short
+    return FIRST_DIAL_S if is_first and not is_chosen and due > DIALLED_AT_ONCE else math.inf
+
+
+def whom_to_leave(
+    neighbours: Collection[PeerId], known: Mapping[PeerId, KnownPeer], in_use: Collection[PeerId], rng: random.Random
+) -> list[PeerId]:
+    """In a large swarm, the neighbours that are too many, at random.
+
+    Not those that we dialled ourselves, as far as we need them: whoever links to us would displace them in time, and
+    be all that we see. Nor one whose link is in use.
+    """
+    ours = [peer_id for peer_id in neighbours if known[peer_id].is_ours]
+    kept = sorted(ours, key=lambda peer_id: peer_id not in in_use)[:NEIGHBOURS]
+    idle = [peer_id for peer_id in neighbours if peer_id not in kept and peer_id not in in_use]
+    return rng.sample(idle, min(len(idle), max(0, len(neighbours) - MAX_NEIGHBOURS)))

@@ -428,7 +428,7 @@ def test_answers_find_their_requests_in_any_order() -> None:
                 for number in range(30):
                     nursery.start_soon(ask, number)
             assert got == {number: f"subject {number}".encode() for number in range(30)}
-            assert not a.links._requests
+            assert not a.links._requests._waiting
 
     run_virtual(main)
 
@@ -440,7 +440,7 @@ def test_a_request_times_out_and_leaves_nothing_behind() -> None:
             with pytest.raises(PeerLostError, match="no answer within 3 s"):
                 await a.links.request(link, "x", timeout_s=3)
             assert trio.current_time() - start == pytest.approx(3, abs=0.01)
-            assert not a.links._requests
+            assert not a.links._requests._waiting
             # The answer that comes too late, and one that nobody asked for, are ignored.
             other.send(Answer(b.of(Request)[0].request, True, "late"))  # type: ignore[union-attr]
             other.send(Answer(12345, True, "unasked"))
@@ -470,7 +470,7 @@ def test_a_request_ends_with_its_link() -> None:
                 network.crash("b")
             assert trio.current_time() - start < 1
             assert failures == ["b: it closed the connection"] * 5
-            assert not a.links._requests
+            assert not a.links._requests._waiting
             with pytest.raises(PeerLostError):
                 await a.links.request(link, "x", timeout_s=1000)
 
@@ -483,7 +483,7 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
             with trio.move_on_after(1) as scope:
                 await a.links.request(link, "x", timeout_s=1000)
             assert scope.cancelled_caught
-            assert not a.links._requests
+            assert not a.links._requests._waiting
 
     run_virtual(main)
 
@@ -505,7 +505,7 @@ def test_only_the_one_who_was_asked_can_answer_and_only_once() -> None:
             answer, _ = await a.links.request(link, "x", timeout_s=5)
             assert answer.note == "first"
             await trio.sleep(1)
-            assert not a.links._requests
+            assert not a.links._requests._waiting
 
     run_virtual(main)
 

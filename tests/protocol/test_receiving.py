@@ -8,7 +8,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol.links import links, places, receive_budget, strikes
+from p2ptrain.protocol.links import links, places, receive_budget, requests, strikes
 from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES, OBSERVER
 from p2ptrain.protocol.links.link import (
     MAX_BULK_QUEUE_BYTES,
@@ -354,7 +354,7 @@ def test_bulk_frames_are_bounded_in_bytes_and_one_always_fits() -> None:
 
 
 def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "MAX_ANSWER_BYTES", 5000)
+    monkeypatch.setattr(requests, "MAX_ANSWER_BYTES", 5000)
 
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (a, b, link, _):
@@ -365,11 +365,11 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.Monk
             b.on_request = answer
             for _ in range(4):
                 await a.links.request(link, "x", timeout_s=5)
-            assert a.links._answer_bytes == 0
+            assert a.links._requests._answer_bytes == 0
             # Two that have come and are not taken.
             for number in (1001, 1002):
                 send, _ = trio.open_memory_channel[tuple[Answer, bytes]](1)
-                a.links._requests[number] = ("b", send)
+                a.links._requests._waiting[number] = ("b", send)
                 await b.links.live["a"].send_bulk(Answer(number, True, "x"), bytes(3000), Traffic.STATE)
             await link.lost.wait()
             assert "more answers arrived than were taken" in link.lost_reason

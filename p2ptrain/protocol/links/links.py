@@ -1,4 +1,4 @@
-"""All links of a peer: opening, accepting, heartbeats, and requests. `handshake` has the first frames of a stream.
+"""All links of a peer: opening, accepting and heartbeats. `handshake` has the first frames of a stream.
 
 One long-lived link per peer. If two peers dial each other at the same instant, the link has a second stream to read
 from. A peer that was restarted, or that dials us again because it lost the link on its side, gets a new link.
@@ -10,7 +10,6 @@ code is logged once with its traceback.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -25,10 +24,11 @@ from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIM
 from p2ptrain.protocol.links.places import excess_observers, greeting_to_end
 from p2ptrain.protocol.links.rates import PeerRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
+from p2ptrain.protocol.links.requests import Requests
 from p2ptrain.protocol.links.strikes import MAX_REASON, MAX_STRIKES, STRIKE_S, Strikes, Struck
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message, Request
+from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message
 from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal, said_here
 
@@ -41,10 +41,6 @@ BEAT_EVERY_S = 1.0
 LINKS_BEATEN = 16
 # If the beat loop is late by more, this process was held up, and messages of other peers wait to be read.
 HELD_UP_S = 1.0
-# Answers received and not yet taken; beyond it the link is closed.
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
-# A request waits at most so many times its time-out, however many other answers come before its own (guess).
-MAX_TIMEOUTS = 8
 
 
 class LinkEvents(Protocol):
@@ -93,9 +89,7 @@ class Links:
         self._errors = errors or ErrorLog(logger)
         self._setup = LinkSetup(self._on_message, self.counters, self.budget, peer_timeout_s)
         self._greeting: dict[trio.CancelScope, PeerId] = {}  # oldest first
-        self._answer_bytes = 0
-        self._requests: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
-        self._request_ids = itertools.count(1)
+        self._requests = Requests()
         self._connecting: dict[PeerId, trio.Event] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -166,37 +160,7 @@ class Links:
         Raises PeerLostError if the link is lost, if no answer to any of our requests arrived on it for `timeout_s`
         (on a slow link this one may be queued behind others), or after 8 times as long.
         """
-        number = next(self._request_ids)
-        send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
-        self._requests[number] = (link.peer_id, send)
-        answer: tuple[Answer, bytes] | None = None
-        try:
-            link.send(Request(number, what, subject, index))
-
-            async def watch() -> None:
-                with link.in_use():
-                    await link.lost.wait()
-                nursery.cancel_scope.cancel()
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(watch)
-                deadline = trio.current_time() + timeout_s
-                latest = trio.current_time() + MAX_TIMEOUTS * timeout_s
-                while answer is None and trio.current_time() < deadline:
-                    with trio.move_on_at(deadline):
-                        answer = await receive.receive()
-                    deadline = min(latest, max(deadline, link.answered_s + timeout_s))
-                nursery.cancel_scope.cancel()
-            if answer is None:
-                waited_s = MAX_TIMEOUTS * timeout_s if deadline >= latest else timeout_s
-                raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {waited_s:.0f} s'}")
-            return answer
-        finally:
-            del self._requests[number]
-            if answer is None:  # it may have come too late
-                with contextlib.suppress(trio.WouldBlock):
-                    answer = receive.receive_nowait()
-            self._answer_bytes -= len(answer[1]) if answer is not None else 0
+        return await self._requests.ask(link, what, subject, index, timeout_s)
 
     def close_all(self, reason: str) -> None:
         for link in list(self.live.values()):
@@ -358,20 +322,9 @@ class Links:
 
     async def _on_message(self, link: Link, message: Message, payload: bytes) -> None:
         if isinstance(message, Answer):
-            waiting = self._requests.get(message.request)
-            if waiting is not None and waiting[0] == link.peer_id:
-                try:
-                    waiting[1].send_nowait((message, payload))
-                except trio.WouldBlock:
-                    raise WireError("answered one request twice") from None
-                link.answered_s = trio.current_time()
-                self._answer_bytes += len(payload)
-                if self._answer_bytes > MAX_ANSWER_BYTES:
-                    raise PeerLostError("more answers arrived than were taken")
-            else:
-                link.rates.check_unasked(len(payload), trio.current_time())
-            return
-        await self._events.on_message(link, message, payload)
+            self._requests.take(link, message, payload)
+        else:
+            await self._events.on_message(link, message, payload)
 
     async def _beat(self) -> None:
         due, excused = trio.current_time(), False

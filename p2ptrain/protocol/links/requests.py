@@ -1,0 +1,76 @@
+"""Our requests on all links, and the answers to them. Answers that were received and not used yet are bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import trio
+
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.wire.messages import Answer, Request
+from p2ptrain.protocol.wire.transport import PeerId
+
+# Answers received and not yet taken; beyond it the link is closed.
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# A request waits at most so many times its time-out, however many other answers come before its own (guess).
+MAX_TIMEOUTS = 8
+
+
+class Requests:
+    """Those that wait for an answer."""
+
+    def __init__(self) -> None:
+        self._answer_bytes = 0
+        self._waiting: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
+        self._numbers = itertools.count(1)
+
+    async def ask(self, link: Link, what: str, subject: str, index: int, timeout_s: float) -> tuple[Answer, bytes]:
+        """Send a request and wait for its answer. Raises PeerLostError, as `Links.request` says."""
+        number = next(self._numbers)
+        send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
+        self._waiting[number] = (link.peer_id, send)
+        answer: tuple[Answer, bytes] | None = None
+        try:
+            link.send(Request(number, what, subject, index))
+
+            async def watch() -> None:
+                with link.in_use():
+                    await link.lost.wait()
+                nursery.cancel_scope.cancel()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch)
+                deadline = trio.current_time() + timeout_s
+                latest = trio.current_time() + MAX_TIMEOUTS * timeout_s
+                while answer is None and trio.current_time() < deadline:
+                    with trio.move_on_at(deadline):
+                        answer = await receive.receive()
+                    deadline = min(latest, max(deadline, link.answered_s + timeout_s))
+                nursery.cancel_scope.cancel()
+            if answer is None:
+                waited_s = MAX_TIMEOUTS * timeout_s if deadline >= latest else timeout_s
+                raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {waited_s:.0f} s'}")
+            return answer
+        finally:
+            del self._waiting[number]
+            if answer is None:  # it may have come too late
+                with contextlib.suppress(trio.WouldBlock):
+                    answer = receive.receive_nowait()
+            self._answer_bytes -= len(answer[1]) if answer is not None else 0
+
+    def take(self, link: Link, answer: Answer, payload: bytes) -> None:
+        """An answer has come: hand it to who waits for it. Raises WireError, PeerLostError."""
+        waiting = self._waiting.get(answer.request)
+        if waiting is None or waiting[0] != link.peer_id:
+            link.rates.check_unasked(len(payload), trio.current_time())
+            return
+        try:
+            waiting[1].send_nowait((answer, payload))
+        except trio.WouldBlock:
+            raise WireError("answered one request twice") from None
+        link.answered_s = trio.current_time()
+        self._answer_bytes += len(payload)
+        if self._answer_bytes > MAX_ANSWER_BYTES:
+            raise PeerLostError("more answers arrived than were taken")

@@ -20,8 +20,8 @@ from p2ptrain.settings.setting import shortened
 MAX_HINTS = 16
 # Precedes a peer id inside a binary multiaddr.
 P2P_CODE = b"\xa5\x03"
-HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
-EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+HOST_EXAMPLE = "/ip4/0.0.0.0/tcp/4001"
+EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/Qm..."
 
 # Public addresses that a socket is connected to, without sending, to find the outgoing interface's address.
 _PUBLIC_HOSTS = {"0.0.0.0": ("8.8.8.8", 9), "::": ("2001:4860:4860::8888", 9)}
@@ -81,11 +81,11 @@ def check_host_maddrs(maddrs: Iterable[str]) -> None:
 def check_announce_maddrs(maddrs: Iterable[str]) -> None:
     """Raises ConfigError unless each is a multiaddr with a port and without a peer id."""
     for text in maddrs:
-        maddr = _parse("announced address", text, "/dns4/example.org/tcp/31337")
+        maddr = _parse("announced address", text, "/dns4/example.org/tcp/4001")
         if maddr.protocols()[-1].name == "p2p" or port_of(maddr) in (None, 0):
             raise ConfigError(
                 f"announced address {text!r} must have a port and must not contain /p2p/, "
-                "such as /dns4/example.org/tcp/31337"
+                "such as /dns4/example.org/tcp/4001"
             )
 
 

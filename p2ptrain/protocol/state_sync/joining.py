@@ -226,8 +226,9 @@ class Joining:
                     progress, progress_s = 0, trio.current_time()
                 if trio.current_time() - progress_s > ADOPT_TIMEOUT_S:
                     raise TransientError(
-                        f"run {context.run.run_id!r}: received {download.progress:.0%} of its state, then nothing for "
-                        f"{ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again (last: {error})"
+                        f"run {context.run.run_id!r}: received {100 * download.progress:.0f} % of its state, then "
+                        f"nothing for {ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again "
+                        f"(last: {error})"
                     ) from None
                 await trio.sleep(0.5)
                 donors = self._donors() or donors

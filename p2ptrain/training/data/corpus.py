@@ -98,7 +98,7 @@ def _checked(training: NDArray[np.uint8], held_out: NDArray[np.uint8], source: s
     unknown = float(np.mean(training == UNKNOWN))
     if unknown > 0.5:
         raise ConfigError(
-            f"--data {source}: {unknown:.0%} of the characters are outside the vocabulary of printable ASCII, "
+            f"--data {source}: {100 * unknown:.0f} % of the characters are outside the vocabulary of printable ASCII, "
             f"which leaves nothing to learn; give text that is mostly ASCII"
         )
     training.flags.writeable = held_out.flags.writeable = False

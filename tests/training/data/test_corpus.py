@@ -104,7 +104,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         "empty": "0 characters are too few",
         "small": "4096 characters are too few; give more than 4096",
         "binary": "not text",
-        "cyrillic": "86% of the characters are outside the vocabulary",
+        "cyrillic": "86 % of the characters are outside the vocabulary",
         "folder": "no text in this directory",
     }.items():
         with pytest.raises(ConfigError, match=message) as caught:

@@ -7,6 +7,7 @@ joined. A preset applies only to a run that starts here.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,16 @@ class Settings:
             return resolve_run(self.explicit_run(), adopted, origins)
         defaults = {"model": SETTINGS["model"].default, "data": BUILTIN_DATA}
         chosen = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.sources[s.name] != DEFAULT}
-        return resolve_run({**defaults, **chosen, **self.explicit_run()}, None)
+        try:
+            return resolve_run({**defaults, **chosen, **self.explicit_run()}, None)
+        except ConfigError as error:
+            raise ConfigError(self._as_given(str(error))) from None
+
+    def _as_given(self, text: str) -> str:
+        """A message on settings that do not go together, with flags, or the keys and variables that the user gave."""
+        names = {s.field_name: self.sources[s.name] if self.explicit(s.name) else s.flag for s in RUN_SETTINGS}
+        text = re.sub(rf"\b({'|'.join(names)}) = ", lambda found: f"{names[found[1]]} = ", text)
+        return re.sub(r"(--\S+) = ", r"\1 ", text)
 
     def preset_differences(self, run: RunConfig) -> list[str]:
         """What the chosen preset says otherwise than this run, as "NAME = the run's value"."""

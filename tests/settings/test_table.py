@@ -325,9 +325,22 @@ def test_pairs_alone_have_the_outer_optimizer_that_they_need() -> None:
         assert merged.resolve_run(live) == live
         assert resolve_run({"averaging": "pairwise"}, None).outer_momentum == noloco["outer_momentum"]
     assert merge({"averaging": "pairwise", "outer_lr": "0.25"}, {}).resolve_run(None).outer_lr == 0.25
-    with pytest.raises(ConfigError, match="outer_optimizer = 'nesterov': must be sgdm with averaging = 'pairwise'"):
+    with pytest.raises(ConfigError, match="--outer-optimizer 'nesterov': must be sgdm with --averaging 'pairwise'"):
         merge({"averaging": "pairwise", "outer_optimizer": "nesterov"}, {}).resolve_run(None)
     assert merge({"averaging": "gather"}, {}).resolve_run(None).outer_optimizer == RunConfig.outer_optimizer
+
+
+def test_settings_that_do_not_go_together_are_called_as_the_user_gave_them(tmp_path: Path) -> None:
+    path = _toml(tmp_path / "c.toml", 'round_codec = "topk"')
+    with pytest.raises(ConfigError) as caught:
+        merge({}, {"P2PTRAIN_ROUND_MEAN": "trimmed"}, path).resolve_run(None)
+    told = f"P2PTRAIN_ROUND_MEAN = 'trimmed': must be another mean with {path}: round_codec = 'topk': few members"
+    assert str(caught.value).startswith(told)
+    with pytest.raises(ConfigError, match=r"^--prune-fraction 0\.5: must be 0 with --round-codec 'none': only int8"):
+        merge({"prune_fraction": "0.5", "round_codec": "none"}, {}).resolve_run(None)
+    # What to give is called by its flag.
+    with pytest.raises(ConfigError, match=r"^--inner-moments 'averaged': must be local unless --round-codec 'none'"):
+        merge({"inner_moments": "averaged"}, {}).resolve_run(None)
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:

@@ -742,8 +742,11 @@ def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(line
     run_virtual(main)
 
 
-@pytest.mark.usefixtures("large_from_12")
-def test_named_peers_of_a_round_do_not_keep_a_peer_from_dialling_those_that_it_found() -> None:
+def test_named_peers_of_a_round_do_not_keep_a_peer_from_dialling_those_that_it_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Membership, "is_large", True)
+
     async def main() -> None:
         async with town() as t:
             member, dialled = await lone_member(t)
@@ -756,7 +759,6 @@ def test_named_peers_of_a_round_do_not_keep_a_peer_from_dialling_those_that_it_f
 
             member.links.connect = hang  # type: ignore[method-assign]
             membership = member.membership
-            membership.size.estimate = 100.0
             membership.settle()
             for i in range(40):
                 membership.hint(f"named-{i}", ("/memory/x",), teller="liar")
@@ -820,7 +822,7 @@ def test_made_up_records_make_no_swarm_large() -> None:
     run_virtual(main)
 
 
-def test_made_up_records_whose_dials_are_cut_short_count_half() -> None:
+def test_made_up_records_whose_dials_are_cut_short_count_nothing() -> None:
     async def main() -> None:
         async with town() as t:
             await announce_made_up(t, 100)
@@ -834,7 +836,24 @@ def test_made_up_records_whose_dials_are_cut_short_count_half() -> None:
             await t.start("b")
             await trio.sleep(FIRST_DIAL_S + 1)
             assert "b" in member.linked
-            assert 40 < member.membership.size.estimate < 65
+            assert member.membership.size.estimate < 10
+
+    run_virtual(main)
+
+
+def test_peers_that_are_dialled_in_vain_again_and_again_or_were_only_named_lower_no_size() -> None:
+    async def main() -> None:
+        async with town() as t:
+            for i in range(12):
+                await t.start(f"p{i:02d}")
+            await announce_made_up(t, 12)
+            a = await t.start("a")
+            for i in range(40):
+                a.membership.hint(f"named-{i}", ("/memory/x",), teller="liar")
+            # Until all keys were looked up again.
+            await trio.sleep(120)
+            assert len(a.linked) == 12
+            assert 12 < a.membership.size.estimate < 18
 
     run_virtual(main)
 

@@ -57,9 +57,6 @@ MAX_KNOWN_JOINING = 2048
 # Of these, in a large swarm, places that looked-up peers leave to those that Beats name, which may not displace them:
 # the peers of the next round, most of whom are found so.
 ROOM_FOR_NAMED = 96
-# A dial that was cut short counts as half a peer in the estimate of the swarm's size (guess): made-up addresses that
-# do not answer would otherwise not lower it.
-CUT_SHORT_COUNTS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +312,8 @@ class Membership:
                 self._make_room_for_found(records.keys())
             for peer_id, record in records.items():
                 self.hint(peer_id, *record)
-            self.size.note_count(bucket, len(of_key))
+            linked = sum(peer_id == self._me or self._links.get(peer_id) is not None for peer_id in of_key)
+            self.size.note_count(bucket, len(of_key), linked)
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
@@ -380,18 +378,21 @@ class Membership:
 
     async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
-            member.cut_short = False
+            member.cut_short = reached = False
+            # One that others only named need not be announced.
+            is_counted = member.dials == 0 and not member.teller
             try:
                 with trio.move_on_after(timeout_s) as scope:
                     await self._links.connect(peer_id, list(member.maddrs))
+                    reached = True
                 member.cut_short = scope.cancelled_caught
-                self.size.note_dial(reached=CUT_SHORT_COUNTS if member.cut_short else 1.0)
             except PeerLostError as error:
-                self.size.note_dial(reached=0.0)
                 logger.debug("cannot reach %s: %s", peer_id, error)
             except P2PTrainError as error:
                 logger.warning("%s", error)
             finally:
+                if is_counted:
+                    self.size.note_dial(reached=reached)
                 member.dials += not member.cut_short
                 member.next_dial_s = trio.current_time() + member.retry_s * self._rng.uniform(0.7, 1.3)
                 member.retry_s = min(MAX_RETRY_S, 2 * member.retry_s)

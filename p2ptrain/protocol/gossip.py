@@ -90,10 +90,7 @@ class Gossip:
             if not self._context.host.trainers() or not self._admits(self._context.peer_id):
                 await trio.sleep(POLL_S)
                 continue
-            if self._pace.due_s > trio.current_time():
-                self._say_pace()
-                await trio.sleep_until(self._pace.due_s)
-                continue
+            self._say_pace()
             try:
                 slots = self._step_count() * self._walk.per_step
                 plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)
@@ -162,7 +159,8 @@ class Gossip:
         steps = self._step_count()
         self._position += steps
         slot, count = step * self._walk.per_step, steps * self._walk.per_step
-        return PushPlan(cycle, slot, count, self._exchange.space.plan(self._blocks(cycle, slot, count)))
+        plan = self._exchange.space.plan(self._blocks(cycle, slot, count))
+        return PushPlan(cycle, slot, count, plan, self._pace.due_s)
 
     def _blocks(self, cycle: int, slot: int, count: int) -> npt.NDArray[np.int64]:
         seed, blocks = self._run.run_seed, self._exchange.space.num_blocks

@@ -307,7 +307,7 @@ class Exchange:
         self._credit += self.fragment_rate * self._slots_per_step
         with self._lock:
             plan = self._push_plan
-            if plan is None or self._credit < plan.slot_count:
+            if plan is None or self._credit < plan.slot_count or now < plan.due_s:
                 return 0
             self._push_plan = None
         # Pushes that were missed are not made up for later.

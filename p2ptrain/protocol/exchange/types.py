@@ -37,12 +37,13 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """Slots [slot, slot + slot_count) of a cycle; planned off the training thread."""
+    """Slots [slot, slot + slot_count) of a cycle, gathered at `due_s` or later; planned off the training thread."""
 
     cycle: int
     slot: int
     slot_count: int
     plan: BlockPlan
+    due_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,8 @@ class Link:
         if payload and not isinstance(message, Answer | Contribution | Fragment | Mean | PairWeights):
             raise WireError(f"{type(message).__name__} with a payload")
         size, acked_before = frames.PREFIX_BYTES + prefix.body_bytes, self.flow.acked
-        if self.flow.note_acked(prefix.acked_bytes, trio.current_time()):
+        # Waking the writer for nothing would cost a pass of the scheduler for each fragment.
+        if self.flow.note_acked(prefix.acked_bytes, trio.current_time()) and (self._bulk or self._fragments):
             self._work.unpark_all()
         self.rates.check(message, size, self.flow.acked - acked_before, trio.current_time())
         self._counters.received[_traffic_of(message, payload)] += size

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.errors import WireError
 
 Array = npt.NDArray[np.float32]
@@ -30,7 +30,7 @@ MAX_GRADIENT = 1e12
 MAX_MEAN = 2 * MAX_GRADIENT
 
 
-def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
+def weighted_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_blocks: int) -> Array:
     """Return the weighted mean: the sum of (w / W) · decode(bytes), added in the order given.
 
     Args:
@@ -54,7 +54,7 @@ def weighted_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_bloc
     return finite(mean)
 
 
-def disjoint_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
+def disjoint_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_blocks: int) -> Array:
     """Return, at each position, the mean of the values that have the majority sign (TIES: Yadav et al., 2023).
 
     The majority sign is that of the weighted sum. Values of the other sign, and zeros, are left out of the sum and of
@@ -100,7 +100,7 @@ def is_within(values: Array, bound: float) -> bool:
     return bool(-bound <= values.min() and values.max() <= bound)
 
 
-def shares_of(encoded: Sequence[tuple[bytes, float]]) -> list[np.float32]:
+def shares_of(encoded: Sequence[tuple[Encoded, float]]) -> list[np.float32]:
     """Return w / W of each contributor. Raises WireError on weights that cannot be token counts."""
     weights = [weight for _, weight in encoded]
     if not (all(0 <= weight <= _MAX_WEIGHT for weight in weights) and any(weights)):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.fragments import permute
 
 
@@ -51,7 +51,7 @@ def gram(vectors: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float64]:
     return stacked @ stacked.T
 
 
-def encoded_gram(encoded: Sequence[bytes], codec: Codec, num_blocks: int, compared: int) -> npt.NDArray[np.float64]:
+def encoded_gram(encoded: Sequence[Encoded], codec: Codec, num_blocks: int, compared: int) -> npt.NDArray[np.float64]:
     """`gram` of the first `compared` blocks of encoded vectors of `num_blocks`. Raises WireError on bad bytes."""
     return gram([codec.decode(data, num_blocks)[:compared] for data in encoded])
 

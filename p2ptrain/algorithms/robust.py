@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from p2ptrain.algorithms.averaging import finite, shares_of
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 
 Array = npt.NDArray[np.float32]
 
@@ -40,7 +40,7 @@ _ITERATIONS = 3
 _SMOOTHING = 1e-6
 
 
-def clipped_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
+def clipped_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_blocks: int) -> Array:
     """Return CenteredClip (Karimireddy et al., 2021): v ← v + Σ wᵢ (xᵢ − v) · min(1, τ / ‖xᵢ − v‖), three times.
 
     τ is the median distance from v, and v begins at the coordinate-wise median. (ButterflyClip begins at the last mean;
@@ -70,7 +70,7 @@ def clipped_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_block
     return finite(mean)
 
 
-def trimmed_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
+def trimmed_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_blocks: int) -> Array:
     """Return, at each position, the weighted mean without the largest and the smallest quarter (Yin et al., 2018).
 
     Of k values, b = ⌊k / 4⌋ are dropped at each end, one at least if k is 3 or more. Contributors count once in the
@@ -86,7 +86,7 @@ def trimmed_mean(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_block
     return finite(_trimmed(values, shares, num_trimmed(len(values))))
 
 
-def geometric_median(encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int) -> Array:
+def geometric_median(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_blocks: int) -> Array:
     """Return the point with the least weighted sum of distances, by smoothed Weiszfeld (RFA: Pillutla et al., 2022).
 
     v ← Σ βᵢ xᵢ / Σ βᵢ with βᵢ = wᵢ / max(ν, ‖xᵢ − v‖), three times from the coordinate-wise median.
@@ -127,7 +127,7 @@ def _median(values: Sequence[Array]) -> Array:
 
 
 def _decoded(
-    encoded: Sequence[tuple[bytes, float]], codec: Codec, num_blocks: int
+    encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_blocks: int
 ) -> tuple[list[Array], list[np.float32]]:
     """Values and shares of the contributors that have a weight. All are decoded, so that malformed bytes are found."""
     shares = shares_of(encoded)

@@ -18,7 +18,6 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.network.host import Network
 from p2ptrain.network.thread import NetworkThread
-from p2ptrain.peer.malloc_trim import release_unused
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
@@ -32,6 +31,7 @@ from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.node.node import STAY_S, Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
+from p2ptrain.protocol.rounds.os_memory import release_unused
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun

@@ -97,6 +97,28 @@ def test_of_proposed_records_only_the_last_and_those_accepted_or_committed_are_h
     run_virtual(main)
 
 
+def test_of_the_last_record_a_trimmed_store_keeps_what_it_holds_for_all_and_what_is_wanted() -> None:
+    blobs = [blob(number) for number in range(4)]
+    last, wanted = record_of(*blobs[:3]), record_of(blobs[2], blobs[3])
+    own, *others = last.parts
+    last = msgspec.structs.replace(last, parts=(msgspec.structs.replace(own, holder="me"), *others))
+
+    async def main() -> None:
+        parts = store_of(Holder(*blobs))
+        await parts.fetch(last, ["x"])
+        parts.keep(last)
+        await parts.fetch(wanted, [])
+        parts.trim(["me"], wanted)
+        assert len(parts._parts) == 4
+        parts.trim(["me"], last)
+        assert set(parts._parts) == {own.sha256, *(part.sha256 for part in wanted.parts)}
+        parts.keep(wanted)
+        parts.trim(["me"])
+        assert not parts._parts
+
+    run_virtual(main)
+
+
 def test_what_was_reduced_in_attempts_without_an_outcome_is_bounded() -> None:
     parts, names = store_of(Holder(), 2 * MODEL_BYTES), []
     for number in range(8):

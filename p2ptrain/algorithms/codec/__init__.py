@@ -10,14 +10,14 @@ Stronger quantisation, pruning and sparsity are for outer gradients only.
 
 from __future__ import annotations
 
-from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Codec, Encoded
 from p2ptrain.algorithms.codec.floats import FP16, NONE
 from p2ptrain.algorithms.codec.pruned import pruned_int8
 from p2ptrain.algorithms.codec.scaled import INT4, INT8
 from p2ptrain.algorithms.codec.topk import DENSITY, topk
 from p2ptrain.errors import ConfigError
 
-__all__ = ["CHUNK_BLOCKS", "CODECS", "Codec", "codec"]
+__all__ = ["CHUNK_BLOCKS", "CODECS", "Codec", "Encoded", "codec"]
 
 _FIXED = {fixed.name: fixed for fixed in (INT8, INT4, FP16, NONE)}
 CODECS = (*_FIXED, "topk")

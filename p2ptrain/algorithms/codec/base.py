@@ -12,6 +12,7 @@ from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.errors import WireError
 
 Blocks = npt.NDArray[np.float32]
+Encoded = bytes | memoryview
 
 # 65536 values: their positions fit 16 bits, and as float32 (256 KiB) they stay in a core's second-level cache.
 CHUNK_BLOCKS = 1024
@@ -42,18 +43,18 @@ class Codec:
         """
         return self._encode(np.ascontiguousarray(blocks, np.float32).reshape(-1, BLOCK))
 
-    def decode(self, data: bytes | memoryview, num_blocks: int) -> Blocks:
+    def decode(self, data: Encoded, num_blocks: int) -> Blocks:
         """Return the (num_blocks, 64) float32 values in `data`: fresh, writable, finite, the same bits everywhere.
 
         Raises WireError if the size is wrong, or the bytes are not such that `encode` can make.
         """
         return self._decode(self._sized(data, num_blocks), num_blocks)
 
-    def check(self, data: bytes | memoryview, num_blocks: int) -> None:
+    def check(self, data: Encoded, num_blocks: int) -> None:
         """Raise what `decode` would raise. With most codecs a small part of its work."""
         (self._check or self._decode)(self._sized(data, num_blocks), num_blocks)
 
-    def squared_norm(self, data: bytes | memoryview, num_blocks: int, counted: int) -> float:
+    def squared_norm(self, data: Encoded, num_blocks: int, counted: int) -> float:
         """The squared Euclidean norm of the first `counted` of the decoded blocks, to about float32's precision.
 
         Raises WireError as `decode` does.
@@ -65,7 +66,7 @@ class Codec:
         # In double precision: the squares of values that are allowed overflow float32.
         return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
 
-    def _sized(self, data: bytes | memoryview, num_blocks: int) -> memoryview:
+    def _sized(self, data: Encoded, num_blocks: int) -> memoryview:
         view = memoryview(data)
         if view.nbytes != self.size_bytes(num_blocks):
             raise WireError(

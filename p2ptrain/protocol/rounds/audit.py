@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import trio
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec
+from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec, Encoded
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link, Traffic
@@ -128,7 +128,7 @@ class Audits:
         self._checking = trio.Lock()
 
     def keep(self, record: Record, own: OwnContribution | None) -> None:
-        """A round was applied here: if it is audited, keep our chunks of the part, until the next call."""
+        """A round is applied here: if it is audited, keep our chunks of the part, until the next call."""
         self._last, self._audited = record, None
         draw = draw_of(record, self._rate)
         if draw is None:
@@ -138,7 +138,7 @@ class Audits:
         from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
-            chunks = [own.chunks[start] for start, _ in chunk_bounds(part.start, part.stop)]
+            chunks = [bytes(own.chunks[start]) for start, _ in chunk_bounds(part.start, part.stop)]
             chunks.append(b"".join(own.tree.proof(*chunk_range(part.start, part.stop))))
         self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
 
@@ -253,7 +253,7 @@ class Audits:
             )  # fmt: skip
             return verdict
 
-    async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, bytes]:
+    async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, Encoded]:
         """A contributor's chunks of the part by first block, checked by its root. Raises PeerLostError, WireError."""
         part, bounds = audited.part, audited.bounds
         if c.peer_id != self._peer_id:

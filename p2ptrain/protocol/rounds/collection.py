@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds.averaging.strategy import Chunks
 from p2ptrain.protocol.rounds.grid import check_chunk, chunk_bounds
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Contribution, Contributor, RosterPart
@@ -25,7 +26,7 @@ MAX_COMPARED = 16
 SAMPLED_CHUNKS = 8
 
 
-def check_bytes(codec: Codec, start: int, stop: int, data: bytes) -> None:
+def check_bytes(codec: Codec, start: int, stop: int, data: Encoded) -> None:
     """Raises WireError unless these bytes have the size of one chunk and decode."""
     if len(data) != codec.size_bytes(stop - start):
         raise WireError(f"chunk [{start}, {stop}) has {len(data)} bytes, not {codec.size_bytes(stop - start)}")
@@ -47,14 +48,14 @@ class Collection:
         self.part = part
         self.complete: set[PeerId] = set()
         self.failed: set[PeerId] = set()
-        self.chunks: dict[PeerId, dict[int, bytes]] = {sender: {} for sender in senders}
+        self.chunks: Chunks = {sender: {} for sender in senders}
         self._codec = codec
         self._timeouts = timeouts
         self._bounds = dict(chunk_bounds(part.start, part.stop))
         # Of senders whose chunks are awaited.
         self._progress_at = dict.fromkeys(senders, now)
 
-    def add(self, sender: PeerId, start: int, stop: int, data: bytes, now: float, *, checked: bool = False) -> bool:
+    def add(self, sender: PeerId, start: int, stop: int, data: Encoded, now: float, *, checked: bool = False) -> bool:
         """Add one chunk; True if its sender is complete now. Raises WireError if it is off the plan or does not decode.
 
         Args:

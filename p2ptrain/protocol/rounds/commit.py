@@ -6,6 +6,7 @@ What fails is tried again until it works, or until the whole state comes from a 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +20,7 @@ from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -150,6 +152,9 @@ class Committer:
         reason = "" if included else OLDER_AVERAGED if named else self._taker.sits_out
         if self._progress is None or self._progress.record != record:
             self._progress = Progress(record)
+            # The outer step overwrites our chunks, and takes memory: parts of the round before make room.
+            context.audits.keep(record, own)
+            context.parts.keep(record)
         async with self.lock:
             self.stepping = True
             # Shielded, so that a checkpoint written on leaving is consistent.
@@ -158,7 +163,6 @@ class Committer:
                 head = head_of(commit, context.state)
                 if own is not None:
                     context.timeouts.note_round(self._taker.spent().wall_s)
-                context.audits.keep(record, own)
                 self._set_head(head)
                 self._head_set = True
                 self._start_soon(self._audit, record)
@@ -189,10 +193,13 @@ class Committer:
 
     async def _step(self, progress: Progress, included: bool) -> Landing:
         context, record, own = self._context, progress.record, self._taker.own
-        buffer = own.snapshot.weights.numpy() if own is not None and included else None
+        if context.state.anchor.nbytes >= LARGE_BYTES:
+            # What was received lies in freed heap pages; the landing takes new ones.
+            await context.compute(release_unused)
+        land = functools.partial(own.land, context.codec) if own is not None and included else None
         for span in context.averaging.spans(record):
             await context.compute(
-                step_chunks, context.state, context.averaging, progress, context.parts.get, span, buffer
+                step_chunks, context.state, context.averaging, progress, context.parts.get, span, land
             )
         if progress.landing is None:
             if included:
@@ -203,7 +210,6 @@ class Committer:
             self._hand_over(landing)
             self._missed_rounds, progress.landing = missed_rounds, landing
         await context.compute(context.state.rehash)
-        context.parts.keep(record)
         return progress.landing
 
     async def _why_left_out(self, record: Record, own: OwnContribution) -> str:
@@ -275,6 +281,9 @@ class Committer:
     def _on_landed(self, landing: Landing, held_s: float) -> None:
         self._held_s = held_s
         self._landed.set()
+        if landing.kind == "add" and landing.buffer is not None:
+            # The round goes on for a while: the new state is still hashed.
+            release_pages(landing.buffer.numpy())
 
     async def _audit(self, record: Record) -> None:
         with self._context.errors.containing(f"auditing round {record.round}", "it is not audited"):
@@ -282,6 +291,4 @@ class Committer:
 
     async def _trim_later(self, record: Record) -> None:
         await trio.sleep(KEEP_ALL_S)
-        # Not while the store has parts of a record that may still be committed, or while we average.
-        if not self.resolving and not self.fetcher.needed and self._taker.own is None:
-            self._context.parts.trim(record, self._context.peer_id)
+        self._context.parts.trim([self._context.peer_id], record)

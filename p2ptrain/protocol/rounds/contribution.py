@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.grid import num_chunks
+from p2ptrain.protocol.rounds.os_memory import release_pages
 
 # Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
 ERROR_DECAY = np.float32(0.95)
@@ -22,18 +23,20 @@ CHUNKS_PER_VISIT = 16
 class OwnContribution:
     """A snapshot and its encoded chunks.
 
-    `snapshot.weights` holds the weights until a chunk is encoded, then the decoded chunk, and at the end (after
-    `outer_step.step_chunks`) the change to add to the live weights. With an error buffer it holds anchor − weights in
-    between, so that the live weights become the new anchor: unsent values are then in `next_error`, not in the weights.
+    `snapshot.weights` holds the weights until a chunk is encoded, then its bytes at the start of its place, and at the
+    end (after `land`) the change to add to the live weights. So a chunk takes no memory of its own. With an error
+    buffer the place holds anchor − weights in between, so that the live weights become the new anchor: unsent values
+    are then in `next_error`, not in the weights.
 
     Attributes:
+        chunks: the encoded chunks by first block; those that have landed are empty.
         error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
         tree: commits to all chunks, once `seal` made it.
         next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
     snapshot: Snapshot
-    chunks: dict[int, bytes] = field(default_factory=dict)
+    chunks: dict[int, Encoded] = field(default_factory=dict)
     tree: Tree | None = None
     error: np.ndarray | None = None
     next_error: np.ndarray | None = None
@@ -52,14 +55,32 @@ class OwnContribution:
             _check(gradient, weights[start:stop])
             if self.error is None or self.next_error is None:
                 encoded = codec.encode(gradient)
-                weights[start:stop] = codec.decode(encoded, stop - start)
+                place = weights[start:stop].reshape(-1).view(np.uint8)
+                place[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+                self.chunks[start] = place[: len(encoded)].data.toreadonly()
+                release_pages(place[len(encoded) :])
             else:
                 weights[start:stop] = gradient
                 gradient += ERROR_DECAY * self.error[start:stop]
                 _check(gradient, gradient)
                 encoded = codec.encode(gradient)
                 self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
-            self.chunks[start] = encoded
+                self.chunks[start] = encoded
+
+    def land(self, codec: Codec, start: int, change: np.ndarray, averaged: np.ndarray) -> None:
+        """Write what this chunk's landing adds to the live weights over its bytes. Call it in a worker thread.
+
+        Args:
+            start: its first block.
+            change: of the anchor, in the blocks that are outer gradients.
+            averaged: the new values of the blocks after those, which are only averaged.
+        """
+        weights, middle, stop = self.snapshot.weights.numpy(), start + len(change), start + len(change) + len(averaged)
+        if self.error is None:
+            weights[start:stop] = codec.decode(self.chunks[start], stop - start)
+        weights[start:middle] += change
+        weights[middle:stop] = averaged
+        self.chunks[start] = b""
 
     @property
     def is_whole(self) -> bool:

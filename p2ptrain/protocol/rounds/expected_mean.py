@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.protocol.rounds.averaging.strategy import Chunks
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.wire.messages import Contributor, RosterPart
@@ -16,7 +17,7 @@ from p2ptrain.protocol.wire.messages import Contributor, RosterPart
 CHUNKS_AVERAGED = 8
 
 # The encoded chunks of all contributors with their weights, and the chunk's number of blocks.
-Received = tuple[list[tuple[bytes, float]], int]
+Received = tuple[list[tuple[Encoded, float]], int]
 
 
 class ExpectedMean:
@@ -33,7 +34,7 @@ class ExpectedMean:
 
     def __init__(
         self, part: RosterPart, contributors: Sequence[Contributor],
-        merge: Callable[[Sequence[tuple[bytes, float]], int], bytes],
+        merge: Callable[[Sequence[tuple[Encoded, float]], int], bytes],
     ) -> None:  # fmt: skip
         self.contributors = tuple(contributors)
         self._merge = merge

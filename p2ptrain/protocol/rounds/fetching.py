@@ -40,11 +40,6 @@ class RecordFetcher:
         self._start_soon = start_soon
         self._current: _Fetch | None = None
 
-    @property
-    def needed(self) -> bool:
-        """Whether parts must be kept: of a record that is being fetched, or was fetched and may still be committed."""
-        return self._current is not None
-
     def forget(self) -> None:
         """After a new head: stop fetching, as the parts are no longer needed."""
         self._cancel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.merkle import leaf_hash
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.checks import most_square
@@ -27,7 +27,7 @@ class ReceivedChunk:
 
     sender: PeerId
     start: int
-    data: bytes
+    data: Encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Inspection:
         self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
         self._measured: dict[PeerId, dict[int, Measured]] = {}
 
-    def add(self, sender: PeerId, start: int, data: bytes, root: bytes, proof: tuple[bytes, ...]) -> None:
+    def add(self, sender: PeerId, start: int, data: Encoded, root: bytes, proof: tuple[bytes, ...]) -> None:
         """Note a chunk that was checked. Call it once for each chunk."""
         self._unmeasured.append(ReceivedChunk(sender, start, data))
         if root:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.quorum import voters_of
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
+
+Land = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tuple[int, int], compared: int) -> float:
@@ -49,14 +52,15 @@ class Progress:
 
 def step_chunks(
     state: AnchorState, averaging: Averaging, progress: Progress, blobs: Blobs, span: tuple[int, int],
-    buffer: np.ndarray | None,
+    land: Land | None,
 ) -> None:  # fmt: skip
     """Take the outer step on the rest of a span of blocks, in place: A, m ← step(A, m, mean).
 
     Args:
         progress: holds the record; updated.
         blobs: the bytes that the record names, already verified by hash.
-        buffer: a contributor's (num_blocks, 64), to which A′ − A is added; blocks that are only averaged become A′.
+        land: takes each chunk's first block, the change of its anchor, and the new values of blocks that are only
+            averaged; called at most once for each.
     """
     record = progress.record
     for low, high in chunk_bounds(*span):
@@ -71,9 +75,8 @@ def step_chunks(
             gradient[: stepped - low], lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
         )  # fmt: skip
         np.subtract(averaged, gradient[stepped - low :], out=averaged)
-        if buffer is not None:
-            buffer[low:stepped] += np.subtract(anchor, before, out=before)
-            buffer[stepped:high] = averaged
+        if land is not None:
+            land(low, np.subtract(anchor, before, out=before), averaged)
         progress.stepped = high
 
 

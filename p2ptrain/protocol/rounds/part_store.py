@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -172,6 +172,7 @@ class PartStore:
         self._parts: dict[str, Blob] = {}
         self._givers: dict[str, PeerId] = {}
         self._committed: Record | None = None
+        self._kept: list[str] = []
 
     def add(self, sha256: str, data: Blob) -> None:
         """Keep a part that we reduced, whose hash is known to be right."""
@@ -244,9 +245,9 @@ class PartStore:
 
     def keep(self, record: Record) -> None:
         """Keep a committed record, and drop all parts that it does not name."""
-        self._committed = record
+        self._committed, self._kept = record, [part.sha256 for part in record.parts]
         self._wanted, self._reduced, self._pushed = [], [], {}
-        self._drop_all_but(part.sha256 for part in record.parts)
+        self._drop_all_but(self._kept)
 
     def end_attempt(self) -> None:
         """An attempt ended without an outcome: await no means; of what we reduced, keep the newest within bounds."""
@@ -261,14 +262,16 @@ class PartStore:
         self._reduced = kept
         self._forget_unneeded()
 
-    def trim(self, record: Record, own: PeerId) -> None:
-        """Of the last record, keep only the parts that we hold for all; late members ask the holders first."""
-        if self._committed == record:
-            self._drop_all_but(part.sha256 for part in record.parts if part.holder == own)
+    def trim(self, holders: Collection[PeerId], record: Record | None = None) -> None:
+        """Of the last record, or only if it is this one, keep the parts of these holders; late members ask them."""
+        if self._committed is not None and record in (None, self._committed):
+            self._kept = [part.sha256 for part in self._committed.parts if part.holder in holders]
+            self._forget_unneeded()
 
     def _forget_unneeded(self) -> None:
-        records = [record for record in (self._committed, *self._wanted, self.accepted()) if record is not None]
-        self._drop_all_but([*self._reduced, *(part.sha256 for record in records for part in record.parts)])
+        records = [record for record in (*self._wanted, self.accepted()) if record is not None]
+        named = (part.sha256 for record in records for part in record.parts)
+        self._drop_all_but([*self._kept, *self._reduced, *named])
 
     def _drop_all_but(self, sha256s: Iterable[str]) -> None:
         named = set(sha256s)

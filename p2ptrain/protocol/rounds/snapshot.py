@@ -45,7 +45,8 @@ class SnapshotTaker:
         self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
         self._skipped_roots: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
-        self._encoding = trio.Lock()
+        self._preparing, self._encoding = trio.Lock(), trio.Lock()
+        self._buffer: torch.Tensor | None = None
         self._asked_loss = False
         self._began_s: float | None = None
         self._traffic_before = (0, 0)
@@ -65,12 +66,31 @@ class SnapshotTaker:
             return None
         if self.own is None:
             called_s = trio.current_time()
-            buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
-            # The training thread takes it at its next step, on a busy machine later: leave half of the window.
-            self._context.exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
+            buffer = await self._prepared_buffer()
+            if self.own is None:
+                # The training thread takes it at its next step, on a busy machine later: leave half of the window.
+                self._context.exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
             with trio.move_on_at(called_s + window_s):
                 await self._arrived.wait()
         return self.own
+
+    async def _prepared_buffer(self) -> torch.Tensor:
+        """The memory of this round's snapshot, one for all attempts."""
+        async with self._preparing:
+            if self._buffer is None:
+                # Parts of the round before make room.
+                self._context.parts.trim([self._context.peer_id] if self._others_are_late() else [])
+                buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
+                # The worker thread ends its work although the attempt was cancelled, perhaps with the round.
+                await trio.lowlevel.checkpoint_if_cancelled()
+                self._buffer = buffer
+            return self._buffer
+
+    def _others_are_late(self) -> bool:
+        """Whether a linked peer may still need the parts of the round before."""
+        context = self._context
+        beats = context.liveness.beats().values()
+        return bool(context.host.joiners()) or any(beat.round < context.exchange.epoch.round for beat in beats)
 
     def arrive(self, snapshot: Snapshot) -> None:
         """The training thread has taken the requested snapshot."""
@@ -118,6 +138,7 @@ class SnapshotTaker:
         """The round is resolved: drop its snapshot."""
         self.own, self.sits_out, self.sent, self._began_s = None, "", False, None
         self._skipped_roots = frozenset()
+        self._buffer = None
         self._arrived = trio.Event()
         self._asked_loss = False
         self._context.exchange.want_snapshot(None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
+from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.link import Traffic
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
@@ -78,7 +79,7 @@ class Transfer:
         for sender in early.overrun:
             self.note_lost(sender)
 
-    def collect(self, sender: PeerId, message: Contribution, data: bytes, *, checked: bool = False) -> None:
+    def collect(self, sender: PeerId, message: Contribution, data: Encoded, *, checked: bool = False) -> None:
         """Add one chunk of a member's outer gradient. Raises WireError if it is off the plan or does not decode."""
         collection, inspection, start = self._collection, self._inspection, message.start
         if collection is None or inspection is None or not collection.part.start <= start < collection.part.stop:
@@ -193,7 +194,8 @@ class Transfer:
                 if link is None:
                     self.collect(context.peer_id, message, encoded[start], checked=True)
                 else:
-                    await link.send_bulk(message, encoded[start], Traffic.ROUND, compress=True)
+                    # A copy: it may wait in the queue when the outer step overwrites the chunk.
+                    await link.send_bulk(message, bytes(encoded[start]), Traffic.ROUND, compress=True)
                 self.num_sent += 1
         except PeerLostError:
             self._parts_left.remove(number)

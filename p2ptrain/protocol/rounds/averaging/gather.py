@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Array, Blob, Blobs, Chunks, Conclusion, Plan, merge_of
@@ -48,7 +49,7 @@ class Gather:
         bounds = chunk_bounds(part.start, part.stop)
         return [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
 
-    def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
+    def merge(self, encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:
         raise NotImplementedError("all-gather reduces nothing")
 
     def num_blobs(self, contributors: Sequence[Contributor]) -> int:
@@ -82,7 +83,7 @@ class Gather:
     def decode(self, record: Record, blobs: Blobs, start: int, stop: int) -> Array:
         low, high = self._codec.size_bytes(start), self._codec.size_bytes(stop)
         encoded = [
-            (bytes(memoryview(blobs(part.sha256))[low:high]), c.weight)
+            (memoryview(blobs(part.sha256))[low:high], c.weight)
             for part, c in zip(record.parts, record.contributors, strict=True)
         ]
         return self._merge(encoded, self._codec, stop - start)

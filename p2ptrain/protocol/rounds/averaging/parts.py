@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Mapping, Sequence
 
+from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Array, Blob, Blobs, Chunks, Conclusion, Plan, merge_of
@@ -50,7 +51,7 @@ class Parts:
         )
         return [b"".join(means)]
 
-    def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
+    def merge(self, encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:
         return mean_codec(self._run, len(encoded)).encode(self._merge(encoded, self._codec, num_blocks))
 
     def num_blobs(self, contributors: Sequence[Contributor]) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms.averaging import disjoint_mean, weighted_mean
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.robust import clipped_mean, geometric_median, trimmed_mean
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
@@ -30,7 +30,7 @@ Blob = bytes | bytearray | memoryview
 # The bytes of a blob, by its SHA-256.
 Blobs = Callable[[str], Blob]
 # The encoded chunks that a reducer holds: by member, then by first block.
-Chunks = dict[PeerId, dict[int, bytes]]
+Chunks = dict[PeerId, dict[int, Encoded]]
 Plan = Sequence[RosterPart]
 
 
@@ -87,7 +87,7 @@ class Averaging(Protocol):
         """
         ...
 
-    def merge(self, encoded: Sequence[tuple[bytes, float]], num_blocks: int) -> bytes:
+    def merge(self, encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:
         """The encoded mean of one chunk: the contributors' encoded chunks with their weights. Only if it `reduces`.
 
         The blob that `reduce` makes of a part is the means of its chunks, in order. Raises WireError likewise.
@@ -128,7 +128,7 @@ class Averaging(Protocol):
         ...
 
 
-Merge = Callable[[Sequence[tuple[bytes, float]], Codec, int], Array]
+Merge = Callable[[Sequence[tuple[Encoded, float]], Codec, int], Array]
 MERGES: dict[str, Merge] = {
     "weighted": weighted_mean,
     "disjoint": disjoint_mean,

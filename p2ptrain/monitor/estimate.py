@@ -44,8 +44,8 @@ FIRST_WINDOW_BYTES = 14_600
 # (docs/LOG.md, "what a push costs").
 PUSH_S, PUSH_BYTE_S = 2.5e-3, 30e-9
 # In units of the parameters in fp32. AT_REST: weights, gradients and AdamW's two moments. IN_A_ROUND: what a round
-# adds at most (4.30 x measured at 124M, docs/BENCHMARKS.md), in host memory even when training on a GPU.
-AT_REST, IN_A_ROUND = 4.0, 4.3
+# adds at most (3.66 x measured at 124M, int8, docs/BENCHMARKS.md), in host memory even when training on a GPU.
+AT_REST, IN_A_ROUND = 4.0, 3.7
 # Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
 LIBRARIES_BYTES = 420_000_000
 # What we advise. Landing 5 of 25 steps late cost 0.04 nats (simulated); a tenth is a guess. docs/choosing.md gives a

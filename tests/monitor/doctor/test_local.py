@@ -36,10 +36,10 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         found = _findings(machine)
         assert {finding.mark for finding in found.values()} == {Mark.OK}
         assert not any(finding.remedy for finding in found.values())
-    # 8.3 x the parameters in fp32 and the libraries; five vectors in a checkpoint, four checkpoints at once.
-    assert _findings(GOOD)["memory"].text == "16 GB free; gpt2-124m needs 4.6 GB in a round, plus its batch"
+    # 7.7 x the parameters in fp32 and the libraries; five vectors in a checkpoint, four checkpoints at once.
+    assert _findings(GOOD)["memory"].text == "16 GB free; gpt2-124m needs 4.3 GB in a round, plus its batch"
     assert _findings(GOOD)["disk"].text == "100 GB free for p2ptrain-r; checkpoints of gpt2-124m need 10 GB"
-    assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m needs 2.6 GB in a round, plus its batch"
+    assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m needs 2.3 GB in a round, plus its batch"
     assert _findings(GPU)["GPU memory"].text == "140 GB free; gpt2-124m needs 2.0 GB, plus its batch"
 
 

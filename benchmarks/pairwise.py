@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pairwise`: random pairs (NoLoCo) against rounds, at the same bytes, with 8 and 64 peers.
+"""`python -m benchmarks.pairwise`: random pairs (NoLoCo) against rounds, at about the same bytes.
 
 Simulated peers train the demo model, with the nodes of `p2ptrain join` in virtual time. A pairwise step
 sends one encoded model, a round nearly two (outer gradients to the reducers, means to the members). Four rounds, H =
@@ -6,7 +6,7 @@ sends one encoded model, a round nearly two (outer gradients to the reducers, me
 peers they find their partners later, and take shorter intervals for the same bytes.
 
 Each run is one line of `docs/pairwise.jsonl`; runs that are there are not repeated. `--report` prints the table.
-256 peers only with `--peers 256`: a run that trains for longer than a few steps takes many minutes of a core.
+256 peers only with `--peers 256`: a run of 60 steps takes two to four minutes of a core.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.report import as_text
 from p2ptrain.simulation.swarm import simulate
 
-# By the number of peers: inner steps, and H of rounds and of pairs, for the same bytes (measured; with 256, a guess).
-# 256 peers take fewer steps, as each costs four seconds of a core.
-SCALES = {8: (200, 50, 30), 64: (200, 50, 25), 256: (60, 15, 12)}
+# By the number of peers: inner steps, and H of rounds and of pairs, for the same bytes (measured).
+# 256 peers take fewer steps: each costs two to four seconds of a core.
+SCALES = {8: (200, 50, 30), 64: (200, 50, 25), 256: (60, 10, 12)}
 ARMS: dict[str, dict[str, Any]] = {
     # A milder Nesterov than DiLoCo's 0.7 and 0.9, which overshoots with so few rounds.
     "parts": {"outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.6},

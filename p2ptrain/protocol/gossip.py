@@ -12,7 +12,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,6 @@ import trio
 
 from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
-from p2ptrain.algorithms.indexspace import BlockPlan
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
@@ -35,8 +33,6 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # Below this many blocks, coding and planning take less than a trip to the worker thread (measured: ~1 ms).
 INLINE_BLOCKS = 2048
-# Of models up to this size the plans of two cycles are kept, in 0.2 MB: a slot is sent here, and received, too.
-SMALL_MODEL_BLOCKS = 8192
 # How often to look whether there is somebody to push to, and whether others merge what we push.
 POLL_S = 0.5
 # Before the next push after an unexpected error.
@@ -69,8 +65,6 @@ class Gossip:
         self._codec = codec_named(run.fragment_codec)
         self._walk = Walk.of(run.fragment_fraction)
         self._num_slots = self._walk.num_slots
-        is_small = exchange.space.num_blocks <= SMALL_MODEL_BLOCKS
-        self._block_plan = lru_cache(2 * self._num_slots if is_small else 0)(self._plan_blocks)
         self._position = 0  # in steps
         self._said_pace = False
         # One: the next plan is offered after the push of the last one.
@@ -165,10 +159,8 @@ class Gossip:
         steps = self._step_count()
         self._position += steps
         slot, count = step * self._walk.per_step, steps * self._walk.per_step
-        return PushPlan(cycle, slot, count, self._block_plan(cycle, slot, count), self._pace.due_s)
-
-    def _plan_blocks(self, cycle: int, slot: int, count: int) -> BlockPlan:
-        return self._exchange.space.plan(self._blocks(cycle, slot, count))
+        plan = self._exchange.space.plan(self._blocks(cycle, slot, count))
+        return PushPlan(cycle, slot, count, plan, self._pace.due_s)
 
     def _blocks(self, cycle: int, slot: int, count: int) -> npt.NDArray[np.int64]:
         seed, blocks = self._run.run_seed, self._exchange.space.num_blocks
@@ -232,7 +224,7 @@ class Gossip:
     def _decode(
         self, sender: PeerId, epoch: Epoch, message: Fragment, payload: bytes, age_s: float, arrived_s: float
     ) -> Arrival:
-        plan = self._block_plan(message.cycle, message.slot, message.slot_count)
+        plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
         values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
         return Arrival(sender, epoch, plan, values, age_s, arrived_s)
 

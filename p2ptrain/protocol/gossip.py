@@ -91,6 +91,9 @@ class Gossip:
                 await trio.sleep(POLL_S)
                 continue
             self._say_pace()
+            if self._run.topology != "push":
+                # Partners plan by the step, so neither may plan earlier than it pushes.
+                await trio.sleep_until(self._pace.due_s)
             try:
                 slots = self._step_count() * self._walk.per_step
                 plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)

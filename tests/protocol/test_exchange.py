@@ -309,8 +309,8 @@ def test_nothing_is_lost_between_two_threads() -> None:
 # --- pushing -----------------------------------------------------------------------------------------------------
 
 
-def push_plan(*blocks: int, slot_count: int = 1) -> PushPlan:
-    return PushPlan(0, 0, slot_count, SPACE.plan(np.array(blocks)))
+def push_plan(*blocks: int, slot_count: int = 1, due_s: float = 0.0) -> PushPlan:
+    return PushPlan(0, 0, slot_count, SPACE.plan(np.array(blocks)), due_s)
 
 
 def test_a_push_holds_the_weights_as_they_were() -> None:
@@ -341,6 +341,12 @@ def test_a_push_of_several_slots_stands_for_as_many_steps(slot_count: int) -> No
         bench.step()
         bench.deliver_posts()
     assert pushed_at == list(range(slot_count, 23, slot_count))
+
+
+def test_a_plan_that_is_offered_early_is_gathered_at_the_first_step_after_its_time() -> None:
+    bench = Bench()
+    bench.exchange.offer_push(push_plan(3, due_s=bench.now + 2.5 * STEP_S))
+    assert [bench.step().sent for _ in range(4)] == [0, 0, 1, 0]
 
 
 # --- where we stand ----------------------------------------------------------------------------------------------

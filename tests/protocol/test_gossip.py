@@ -22,10 +22,11 @@ import trio
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.topology import TOPOLOGIES
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Epoch
+from p2ptrain.protocol.exchange.types import Epoch, PushPlan
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.link import Traffic
@@ -123,6 +124,25 @@ def test_gossip_keeps_to_its_share_of_a_core(caplog: pytest.LogCaptureFixture) -
     assert "every 0.6 s instead of at every step (0.1 s)" in caplog.text
     share = {len(payload) for _, payload in peer.sent}
     assert share == {len(payload) for _, payload in unhurried_pushes()}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_a_push_is_planned_early_unless_partners_plan_by_the_step(topology: str) -> None:
+    async def main() -> None:
+        peer = Peer(run_of(topology=topology))
+        offer, planned_at = peer.exchange.offer_push, []
+
+        def offer_push(plan: PushPlan) -> None:
+            planned_at.append(peer.exchange.steps)
+            offer(plan)
+
+        peer.exchange.offer_push = offer_push  # type: ignore[method-assign]
+        peer.pace.due_s = trio.current_time() + 9.5 * STEP_S
+        await peer.train(10)
+        assert len(peer.sent) == 1
+        assert planned_at[0] == (0 if topology == "push" else 9)
+
+    run_virtual(main)
 
 
 def unhurried_pushes() -> list[tuple[Fragment, bytes]]:

@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """Slots [slot, slot + slot_count) of a cycle, gathered at `due_s` or later; planned off the training thread."""
+    """Slots [slot, slot + slot_count) of a cycle, planned off the training thread, gathered at `due_s` or later."""
 
     cycle: int
     slot: int

@@ -32,7 +32,7 @@ from p2ptrain.protocol.membership.membership import (
     Membership,
     RoundPeers,
 )
-from p2ptrain.protocol.membership.neighbours import FIRST_DIAL_S, MAX_DIALLED, NAMED_AT_ONCE
+from p2ptrain.protocol.membership.neighbours import DIALLED_AT_ONCE, FIRST_DIAL_S, MAX_DIALLED, NAMED_AT_ONCE
 from p2ptrain.protocol.membership.peer_records import (
     ANNOUNCE_EVERY_S,
     BUCKETS,
@@ -799,12 +799,12 @@ def test_no_link_ends_that_may_be_needed_for_a_round_by_the_estimate_of_its_othe
     run_virtual(main)
 
 
-async def announce_made_up(t: Town, count: int) -> None:
-    """Announce so many peers that do not exist."""
+async def announce_made_up(t: Town, count: int, record: bytes = b"") -> None:
+    """Announce so many peers that do not exist, with this record or with addresses of their own."""
     for i in range(count):
-        record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
+        own_record = encode_record([f"/memory/made-up-{i}/p2p/made-up-{i}"], "trainer")
         key = member_key("test", bucket_of(f"made-up-{i}"))
-        await t.network.directory(f"made-up-{i}").announce(key, record, 1000.0)
+        await t.network.directory(f"made-up-{i}").announce(key, record or own_record, 1000.0)
 
 
 @pytest.mark.usefixtures("large_from_12")
@@ -818,6 +818,22 @@ def test_made_up_records_make_no_swarm_large() -> None:
                 peer.membership.settle()
                 assert len(peer.linked) == 3
                 assert not peer.membership.is_large
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    "record", [b"\x00", encode_record(["/ip4/10.9.9.9/tcp/1"], "trainer")], ids=["unreadable", "private"]
+)
+def test_made_up_records_that_are_never_dialled_count_nothing(record: bytes) -> None:
+    async def main() -> None:
+        async with town() as t:
+            peers = [await t.start(name) for name in "abcd"]
+            await trio.sleep(30)
+            await announce_made_up(t, 100, record)
+            # Until all keys were looked up again.
+            await trio.sleep(120)
+            assert [peer.membership.size.estimate for peer in peers] == [4.0] * 4
 
     run_virtual(main)
 
@@ -837,6 +853,28 @@ def test_made_up_records_whose_dials_are_cut_short_count_nothing() -> None:
             await trio.sleep(FIRST_DIAL_S + 1)
             assert "b" in member.linked
             assert member.membership.size.estimate < 10
+
+    run_virtual(main)
+
+
+def test_a_peer_whose_first_dial_was_cut_short_counts_once() -> None:
+    async def main() -> None:
+        async with town() as t:
+            member, dialled = await lone_member(t)
+            fail, noted = member.links.connect, []
+
+            async def fail_late(peer_id: str, maddrs: list[str]) -> Link:
+                await trio.sleep(2 * FIRST_DIAL_S)
+                return await fail(peer_id, maddrs)
+
+            member.links.connect = fail_late  # type: ignore[method-assign]
+            member.membership.size.note_dial = lambda *, reached: noted.append(reached)  # type: ignore[method-assign]
+            for i in range(2 * DIALLED_AT_ONCE):
+                member.membership.hint(f"made-up-{i}", ("/memory/x",))
+            await trio.sleep(40)
+            # Those that were cut short, too.
+            assert {peer_id for _, peer_id in dialled} == member.membership.known.keys()
+            assert noted == [False] * 2 * DIALLED_AT_ONCE
 
     run_virtual(main)
 

@@ -312,8 +312,11 @@ class Membership:
                 self._make_room_for_found(records.keys())
             for peer_id, record in records.items():
                 self.hint(peer_id, *record)
-            linked = sum(peer_id == self._me or self._links.get(peer_id) is not None for peer_id in of_key)
-            self.size.note_count(bucket, len(of_key), linked)
+            linked = {peer_id for peer_id in records if peer_id == self._me or self._links.get(peer_id) is not None}
+            # Made-up records that are never dialled would not lower the share of those that are reached.
+            own = self._maddrs()
+            counted = linked | {peer_id for peer_id, (maddrs, _) in records.items() if worth_dialling(own, maddrs)}
+            self.size.note_count(bucket, len(counted), len(linked))
             done.add(bucket)
 
     def _dial(self, nursery: trio.Nursery) -> None:
@@ -378,9 +381,9 @@ class Membership:
 
     async def _dial_one(self, peer_id: PeerId, member: KnownPeer, timeout_s: float) -> None:
         with self._looking_up.containing("dialling members"):
-            member.cut_short = reached = False
             # One that others only named need not be announced.
-            is_counted = member.dials == 0 and not member.teller
+            is_counted = member.dials == 0 and not member.cut_short and not member.teller
+            member.cut_short = reached = False
             try:
                 with trio.move_on_after(timeout_s) as scope:
                     await self._links.connect(peer_id, list(member.maddrs))

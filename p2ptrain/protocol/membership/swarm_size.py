@@ -32,7 +32,7 @@ class SwarmSize:
         self._reached: deque[bool] = deque(maxlen=DIALS_REMEMBERED)
 
     def note_count(self, key: int, count: int, linked: int) -> None:
-        """A key has so many records, so many of them of peers that we are linked with, or our own.
+        """A key has so many records that count, so many of them of peers that we are linked with, or our own.
 
         If the swarm's size has changed, forget what the other keys had.
         """

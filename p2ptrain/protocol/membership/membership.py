@@ -323,16 +323,16 @@ class Membership:
         """Start dials, as `neighbours` decides."""
         now, is_large, linked = trio.current_time(), self.is_large, self._linked()
         of_round = set(filter(self._of_round(), self.known)) if is_large else set()
-        due = whom = neighbours.in_order(self._due(now, of_round), self.known, self._chosen, self._rng)
-        most_links = self._most_links
+        due = neighbours.in_order(self._due(now, of_round), self.known, self._chosen, self._rng)
+        dialled, most_links = due, self._most_links
         if is_large:
             # Not those that came and name no lineage. Links to them never end, and they need not be joiners.
             linked = [peer_id for peer_id in linked if self.known[peer_id].is_ours or self._has_state(peer_id)]
-            whom = neighbours.whom_to_dial(due, self.known, linked, self._dialling, of_round, self._rng)
+            dialled = neighbours.whom_to_dial(due, self.known, linked, self._dialling, of_round, self._rng)
             most_links = neighbours.MAX_ROUND_LINKS + neighbours.NEIGHBOURS
         elif self._joining and now < self._began_s + FEW_LINKS_S and any(map(self._has_state, linked)):
             most_links = neighbours.NEIGHBOURS
-        for peer_id in whom[: neighbours.free_dials(len(linked), len(self._dialling), most_links)]:
+        for peer_id in dialled[: neighbours.free_dials(len(linked), len(self._dialling), most_links)]:
             peer = self.known[peer_id]
             timeout_s = neighbours.time_limit_s(peer, is_chosen=peer_id in self._chosen, due=len(due))
             self._dialling.add(peer_id)

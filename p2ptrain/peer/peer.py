@@ -23,7 +23,7 @@ from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
 from p2ptrain.peer.watch import Watch
-from p2ptrain.peer.worker import after_training
+from p2ptrain.peer.worker import at_low_priority
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
@@ -361,7 +361,7 @@ class Peer:
 
     async def _compute(self, work: Callable[..., Any], /, *args: Any) -> Any:
         """Run work of more than a few milliseconds in the one worker thread."""
-        return await trio.to_thread.run_sync(after_training, work, *args, limiter=self._limiter)
+        return await trio.to_thread.run_sync(at_low_priority, work, *args, limiter=self._limiter)
 
     async def _run_node(self) -> None:
         try:

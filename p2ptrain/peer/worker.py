@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Added to the nice value. A thread of training then gets nine tenths of a core that both want, instead of half. Where
-# all cores train, the work of a round takes ten times as long: about a step of 1000 tokens (computed).
+# Added to the nice value. Of a core that training and a worker thread both want, training gets nine tenths instead of
+# half. So where training keeps all cores busy, the work of a round takes up to five times as long. Both are computed
+# from the kernel's weights, 1024 and 110.
 NICER = 10
 
 
-def after_training(work: Callable[..., Any], /, *args: Any) -> Any:
-    """Run `work` in this thread, at a lower priority than the process's main thread. For worker threads only.
+def at_low_priority(work: Callable[..., Any], /, *args: Any) -> Any:
+    """Run `work` in this thread, at a lower priority than the process's main thread. Call it in a worker thread.
 
-    On Linux every thread has a nice value of its own; elsewhere the priority stays.
+    The thread keeps that priority, because raising it again takes privileges. Linux only: there every thread has a nice
+    value of its own. Elsewhere the priority stays.
     """
     if sys.platform == "linux":
         lowered = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICER)

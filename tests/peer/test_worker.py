@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from p2ptrain.peer.worker import NICER, after_training
+from p2ptrain.peer.worker import NICER, at_low_priority
 
 
 def own_nice() -> int:
@@ -17,7 +17,7 @@ def test_only_the_worker_thread_yields_and_only_once() -> None:
     before, seen = own_nice(), list[int]()
 
     def run() -> None:
-        seen.extend(after_training(own_nice) for _ in range(2))
+        seen.extend(at_low_priority(own_nice) for _ in range(2))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -29,7 +29,7 @@ def test_only_the_worker_thread_yields_and_only_once() -> None:
 
 def test_arguments_and_result_are_passed_on() -> None:
     seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(after_training(divmod, 7, 2)[1]))
+    thread = threading.Thread(target=lambda: seen.append(at_low_priority(divmod, 7, 2)[1]))
     thread.start()
     thread.join()
     assert seen == [1]

@@ -80,10 +80,13 @@ class SnapshotTaker:
             if self._buffer is None:
                 # Parts of the round before make room.
                 self._context.parts.trim([self._context.peer_id] if self._others_are_late() else [])
+                arrived = self._arrived
                 buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
-                # The worker thread ends its work although the attempt was cancelled, perhaps with the round.
+                # The worker thread ends its work although the attempt was cancelled. The round's next one uses it.
+                if self._arrived is arrived:
+                    self._buffer = buffer
                 await trio.lowlevel.checkpoint_if_cancelled()
-                self._buffer = buffer
+                return buffer
             return self._buffer
 
     def _others_are_late(self) -> bool:

@@ -6,6 +6,8 @@ import errno
 import json
 import logging
 import math
+import queue
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.peer.sinks import MetricsFile
+from p2ptrain.peer.sinks import REST_S, MetricsFile
 
 
 class FullDisk:
@@ -40,6 +42,51 @@ class FullDisk:
 
     def __exit__(self, *exception: object) -> None:
         self._file.close()
+
+
+class Rest:
+    """The event on which the thread waits between lines; its time runs out when the test says so."""
+
+    def __init__(self) -> None:
+        self.limits_s = queue.Queue[float]()
+        self.runs_out = threading.Event()
+        self.clear = self.runs_out.clear
+        self.times_cut_short = 0
+
+    def set(self) -> None:
+        self.times_cut_short += 1
+        self.runs_out.set()
+
+    def wait(self, limit_s: float) -> None:
+        self.limits_s.put(0.0 if self.runs_out.is_set() else limit_s)
+        self.runs_out.wait()
+
+
+def test_lines_of_steps_wait_for_each_other_and_no_other_line_does(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics, rest = MetricsFile(path), Rest()
+    metrics._urgent = rest  # type: ignore[assignment]
+
+    def written() -> list[str]:
+        """What is in the file once the thread rests again."""
+        assert rest.limits_s.get() == REST_S
+        return [json.loads(line)["event"] for line in path.read_text().splitlines()]
+
+    metrics.write("step")
+    assert written() == ["step"]
+    for _ in range(2):
+        metrics.write("step")
+    assert rest.times_cut_short == 0
+    assert len(path.read_text().splitlines()) == 1
+    rest.runs_out.set()
+    assert written() == ["step"] * 3
+    metrics.write("step")
+    metrics.write("round")
+    assert rest.times_cut_short == 1
+    assert written() == [*["step"] * 4, "round"]
+    metrics.write("step")
+    metrics.close()
+    assert path.read_text().count("step") == 5
 
 
 def test_lines_are_whole_and_losses_are_counted(

@@ -235,6 +235,28 @@ def test_a_fragment_that_would_come_too_late_is_not_sent() -> None:
     run_virtual(main)
 
 
+@pytest.mark.parametrize("chunks", [1, 20])
+def test_an_acknowledgement_wakes_the_writer_only_if_frames_wait(chunks: int) -> None:
+    """One chunk fits into the window, so the writer looks for a frame when it is queued, and once more. 20 do not."""
+
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (_, b, link, _):
+            next_frame, looked_s = link._next_frame, []
+
+            def look() -> bytes | None:
+                looked_s.append(trio.current_time())
+                return next_frame()
+
+            link._next_frame = look  # type: ignore[method-assign]
+            began_s = trio.current_time()
+            await send_chunks(link, chunks)
+            await until(lambda: len(b.of(Contribution)) == chunks and link.flow.in_flight == 0)
+            assert trio.current_time() < began_s + 0.2  # before the next heartbeat
+            assert len(looked_s) == 2 or chunks > 1
+
+    run_virtual(main)
+
+
 def test_a_fragment_is_made_when_its_turn_comes() -> None:
     """So that the age in its header includes the time in the queue."""
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from p2ptrain.protocol.rounds.os_memory import release_pages, release_unused
 
@@ -21,13 +22,14 @@ def resident_bytes() -> int:
 
 
 def test_whole_pages_are_returned_and_the_rest_stays() -> None:
-    values = np.ones(8192 * PAGE, np.float32)
+    values = torch.ones(8192 * PAGE).numpy()
     before = resident_bytes() if sys.platform == "linux" else 0
     release_pages(values[PAGE + 7 : -PAGE - 7])
     assert (values[: PAGE + 7] == 1).all()
     assert (values[-PAGE - 7 :] == 1).all()
     if sys.platform == "linux":
         assert resident_bytes() < before - values.nbytes // 2
+    assert (values[2 * PAGE : -2 * PAGE] == (0 if sys.platform == "linux" else 1)).all()
     values[:] = 2
     assert (values == 2).all()
 

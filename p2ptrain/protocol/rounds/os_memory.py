@@ -1,4 +1,4 @@
-"""Return memory to the operating system. Does nothing where that is not possible: it needs Linux, and once glibc."""
+"""Return memory to the operating system, on Linux. Elsewhere these functions do nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-# From this size of the anchor on it pays in the midst of a round (guess); simulated peers are smaller.
+# From this size of the anchor on, `release_unused` pays in the midst of a round (guess). Simulated peers are smaller.
 LARGE_BYTES = 64 * 1024 * 1024
 
 
@@ -19,10 +19,10 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def release_unused() -> None:
-    """Return freed heap pages; glibc keeps those of the many small objects of a round.
+    """Return freed pages of the heap. Needs glibc, which keeps those of the many small objects of a round.
 
     Measured at 124M parameters: at least a quarter of the parameters' bytes. Takes milliseconds, so call it in a worker
-    thread.
+    thread. Does nothing with another C library, such as musl.
     """
     libc = _libc()
     if libc is not None and hasattr(libc, "malloc_trim"):
@@ -30,9 +30,10 @@ def release_unused() -> None:
 
 
 def release_pages(values: np.ndarray) -> None:
-    """Return the whole pages of a contiguous array whose values are not needed any more; they become zero.
+    """Return the whole pages of a contiguous array whose values are not needed any more.
 
-    The array can be written again, which takes new pages.
+    The array can be read and written as before, which takes new pages. On Linux the values of these pages become zero;
+    elsewhere they stay. Values beside whole pages always stay.
     """
     libc = _libc()
     start = -(-values.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE

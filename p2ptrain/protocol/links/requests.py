@@ -1,4 +1,4 @@
-"""Our requests on all links, and the answers to them. Answers that were received and not used yet are bounded."""
+"""Sends requests on all links, and hands each answer to the task that waits for it. Answers that wait are bounded."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.wire.messages import Answer, Request
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Answers received and not yet taken; beyond it the link is closed.
+# Answers that have arrived and that no task has taken yet. The link whose answer exceeds this is closed.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-# A request waits at most so many times its time-out, however many other answers come before its own (guess).
+# Each answer on its link gives a waiting request its whole time-out again, up to this many times that (guess).
 MAX_TIMEOUTS = 8
 
 
 class Requests:
-    """Those that wait for an answer."""
+    """The requests that wait for an answer."""
 
     def __init__(self) -> None:
         self._answer_bytes = 0
@@ -55,13 +55,17 @@ class Requests:
             return answer
         finally:
             del self._waiting[number]
-            if answer is None:  # it may have come too late
+            if answer is None:  # one may have come too late
                 with contextlib.suppress(trio.WouldBlock):
                     answer = receive.receive_nowait()
             self._answer_bytes -= len(answer[1]) if answer is not None else 0
 
     def take(self, link: Link, answer: Answer, payload: bytes) -> None:
-        """An answer has come: hand it to who waits for it. Raises WireError, PeerLostError."""
+        """Hand an answer to the task that waits for it.
+
+        Raises WireError if too many were not requested or one request is answered twice, and PeerLostError if too many
+        bytes of answers wait.
+        """
         waiting = self._waiting.get(answer.request)
         if waiting is None or waiting[0] != link.peer_id:
             link.rates.check_unasked(len(payload), trio.current_time())

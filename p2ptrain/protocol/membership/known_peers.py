@@ -1,4 +1,4 @@
-"""What is remembered of a peer that was found or named, and who is forgotten first. Pure."""
+"""What a peer remembers of others that it found or that were named to it, and whom it forgets first. Pure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class KnownPeer:
         seen_s: time of the last news about it, from any peer.
         teller: the peer that named it in a heartbeat; empty if it was linked, looked up or is an initial peer.
         found_s: when it was last linked, looked up or given by the user.
-        retry_s: grows with every failed dial.
+        retry_s: seconds until the next dial; doubles with every failed one.
         dials: dials that ended.
-        cut_short: whether the first dial ended early, as too many peers waited for theirs.
-        is_ours: whether it was we who opened its last link.
+        cut_short: whether its only dial so far ended early, because too many peers waited for theirs.
+        reached: whether it was ever linked.
+        is_ours: whether we opened the last link to it.
     """
 
     maddrs: tuple[str, ...]
@@ -56,8 +57,8 @@ class KnownPeer:
 def forget_order(idle: Mapping[PeerId, KnownPeer]) -> list[PeerId]:
     """The order in which peers are forgotten when there are too many.
 
-    Peers that others named come first, as names can be made up: always the oldest one of the teller with the most of
-    them. Then come those that we found ourselves, the longest ago first.
+    Peers that others named come first, because names can be made up: each time the oldest one of the teller that named
+    most of those left. Then come the peers that we found ourselves, those found longest ago first.
     """
     newest_first = sorted((p for p in idle if idle[p].teller), key=lambda p: -idle[p].seen_s)
     told: Counter[PeerId] = Counter()

@@ -13,28 +13,31 @@ from collections.abc import Collection, Mapping, Sequence
 from p2ptrain.protocol.membership.known_peers import KnownPeer
 from p2ptrain.protocol.wire.transport import PeerId
 
-# A member links to so many peers; with uniform partners, gossip needs no more. A joiner links to all known peers,
-# because it must know whether any of them has the run's state.
+# A member links to this many peers. Gossip needs no more, because its partners are uniformly random. A joiner links to
+# all known peers, because it must know whether any of them has the run's state.
 MAX_DIALLED = 64
 # In a larger swarm a member links to the candidates of the next round, if it is one, and to NEIGHBOURS others. It ends
 # links to others beyond MAX_NEIGHBOURS. Random graphs of this degree have short paths (guess).
 NEIGHBOURS, MAX_NEIGHBOURS = 16, 24
-# Most links among voters and candidates of a round.
+# In a larger swarm, a member with this many links dials no more peers of the next round.
 MAX_ROUND_LINKS = 128
-# Dials at once: a made-up address may keep each of them waiting for 10 s, so that few would take minutes.
+# Dials at the same time. Each dial of a made-up address may take 10 s, so fewer at a time could take minutes.
 DIALLED_AT_ONCE = 16
-# Of these, peers of a round that others named: names can be made up, and chosen so that they are drawn.
+# At most this many of them go to peers of the next round that others named. Names can be made up, and chosen so that
+# they are drawn for the round.
 NAMED_AT_ONCE = 4
-# While more peers wait, a first dial ends after this: enough on a slow path (RTT 0.5 s). The next one is not cut short.
+# While more peers wait, the first dial of each is cut short after this. A dial on a slow path (round trip 0.5 s) takes
+# less. The next dial is not cut short.
 FIRST_DIAL_S = 3.0
 
 
 def in_order(
     due: Collection[PeerId], known: Mapping[PeerId, KnownPeer], chosen: Collection[PeerId], rng: random.Random
 ) -> list[PeerId]:
-    """In which order to dial: if there are many, the initial peers, then those dialled least often, in random order.
+    """Return the peers in the order in which to dial them.
 
-    In the order of ids, or of their arrival, made-up records could come before all others.
+    If there are many, the initial peers come first, then those dialled least often. Among equals the order is random:
+    in the order of ids, or of their arrival, made-up records could come before all others.
     """
     ordered = list(due)
     if len(ordered) > DIALLED_AT_ONCE:
@@ -51,9 +54,9 @@ def whom_to_dial(
     of_round: Collection[PeerId],
     rng: random.Random,
 ) -> list[PeerId]:
-    """In a large swarm: the peers of the next round that are due, in their order, and as many others as are missing.
+    """Return whom to dial in a large swarm: peers of the next round, then as many others as neighbours are missing.
 
-    Peers of the round that we found ourselves come before few of those that were only named to us.
+    Of the peers of the round, those that we found ourselves come first, then a few of those that others named.
     """
     found = [peer_id for peer_id in due if peer_id in of_round and not known[peer_id].teller]
     named = [peer_id for peer_id in due if peer_id in of_round and known[peer_id].teller]
@@ -68,7 +71,7 @@ def whom_to_dial(
 def missing_neighbours(neighbours: Collection[KnownPeer]) -> int:
     """How many more neighbours a peer of a large swarm needs, if it is linked with these.
 
-    Half of them of its own choice: whoever links to it would take the place of each that breaks.
+    At least half must be of its own choice. Otherwise peers that link to it would replace each neighbour that it loses.
     """
     own = sum(neighbour.is_ours for neighbour in neighbours)
     return max(NEIGHBOURS - len(neighbours), NEIGHBOURS // 2 - own, 0)
@@ -80,7 +83,7 @@ def free_dials(linked: int, dialling: int, most_links: int) -> int:
 
 
 def time_limit_s(peer: KnownPeer, *, is_chosen: bool, due: int) -> float:
-    """How long the next dial of a peer may take, if so many are due. Those of initial peers are not cut short."""
+    """Seconds that the next dial of a peer may take while `due` peers are due. Initial peers are not cut short."""
     is_first = peer.dials == 0 and not peer.cut_short
     return FIRST_DIAL_S if is_first and not is_chosen and due > DIALLED_AT_ONCE else math.inf
 
@@ -88,10 +91,10 @@ def time_limit_s(peer: KnownPeer, *, is_chosen: bool, due: int) -> float:
 def whom_to_leave(
     neighbours: Collection[PeerId], known: Mapping[PeerId, KnownPeer], in_use: Collection[PeerId], rng: random.Random
 ) -> list[PeerId]:
-    """In a large swarm, the neighbours that are too many, at random.
+    """Return the neighbours beyond MAX_NEIGHBOURS in a large swarm, drawn at random.
 
-    Not those that we dialled ourselves, as far as we need them: whoever links to us would displace them in time, and
-    be all that we see. Nor one whose link is in use.
+    Links in use are kept, and NEIGHBOURS that we dialled ourselves. Otherwise peers that link to us would replace those
+    in time, and we would see no others.
     """
     ours = [peer_id for peer_id in neighbours if known[peer_id].is_ours]
     kept = sorted(ours, key=lambda peer_id: peer_id not in in_use)[:NEIGHBOURS]

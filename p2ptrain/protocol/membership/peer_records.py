@@ -1,6 +1,6 @@
-"""The records by which members announce themselves in the directory, and announcing ours.
+"""Records in the directory: each member announces itself with one, and renews it.
 
-They are spread over 16 keys by a hash of the peer id, which keeps each key small.
+A hash of the peer id spreads them over 16 keys, which keeps each key small.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def decode_record(value: bytes) -> tuple[tuple[str, ...], str] | None:
 async def keep_announced(
     directory: Directory, run_id: str, me: PeerId, maddrs: Callable[[], Sequence[str]], announced: trio.Event
 ) -> None:
-    """Announce ourselves again and again, until cancelled; `announced` is set after the first time."""
+    """Announce ourselves every ANNOUNCE_EVERY_S until cancelled. Sets `announced` after the first success."""
     key, errors = member_key(run_id, bucket_of(me)), ErrorLog(logger)
     while True:
         stored = False

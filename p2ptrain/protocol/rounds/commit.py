@@ -34,7 +34,7 @@ RETRY_S, MAX_RETRY_S = 5.0, 60.0
 # Retries of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
 # Why we are not a contributor though the record names us.
-OLDER_AVERAGED = "the outer gradient that it gave before it skipped this round was averaged"
+OLDER_AVERAGED = "others averaged the outer gradient that it sent before it skipped this round"
 
 
 class Committer:

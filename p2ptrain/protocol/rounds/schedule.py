@@ -37,7 +37,7 @@ LEADER_DELAY_S = (0.05, 0.3)
 MIN_WINDOW_S = 1.0
 MAX_WINDOW_OF_INTERVAL = 0.1
 WINDOW_MARGIN = 1.5
-# After failed attempts at one round it is longer, by at most this.
+# The window doubles after each failed attempt at a round, at most this many times.
 MOST_DOUBLINGS = 2
 # The peer that reaches most voters leads; every third attempt may be led by any live peer.
 ANY_LEADER_EVERY = 3

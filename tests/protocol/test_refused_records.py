@@ -37,7 +37,7 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
     monkeypatch.setattr(Participation, "_check_mean", _check_mean)
 
     async def main() -> None:
-        async with swarm(dataclasses.replace(PLAIN, averaging=averaging)) as s:
+        async with swarm(dataclasses.replace(PLAIN, averaging=averaging, max_missed_rounds=0)) as s:
             start_all(s, "abcde")
             await s.until(lambda: common(s, 2, 5))
             silent = s.peers["e"].node.engine
@@ -56,6 +56,7 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
             for name in "abcd":
                 (outcome,) = (r for r in s.peers[name].rounds("committed") if r["round"] == record.round)
                 assert outcome["record_sha256"] == record.sha256
+                assert outcome["tokens_discarded"] == 0
                 if averaging == "parts" and name in "ab":
                     assert outcome["reason"] == OLDER_AVERAGED
 

@@ -144,12 +144,15 @@ class Committer:
         """Take the outer step, or the rest of it after an error, and land it. The parts are here and decode."""
         record, context, own = commit.record, self._context, self._taker.own
         roots = {(c.peer_id, c.incarnation): c.root for c in record.contributors}
-        named = context.liveness.own in roots
+        root = roots.get(context.liveness.own)
         # The record may name a contribution from before we skipped this round, which we do not have any more.
-        included = named and own is not None and own.is_whole and own.root == roots[context.liveness.own]
+        gave = root is not None and self._taker.gave(root)
+        included = gave and own is not None and own.is_whole and own.root == root
+        # Nobody can have us discard progress by averaging what we gave long ago.
+        missed_rounds = 0 if gave else self._missed_rounds + 1
         # A new head forgets them.
-        left_out = own if self._taker.sent and not named else None
-        reason = "" if included else OLDER_AVERAGED if named else self._taker.sits_out
+        left_out = own if self._taker.sent and root is None else None
+        reason = "" if included else OLDER_AVERAGED if gave else self._taker.sits_out
         if self._progress is None or self._progress.record != record:
             self._progress = Progress(record)
             # The outer step overwrites our chunks, and takes memory: parts of the round before make room.
@@ -159,7 +162,7 @@ class Committer:
             self.stepping = True
             # Shielded, so that a checkpoint written on leaving is consistent.
             with trio.CancelScope(shield=True):
-                landing = await self._step_with_retries(self._progress, included)
+                landing = await self._step_with_retries(self._progress, included, missed_rounds)
                 head = head_of(commit, context.state)
                 if own is not None:
                     context.timeouts.note_round(self._taker.spent().wall_s)
@@ -182,16 +185,16 @@ class Committer:
             reason=reason,
         )
 
-    async def _step_with_retries(self, progress: Progress, included: bool) -> Landing:
+    async def _step_with_retries(self, progress: Progress, included: bool, missed_rounds: int) -> Landing:
         for _ in range(STEP_RETRIES):
             try:
-                return await self._step(progress, included)
+                return await self._step(progress, included, missed_rounds)
             except Exception as error:
                 self._context.errors.note(f"the outer step of round {progress.record.round} was interrupted", error)
             await trio.sleep(STEP_RETRY_S)
-        return await self._step(progress, included)
+        return await self._step(progress, included, missed_rounds)
 
-    async def _step(self, progress: Progress, included: bool) -> Landing:
+    async def _step(self, progress: Progress, included: bool, missed_rounds: int) -> Landing:
         context, record, own = self._context, progress.record, self._taker.own
         if context.state.anchor.nbytes >= LARGE_BYTES:
             # What was received lies in freed heap pages; the landing takes new ones.
@@ -204,7 +207,6 @@ class Committer:
         if progress.landing is None:
             if included:
                 self._taker.note_included()
-            missed_rounds = 0 if included else self._missed_rounds + 1
             landing = self._landing_of(record, included, missed_rounds)
             # Training continues while the hashes are computed.
             self._hand_over(landing)
@@ -227,9 +229,9 @@ class Committer:
         """The landing of a round in this peer's weights.
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
-        peer that was left out continues from its own weights (DiLoCo, section 3.1, figure 8); left out more than
-        `max_missed_rounds` times in a row, it adopts the anchor and discards its own progress. After the run's last
-        round all adopt the anchor.
+        peer that was left out continues from its own weights (DiLoCo, section 3.1, figure 8), and so does one whose
+        older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, it adopts the anchor
+        and discards its own progress. After the run's last round all adopt the anchor.
         """
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
         finished = 0 < run.total_steps <= record.run_step

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED
+from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.wire.messages import Record
@@ -21,11 +23,12 @@ def ready_with(s: Swarm, name: str) -> Record | None:
     return s.peers[name].node.engine.round_state.acceptor.record
 
 
-@pytest.mark.parametrize("averaging", ["parts", "gather"])
-def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before(
-    averaging: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """c and d are READY with a record that a and b refuse until they have skipped the round; e has fallen silent."""
+# With Merkle roots, and without them for either reason.
+STRATEGIES = [("parts", 0.1), ("parts", 0.0), ("gather", 0.1)]
+
+
+def refusing_means(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Whoever is in this set refuses every record."""
     refusing: set[str] = set()
     check_mean = Participation._check_mean
 
@@ -35,9 +38,28 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
         await check_mean(self, record, norms)
 
     monkeypatch.setattr(Participation, "_check_mean", _check_mean)
+    return refusing
+
+
+def have_skipped(s: Swarm, names: str) -> Callable[[], bool]:
+    """Whether each of these peers has skipped another round."""
+    before = {name: len(s.peers[name].rounds("skipped")) for name in names}
+    return lambda: all(len(s.peers[name].rounds("skipped")) > before[name] for name in names)
+
+
+@pytest.mark.parametrize(("averaging", "audit_rate"), STRATEGIES)
+def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before(
+    averaging: str, audit_rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """c and d are READY with a record that a and b refuse until they have skipped the round; e has fallen silent.
+
+    a and b have encoded their next outer gradients when the record is decided.
+    """
+    refusing = refusing_means(monkeypatch)
+    run = dataclasses.replace(PLAIN, averaging=averaging, audit_rate=audit_rate, max_missed_rounds=0)
 
     async def main() -> None:
-        async with swarm(dataclasses.replace(PLAIN, averaging=averaging, max_missed_rounds=0)) as s:
+        async with swarm(run) as s:
             start_all(s, "abcde")
             await s.until(lambda: common(s, 2, 5))
             silent = s.peers["e"].node.engine
@@ -49,15 +71,40 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
             record = ready_with(s, "c")
             assert record is not None
             assert {"a", "b"} < {c.peer_id for c in record.contributors}
-            before = {name: len(s.peers[name].rounds("skipped")) for name in "ab"}
-            await s.until(lambda: all(len(s.peers[name].rounds("skipped")) > before[name] for name in "ab"))
+            await s.until(have_skipped(s, "ab"))
+            takers = [s.peers[name].node.engine._taker for name in "ab"]
+            await s.until(lambda: all(taker.own is not None for taker in takers))
+            for taker in takers:
+                await taker.encode(chunk_bounds(0, taker._context.state.num_blocks))
             refusing.clear()
             await s.until(lambda: all(s.peers[name].node.engine.head.round > record.round for name in "abcd"))
             for name in "abcd":
                 (outcome,) = (r for r in s.peers[name].rounds("committed") if r["round"] == record.round)
                 assert outcome["record_sha256"] == record.sha256
                 assert outcome["tokens_discarded"] == 0
-                if averaging == "parts" and name in "ab":
-                    assert outcome["reason"] == OLDER_AVERAGED
+                if name in "ab":
+                    assert (outcome["late"], outcome["reason"]) == (True, OLDER_AVERAGED)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize(("averaging", "audit_rate"), STRATEGIES)
+def test_after_a_skipped_round_what_members_give_next_lands(
+    averaging: str, audit_rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = refusing_means(monkeypatch)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, averaging=averaging, audit_rate=audit_rate)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 2, 3))
+            refusing.update("abc")
+            await s.until(have_skipped(s, "abc"))
+            refusing.clear()
+            skipped = s.peers["a"].node.engine.round_state.round
+            await s.until(lambda: all(p.node.engine.head.round > skipped for p in s.peers.values()))
+            for peer in s.peers.values():
+                (outcome,) = (r for r in peer.rounds("committed") if r["round"] == skipped)
+                assert (outcome["late"], outcome["reason"]) == (False, "")
 
     run_virtual(main)

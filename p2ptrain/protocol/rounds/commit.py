@@ -147,7 +147,7 @@ class Committer:
         root = roots.get(context.liveness.own)
         # The record may name a contribution from before we skipped this round, which we do not have any more.
         gave = root is not None and self._taker.gave(root)
-        included = gave and own is not None and own.is_whole and own.root == root
+        included = root is not None and self._taker.includes(root)
         # Nobody can have us discard progress by averaging what we gave long ago.
         missed_rounds = 0 if gave else self._missed_rounds + 1
         # A new head forgets them.

@@ -129,6 +129,14 @@ class SnapshotTaker:
         """
         return root in self._skipped_roots or (self.own is not None and self.own.is_whole and self.own.root == root)
 
+    def includes(self, root: bytes) -> bool:
+        """Whether a decided record names our present contribution by this Merkle root, not one from before a skip.
+
+        Without Merkle roots all have the same name: it is the present one if we sent all of it in that attempt.
+        """
+        is_ours = self.own is not None and self.own.is_whole and self.own.root == root
+        return is_ours and (self.sent or root not in self._skipped_roots)
+
     def skip(self) -> None:
         """The round was skipped: drop its snapshot, and take another one for the next attempt."""
         roots = self._skipped_roots

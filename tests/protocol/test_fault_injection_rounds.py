@@ -16,6 +16,8 @@ import pytest
 import trio
 
 from p2ptrain import memory_network as network
+from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.codec.base import Blocks
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds import commit, consensus, fetching, outer_step
 from p2ptrain.protocol.rounds.attempts import Attempts
@@ -121,19 +123,46 @@ def in_the_worker(name: str, module: Any) -> Inject:
     return inject
 
 
-def half_a_step(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The outer step is interrupted after its first chunk."""
-    state, calls = fault.swarm.peers["b"].node.state, []
-    step = outer_step.outer_step
+def in_a_step(*, late: bool) -> Inject:
+    """An error before or after the outer step of a chunk; the first chunk succeeds."""
 
-    def struck(name: str, anchor: Any, *args: Any, **kwargs: Any) -> None:
-        if anchor.base is state.anchor:
-            calls.append(name)
-            if len(calls) >= 2:
+    def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, step, state = commit.step_chunks, outer_step.outer_step, fault.swarm.peers["b"].node.state
+        chunks, of_b = 0, False
+
+        def step_chunks(stepped: AnchorState, *args: Any) -> None:
+            nonlocal of_b
+            of_b = stepped is state
+            whole(stepped, *args)
+
+        def struck(*args: Any, **kwargs: Any) -> None:
+            nonlocal chunks
+            chunks += of_b
+            if not late and of_b and chunks >= 2:
                 fault.strike()
-        step(name, anchor, *args, **kwargs)
+            step(*args, **kwargs)
+            if late and of_b and chunks >= 2:
+                fault.strike()
 
-    monkeypatch.setattr(outer_step, "outer_step", struck)
+        monkeypatch.setattr(commit, "step_chunks", step_chunks)
+        monkeypatch.setattr(outer_step, "outer_step", struck)
+
+    return inject
+
+
+def own_decode(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory to decode a chunk of our own, as it lands."""
+    land, taker = OwnContribution.land, fault.swarm.peers["b"].node.engine._taker
+
+    def struck(self: OwnContribution, codec: Codec, *args: Any) -> None:
+        def decode(data: memoryview, num_blocks: int) -> Blocks:
+            if self is taker.own:
+                fault.strike()
+            return codec.decode(data, num_blocks)
+
+        land(self, dataclasses.replace(codec, _decode=decode), *args)
+
+    monkeypatch.setattr(OwnContribution, "land", struck)
 
 
 def on_landed(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +222,9 @@ PHASES: dict[str, Inject] = {
     "withdraw": withdrawing,
     "time": out_of_time,
     "step": in_the_worker("step_chunks", commit),
-    "half a step": half_a_step,
+    "half a step": in_a_step(late=False),
+    "a step and no landing": in_a_step(late=True),
+    "own chunk lands": own_decode,
     "hashes": method(AnchorState, "rehash", state_of_b),
     "new head": in_the_worker("head_of", commit),
     "landing": on_landed,

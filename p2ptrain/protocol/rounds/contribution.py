@@ -70,6 +70,8 @@ class OwnContribution:
     def land(self, codec: Codec, start: int, change: np.ndarray, averaged: np.ndarray) -> None:
         """Write what this chunk's landing adds to the live weights over its bytes. Call it in a worker thread.
 
+        If it raises, the chunk is as before: only decoding can fail.
+
         Args:
             start: its first block.
             change: of the anchor, in the blocks that are outer gradients.

@@ -56,11 +56,14 @@ def step_chunks(
 ) -> None:  # fmt: skip
     """Take the outer step on the rest of a span of blocks, in place: A, m ← step(A, m, mean).
 
+    A chunk's new values are made in memory of their own, and replace the old ones once nothing can fail any more. So an
+    error leaves the chunk as it was, and the next call tries again.
+
     Args:
         progress: holds the record; updated.
         blobs: the bytes that the record names, already verified by hash.
         land: takes each chunk's first block, the change of its anchor, and the new values of blocks that are only
-            averaged; called at most once for each.
+            averaged. If it raises, it must have changed nothing.
     """
     record = progress.record
     for low, high in chunk_bounds(*span):
@@ -68,15 +71,17 @@ def step_chunks(
             continue
         gradient = averaging.decode(record, blobs, low, high)
         stepped = max(low, min(high, state.num_stepped))
-        anchor, averaged = state.anchor[low:stepped], state.anchor[stepped:high]
-        before = anchor.copy()
+        old = [*(vector[low:stepped] for vector in state.vectors), state.anchor[stepped:high]]
+        anchor, *moments, averaged = new = [values.copy() for values in old]
         outer_step(
-            record.outer_optimizer, anchor, [moment[low:stepped] for moment in state.moments],
-            gradient[: stepped - low], lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
+            record.outer_optimizer, anchor, moments, gradient[: stepped - low],
+            lr=record.outer_lr, momentum=record.outer_momentum, round_=record.round,
         )  # fmt: skip
         np.subtract(averaged, gradient[stepped - low :], out=averaged)
         if land is not None:
-            land(low, np.subtract(anchor, before, out=before), averaged)
+            land(low, np.subtract(anchor, old[0]), averaged)
+        for values, replacement in zip(old, new, strict=True):
+            values[:] = replacement
         progress.stepped = high
 
 

@@ -7,7 +7,7 @@ the moment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,11 @@ class AnchorState:
 
     def rehash(self) -> None:
         """Compute all hashes. About 0.2 s a GB: call it in a worker thread."""
-        self.hashes = self.combine([chunk_hash(self.chunk(i).data) for i in range(self.num_chunks)])
+        self.hashes = self.combine(self.chunk_hashes(range(self.num_chunks)))
+
+    def chunk_hashes(self, numbers: Iterable[int]) -> list[str]:
+        """The hashes of some chunks, computed anew. Call it in a worker thread."""
+        return [chunk_hash(self.chunk(i).data) for i in numbers]
 
     def combine(self, chunks: Sequence[str]) -> StateHashes:
         """The hashes over a list of chunk hashes."""

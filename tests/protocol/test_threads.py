@@ -21,13 +21,14 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.node.runner import NodeRunner
 from p2ptrain.protocol.restarts import incarnation_of
+from p2ptrain.protocol.rounds import audit, commit
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import Shapes, load_no_buffers
 
 # Large enough that codecs and plans go to the worker thread (gossip.INLINE_BLOCKS).
 SHAPES: Shapes = [("embedding", (4096, 64)), ("bias", (70,))]
-RUN = RunConfig(run_id="threads", sync_every=50, fragment_fraction=0.6, total_steps=0)
+RUN = RunConfig(run_id="threads", sync_every=50, fragment_fraction=0.6, total_steps=0, audit_rate=1.0)
 
 
 @pytest.fixture
@@ -109,7 +110,24 @@ def wait_until(condition: Callable[[], object], *peers: ThreadedPeer) -> None:
         time.sleep(0.01)
 
 
-def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(thread: NetworkThread) -> None:
+def note_threads(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> set[str]:
+    """The names of the threads that call this function."""
+    work, threads = getattr(module, name), set[str]()
+
+    def noting(*args: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return work(*args)
+
+    monkeypatch.setattr(module, name, noting)
+    return threads
+
+
+def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(
+    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heavy = [
+        note_threads(monkeypatch, module, name) for module, name in ((audit, "_copy_of"), (commit, "release_pages"))
+    ]
     network = MemoryNetwork()
     peers = [ThreadedPeer(network, thread, name, founder=name == "a") for name in "ab"]
     a, b = peers
@@ -130,6 +148,7 @@ def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(th
         assert len(shared) >= 2
         assert all(ours == theirs for ours, theirs in shared)
         assert all(peer.computed_in and "p2ptrain-network" not in peer.computed_in for peer in peers)
+        assert all(threads and threads <= a.computed_in | b.computed_in for threads in heavy)
         assert all(peer.told_in == {"p2ptrain-network"} for peer in peers)
 
         # The node of one fails; its training thread does not notice.

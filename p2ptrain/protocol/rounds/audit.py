@@ -103,6 +103,11 @@ class Audited:
         return chunk_bounds(self.part.start, self.part.stop)
 
 
+def _copy_of(own: OwnContribution, part: Part) -> list[bytes]:
+    """Our encoded chunks of a part."""
+    return [bytes(own.chunks[start]) for start, _ in chunk_bounds(part.start, part.stop)]
+
+
 class Audits:
     """The audit of the last round: keeps and serves our chunks of its part, audits, and checks accusations.
 
@@ -127,7 +132,7 @@ class Audits:
         self._audited: Audited | None = None
         self._checking = trio.Lock()
 
-    def keep(self, record: Record, own: OwnContribution | None) -> None:
+    async def keep(self, record: Record, own: OwnContribution | None) -> None:
         """A round is applied here: if it is audited, keep our chunks of the part, until the next call."""
         self._last, self._audited = record, None
         draw = draw_of(record, self._rate)
@@ -138,7 +143,7 @@ class Audits:
         from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
-            chunks = [bytes(own.chunks[start]) for start, _ in chunk_bounds(part.start, part.stop)]
+            chunks = await self._compute(_copy_of, own, part)
             chunks.append(b"".join(own.tree.proof(*chunk_range(part.start, part.stop))))
         self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import torch
 import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
 # Retries of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
+# Chunks hashed per call of the worker thread, 16 MiB, so that other work gets in between (guess).
+CHUNKS_PER_VISIT = 64
 # Why we are not a contributor though the record names us.
 OLDER_AVERAGED = "others averaged the outer gradient that it sent before it skipped this round"
 
@@ -154,10 +157,10 @@ class Committer:
         left_out = own if self._taker.sent and root is None else None
         reason = "" if included else OLDER_AVERAGED if gave else self._taker.sits_out
         if self._progress is None or self._progress.record != record:
-            self._progress = Progress(record)
             # The outer step overwrites our chunks, and takes memory: parts of the round before make room.
-            context.audits.keep(record, own)
+            await context.audits.keep(record, own)
             context.parts.keep(record)
+            self._progress = Progress(record)
         async with self.lock:
             self.stepping = True
             # Shielded, so that a checkpoint written on leaving is consistent.
@@ -211,7 +214,10 @@ class Committer:
             # Training continues while the hashes are computed.
             self._hand_over(landing)
             self._missed_rounds, progress.landing = missed_rounds, landing
-        await context.compute(context.state.rehash)
+        hashes, numbers = list[str](), range(context.state.num_chunks)
+        for low in numbers[::CHUNKS_PER_VISIT]:
+            hashes += await context.compute(context.state.chunk_hashes, numbers[low : low + CHUNKS_PER_VISIT])
+        context.state.hashes = context.state.combine(hashes)
         return progress.landing
 
     async def _why_left_out(self, record: Record, own: OwnContribution) -> str:
@@ -284,8 +290,12 @@ class Committer:
         self._held_s = held_s
         self._landed.set()
         if landing.kind == "add" and landing.buffer is not None:
-            # The round goes on for a while: the new state is still hashed.
-            release_pages(landing.buffer.numpy())
+            self._start_soon(self._release, landing.buffer)
+
+    async def _release(self, landed: torch.Tensor) -> None:
+        """Return the memory of what has landed. The round goes on for a while: the new state is still hashed."""
+        with self._context.errors.containing("returning the memory of a snapshot", "it is freed later"):
+            await self._context.compute(release_pages, landed.numpy())
 
     async def _audit(self, record: Record) -> None:
         with self._context.errors.containing(f"auditing round {record.round}", "it is not audited"):

@@ -90,6 +90,9 @@ class Landing:
     `kind`: "add" adds `buffer` to θ, "write" sets θ to it (both set the inner moments, if rounds average them), "keep"
     leaves θ unchanged. The next interval counts from step `snapshot_steps` (None: from now). `included_tokens` are no
     longer outstanding: the round averaged them in.
+
+    The node owns `buffer`: the training thread only reads it, and once an "add" has landed the node overwrites it. That
+    of a "write" is the live anchor.
     """
 
     kind: LandingKind

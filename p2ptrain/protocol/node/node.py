@@ -211,14 +211,8 @@ class Node:
     async def stay(self) -> None:
         """After the run's last round, wait up to 10 s for linked peers that have not landed it: they may need us."""
         with trio.move_on_after(STAY_S):
-            while self._is_awaited():
+            while self.engine.context.liveness.is_one_behind(self.engine.head.round):
                 await trio.sleep(STAY_POLL_S)
-
-    def _is_awaited(self) -> bool:
-        """Whether a linked peer of our lineage has not landed our last round yet."""
-        head = self.engine.head
-        beats = (link.beat for link in self.links.trainers())
-        return any(beat is not None and beat.lineage == head.lineage and beat.round < head.round for beat in beats)
 
     def joiners(self) -> Sequence[PeerId]:
         """Live peers that are downloading our state: linked, or served some of it, recently."""

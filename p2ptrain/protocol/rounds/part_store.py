@@ -37,7 +37,8 @@ LOOK_AGAIN_S = 1.0
 PARTS_AT_ONCE = 8
 # Records whose parts were fetched last, which may be needed whether they were accepted or not.
 WANTED_RECORDS = 2
-# After this long only a part's holder keeps it: late members fetch within seconds (guess).
+# After this long only a part's holder keeps it (guess). A member that waits for a reducer's push in vain asks others
+# after PIECE_TIMEOUT_S.
 KEEP_ALL_S = 30.0
 
 
@@ -142,7 +143,8 @@ class PartStore:
     """Owns the bytes. Parts of unfinished attempts are dropped when a round commits, and bounded before that.
 
     Only the last round is kept for late members: a mean takes a quarter of the model's bytes (int8), and a member that
-    is later than a whole interval replaces its state instead.
+    is later than a whole interval replaces its state instead. Its parts go when we prepare the next snapshot and nobody
+    is late; else after `KEEP_ALL_S` all but those that we hold, and these when the next round is applied.
 
     Args:
         mean_bytes: the most bytes that the encoded mean of so many blocks has.

@@ -78,8 +78,8 @@ class SnapshotTaker:
         """The memory of this round's snapshot, one for all attempts."""
         async with self._preparing:
             if self._buffer is None:
-                # Parts of the round before make room.
-                self._context.parts.trim([self._context.peer_id] if self._others_are_late() else [])
+                if not self._others_may_need_parts():
+                    self._context.parts.trim([])
                 arrived = self._arrived
                 buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
                 # The worker thread ends its work although the attempt was cancelled. The round's next one uses it.
@@ -89,11 +89,10 @@ class SnapshotTaker:
                 return buffer
             return self._buffer
 
-    def _others_are_late(self) -> bool:
+    def _others_may_need_parts(self) -> bool:
         """Whether a linked peer may still need the parts of the round before."""
         context = self._context
-        beats = context.liveness.beats().values()
-        return bool(context.host.joiners()) or any(beat.round < context.exchange.epoch.round for beat in beats)
+        return bool(context.host.joiners()) or context.liveness.is_one_behind(context.exchange.epoch.round)
 
     def arrive(self, snapshot: Snapshot) -> None:
         """The training thread has taken the requested snapshot."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED
 from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.wire.messages import Record
@@ -23,7 +27,7 @@ def ready_with(s: Swarm, name: str) -> Record | None:
     return s.peers[name].node.engine.round_state.acceptor.record
 
 
-# With Merkle roots, and without them for either reason.
+# Records name contributions by Merkle roots, by nothing, and by hashes.
 STRATEGIES = [("parts", 0.1), ("parts", 0.0), ("gather", 0.1)]
 
 
@@ -108,3 +112,31 @@ def test_after_a_skipped_round_what_members_give_next_lands(
                 assert (outcome["late"], outcome["reason"]) == (False, "")
 
     run_virtual(main)
+
+
+def test_with_gather_a_record_with_other_bytes_of_a_member_is_refused_and_does_not_land_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every leader gives the bytes of b for those of a; c is enough for a quorum."""
+    caplog.set_level(logging.DEBUG)
+    lead = AveragingLeader.run
+
+    async def run(self: AveragingLeader, joins: Any) -> Record:
+        record = await lead(self, joins)
+        others = {part.holder: part.sha256 for part in record.parts}
+        parts = (msgspec.structs.replace(p, sha256=others["b"]) if p.holder == "a" else p for p in record.parts)
+        return msgspec.structs.replace(record, parts=tuple(parts))
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(PLAIN, averaging="gather")) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 2, 3))
+            monkeypatch.setattr(AveragingLeader, "run", run)
+            false = s.peers["a"].node.engine.round_state.round
+            await s.until(lambda: all(p.node.engine.head.round > false for p in s.peers.values()))
+            for name, peer in s.peers.items():
+                (outcome,) = (r for r in peer.rounds("committed") if r["round"] == false)
+                assert outcome["late"] == (name == "a")
+
+    run_virtual(main)
+    assert "the record names another outer gradient of ours than we sent" in caplog.text

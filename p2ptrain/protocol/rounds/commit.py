@@ -24,6 +24,7 @@ from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
+from p2ptrain.protocol.rounds.record import name_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.wire.messages import Commit, Head, Record
 
@@ -146,15 +147,14 @@ class Committer:
     async def _commit(self, commit: Commit) -> RoundReport:
         """Take the outer step, or the rest of it after an error, and land it. The parts are here and decode."""
         record, context, own = commit.record, self._context, self._taker.own
-        roots = {(c.peer_id, c.incarnation): c.root for c in record.contributors}
-        root = roots.get(context.liveness.own)
+        name = name_of(record, context.liveness.own, context.averaging)
         # The record may name a contribution from before we skipped this round, which we do not have any more.
-        gave = root is not None and self._taker.gave(root)
-        included = root is not None and self._taker.includes(root)
+        gave = name is not None and self._taker.gave(name)
+        included = name is not None and self._taker.includes(name)
         # Nobody can have us discard progress by averaging what we gave long ago.
         missed_rounds = 0 if gave else self._missed_rounds + 1
         # A new head forgets them.
-        left_out = own if self._taker.sent and root is None else None
+        left_out = own if self._taker.sent and name is None else None
         reason = "" if included else OLDER_AVERAGED if gave else self._taker.sits_out
         if self._progress is None or self._progress.record != record:
             # The outer step overwrites our chunks, and takes memory: parts of the round before make room.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,12 +33,14 @@ class OwnContribution:
         chunks: the encoded chunks by first block; those that have landed are empty.
         error: values that earlier rounds did not send, (num_blocks, 64); only read. None if the weights keep them.
         tree: commits to all chunks, once `seal` made it.
+        sha256: of all chunks in order, as hexadecimal text, once `digest` made it, where records name it.
         next_error: values that this round does not send; replaces `error` if the round commits with this contribution.
     """
 
     snapshot: Snapshot
     chunks: dict[int, Encoded] = field(default_factory=dict)
     tree: Tree | None = None
+    sha256: bytes = b""
     error: np.ndarray | None = None
     next_error: np.ndarray | None = None
 
@@ -90,9 +93,9 @@ class OwnContribution:
         return len(self.chunks) == num_chunks(len(self.snapshot.weights))
 
     @property
-    def root(self) -> bytes:
-        """The Merkle root of all chunks; empty without a tree."""
-        return self.tree.root if self.tree is not None else b""
+    def name(self) -> bytes:
+        """What names it in a record (`record.name_of`), once all chunks are encoded."""
+        return self.tree.root if self.tree is not None else self.sha256
 
     def squared_norm(self, codec: Codec, bounds: list[tuple[int, int]], compared: int) -> float:
         """The squared norm of the chunks among these that are encoded. Call it in a worker thread.
@@ -110,6 +113,14 @@ class OwnContribution:
         """Commit to all chunks, which are encoded, with a Merkle tree. Call it in a worker thread."""
         if self.tree is None:
             self.tree = Tree([leaf_hash(self.chunks[start]) for start, _ in bounds])
+
+    def digest(self) -> None:
+        """Hash all chunks, which are encoded. Call it in a worker thread."""
+        if not self.sha256:
+            hashed = hashlib.sha256()
+            for start in sorted(self.chunks):
+                hashed.update(self.chunks[start])
+            self.sha256 = hashed.hexdigest().encode()
 
 
 def _check(gradient: np.ndarray, weights: np.ndarray) -> None:

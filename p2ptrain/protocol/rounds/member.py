@@ -20,7 +20,7 @@ from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
-from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected
+from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import Attempt, Contribution, Head, Join, Record, Reduce, Roster
@@ -185,9 +185,9 @@ class Participation:
 
     def _check_commitments(self, record: Record) -> None:
         """Raises RoundFailedError if the record names other contributions than we sent or averaged."""
-        for c in record.contributors:
-            if (c.peer_id, c.incarnation) == self._context.liveness.own and not self._taker.gave(c.root):
-                raise RoundFailedError("the record names another outer gradient of ours than we sent")
+        name = name_of(record, self._context.liveness.own, self._context.averaging)
+        if name is not None and not self._taker.gave(name):
+            raise RoundFailedError("the record names another outer gradient of ours than we sent")
         if self._transfer is not None:
             self._transfer.check_record(record)
 

@@ -33,6 +33,17 @@ FEWEST_EXPECTED = 0.25
 MOST_WEIGHT = 2.001
 
 
+def name_of(record: Record, member: Voter, averaging: Averaging) -> bytes | None:
+    """What a record names of a member's contribution; None if it is not in the record, which may be malformed.
+
+    Its Merkle root, empty in runs without them; or, where the parts are contributions, the hash of all its bytes.
+    """
+    root = next((c.root for c in record.contributors if (c.peer_id, c.incarnation) == member), None)
+    if root is None or averaging.reduces:
+        return root
+    return next((part.sha256.encode() for part in record.parts if part.holder == member[0]), b"")
+
+
 def record_of(
     run: RunConfig, head: Head, members: Mapping[PeerId, Join], contributors: Sequence[Contributor],
     conclusion: Conclusion,

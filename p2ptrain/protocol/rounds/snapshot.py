@@ -43,7 +43,7 @@ class SnapshotTaker:
         self._context = context
         # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
         self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
-        self._skipped_roots: frozenset[bytes] = frozenset()
+        self._skipped: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
         self._preparing, self._encoding = trio.Lock(), trio.Lock()
         self._buffer: torch.Tensor | None = None
@@ -121,33 +121,33 @@ class SnapshotTaker:
         if self.own is not None and self.own.next_error is not None:
             self._error = self.own.next_error
 
-    def gave(self, root: bytes) -> bool:
-        """Whether a record of this round may name our contribution by this Merkle root.
+    def gave(self, name: bytes) -> bool:
+        """Whether a record of this round may have our contribution under this name (`record.name_of`).
 
         It may be one from before we skipped the round: others may still be READY with a record that has it.
         """
-        return root in self._skipped_roots or (self.own is not None and self.own.is_whole and self.own.root == root)
+        return name in self._skipped or (self.own is not None and self.own.is_whole and self.own.name == name)
 
-    def includes(self, root: bytes) -> bool:
-        """Whether a decided record names our present contribution by this Merkle root, not one from before a skip.
+    def includes(self, name: bytes) -> bool:
+        """Whether a decided record has our present contribution under this name, not one from before a skip.
 
-        Without Merkle roots all have the same name: it is the present one if we sent all of it in that attempt.
+        Where all have an empty name, it is the present one if we sent all of it in the attempt that was decided.
         """
-        is_ours = self.own is not None and self.own.is_whole and self.own.root == root
-        return is_ours and (self.sent or root not in self._skipped_roots)
+        is_ours = self.own is not None and self.own.is_whole and self.own.name == name
+        return is_ours and (self.sent or name not in self._skipped)
 
     def skip(self) -> None:
         """The round was skipped: drop its snapshot, and take another one for the next attempt."""
-        roots = self._skipped_roots
+        skipped = self._skipped
         if self.own is not None and self.own.is_whole:
-            roots |= {self.own.root}
+            skipped |= {self.own.name}
         self.forget()
-        self._skipped_roots = roots
+        self._skipped = skipped
 
     def forget(self) -> None:
         """The round is resolved: drop its snapshot."""
         self.own, self.sits_out, self.sent, self._began_s = None, "", False, None
-        self._skipped_roots = frozenset()
+        self._skipped = frozenset()
         self._buffer = None
         self._arrived = trio.Event()
         self._asked_loss = False

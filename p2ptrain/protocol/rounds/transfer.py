@@ -161,6 +161,8 @@ class Transfer:
                 self._encoded = trio.Event()
             if self._context.audited:
                 await self._context.compute(own.seal, chunk_bounds(0, self._context.state.num_blocks))
+            elif not self._context.averaging.reduces:
+                await self._context.compute(own.digest)
             self._sealed.set()
 
     def _chunks_of(self, number: int) -> list[tuple[int, int]]:
@@ -190,7 +192,7 @@ class Transfer:
                     await self._sealed.wait()
                     if own.tree is not None:
                         proof = own.tree.proof(*chunk_range(part.start, part.stop))
-                        message = Contribution(*self._attempt, start, stop, own.root, proof)
+                        message = Contribution(*self._attempt, start, stop, own.tree.root, proof)
                 if link is None:
                     self.collect(context.peer_id, message, encoded[start], checked=True)
                 else:

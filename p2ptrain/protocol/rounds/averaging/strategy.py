@@ -47,7 +47,8 @@ class Averaging(Protocol):
 
     Attributes:
         reduces: whether a blob is what `reduce` makes of one part of several contributions, so that a false one is
-            found by averaging them again. Blobs that are contributions are checked by their hash alone.
+            found by averaging them again. Blobs that are contributions are checked by their hash alone; the holder of
+            each is its contributor.
     """
 
     @property

@@ -30,8 +30,8 @@ NEVER = 10**9
 DRIFT = "drift"
 # Some hundred inner steps change weights by about this much; their standard deviation is 0.02 (guess).
 _DRIFT = 0.001
-# The share of an interval after which a round is nearly due.
-_NEAR = 0.95
+# How many steps before a round is due it is near.
+_NEAR_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,11 @@ class Phase:
         steps: number of steps; the maximum with `until_round`.
         exchange: whether `peer.step()` is called.
         until_round: stop after the step in which a round landed.
-        until_near: stop when less than 5 % of the interval are left until a round is due.
     """
 
     steps: int
     exchange: bool = True
     until_round: bool = False
-    until_near: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +81,14 @@ class Step:
         exchange_s: seconds of `peer.step()`, measured by the caller.
         report: the result of `peer.step()`; None if it was not called.
         due: whether a round was due after it.
+        left: steps that this peer then still has to make until one is due.
     """
 
     whole_s: float
     exchange_s: float
     report: p2ptrain.StepReport | None
     due: bool
+    left: int
 
 
 class Swarm:
@@ -155,8 +155,14 @@ class Swarm:
         return peers if complete else None
 
     def approach(self) -> None:
-        """Run until a round is nearly due, so that what is measured from here on is the round."""
-        self.run(Phase(self._round_steps, until_near=True))
+        """Run until a round is nearly due, so that what is measured from here on is the round.
+
+        All make the same number of steps: who waited for others would seem slow, and get shorter intervals than they.
+        """
+        (*_, now), *others = self.run(Phase(1))
+        left = min(now.left, *(steps[-1].left for steps in others))
+        if left > _NEAR_STEPS:
+            self.run(Phase(left - _NEAR_STEPS))
 
     def warm_up(self) -> None:
         """Run until every peer has merged a fragment. Raises WorkerError after 100 steps."""
@@ -211,10 +217,10 @@ def _run(phase: Phase, work: Callable[[], None], peer: p2ptrain.Peer) -> list[St
         report = peer.step() if phase.exchange else None
         ended = time.perf_counter()
         # Private, because only a benchmark needs to know when a round is due.
-        steps.append(Step(ended - started, ended - computed, report, peer._exchange.due))
+        position = peer._exchange._position
+        left = position.sync_every - (position.steps - position.base_at_steps)
+        steps.append(Step(ended - started, ended - computed, report, peer._exchange.due, left))
         if phase.until_round and report is not None and report.round is not None:
-            break
-        if phase.until_near and peer._exchange.of_interval > _NEAR:
             break
     return steps
 

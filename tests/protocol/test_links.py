@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -508,6 +509,57 @@ def test_only_the_one_who_was_asked_can_answer_and_only_once() -> None:
             assert not a.links._requests._waiting
 
     run_virtual(main)
+
+
+def test_two_answers_to_one_request_are_a_strike_and_are_not_counted_any_more() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with linked_pair(network) as (a, b, link, _):
+
+            async def answer_twice(_: Link, request: Request) -> None:
+                (stream,) = network.transports["b"].streams
+                frame = encode_frame(Answer(request.request, True, "x"), bytes(3000))
+                # Both are read before the task that waits runs.
+                await stream.send_all(frame + frame)
+
+            b.on_request = answer_twice
+            answer, payload = await a.links.request(link, "x", timeout_s=5)
+            assert (answer.note, payload) == ("x", bytes(3000))
+            await until(lambda: a.links.strikes == {"b": 1})
+            assert link.lost_reason == "it broke the protocol: answered one request twice"
+            assert a.links._requests._answer_bytes == 0
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("ends_by", ["time-out", "cancellation", "lost link"])
+def test_an_answer_that_comes_as_its_request_ends_is_not_counted_any_more(ends_by: str, seed: int) -> None:
+    async def main() -> None:
+        async with linked_pair(MemoryNetwork()) as (a, _, link, _), trio.open_nursery() as nursery:
+            scope, requests, end_s = trio.CancelScope(), a.links._requests, trio.current_time() + 1
+
+            async def ask() -> None:
+                with scope, contextlib.suppress(PeerLostError):
+                    await a.links.request(link, "x", timeout_s=1 if ends_by == "time-out" else 1000)
+
+            nursery.start_soon(ask)
+            await until(lambda: bool(requests._waiting))
+            (number,) = requests._waiting
+            await trio.sleep_until(end_s)
+            if ends_by == "cancellation":
+                scope.cancel()
+            elif ends_by == "lost link":
+                link.close("test")
+            requests.take(link, Answer(number, True, "x"), bytes(3000))
+            with pytest.raises(WireError, match="twice"):
+                requests.take(link, Answer(number, True, "x"), bytes(3000))
+            assert requests._answer_bytes == 3000
+            await until(lambda: not requests._waiting)
+            requests.take(link, Answer(number, True, "x"), bytes(3000))
+            assert requests._answer_bytes == 0
+
+    run_virtual(main, seed)
 
 
 # --- leaving -----------------------------------------------------------------------------------------------------

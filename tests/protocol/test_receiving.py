@@ -368,8 +368,7 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(monkeypatch: pytest.Monk
             assert a.links._requests._answer_bytes == 0
             # Two that have come and are not taken.
             for number in (1001, 1002):
-                send, _ = trio.open_memory_channel[tuple[Answer, bytes]](1)
-                a.links._requests._waiting[number] = ("b", send)
+                a.links._requests._waiting[number] = requests._Asked("b")
                 await b.links.live["a"].send_bulk(Answer(number, True, "x"), bytes(3000), Traffic.STATE)
             await link.lost.wait()
             assert "more answers arrived than were taken" in link.lost_reason

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+from dataclasses import dataclass, field
 
 import trio
 
@@ -18,20 +18,27 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_TIMEOUTS = 8
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A request that a peer is to answer, once."""
+
+    peer_id: PeerId
+    answer: tuple[Answer, bytes] | None = None
+    answered: trio.Event = field(default_factory=trio.Event)
+
+
 class Requests:
     """The requests that wait for an answer."""
 
     def __init__(self) -> None:
         self._answer_bytes = 0
-        self._waiting: dict[int, tuple[PeerId, trio.MemorySendChannel[tuple[Answer, bytes]]]] = {}
+        self._waiting: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
 
     async def ask(self, link: Link, what: str, subject: str, index: int, timeout_s: float) -> tuple[Answer, bytes]:
         """Send a request and wait for its answer. Raises PeerLostError, as `Links.request` says."""
         number = next(self._numbers)
-        send, receive = trio.open_memory_channel[tuple[Answer, bytes]](1)
-        self._waiting[number] = (link.peer_id, send)
-        answer: tuple[Answer, bytes] | None = None
+        asked = self._waiting[number] = _Asked(link.peer_id)
         try:
             link.send(Request(number, what, subject, index))
 
@@ -44,21 +51,19 @@ class Requests:
                 nursery.start_soon(watch)
                 deadline = trio.current_time() + timeout_s
                 latest = trio.current_time() + MAX_TIMEOUTS * timeout_s
-                while answer is None and trio.current_time() < deadline:
+                while not asked.answered.is_set() and trio.current_time() < deadline:
                     with trio.move_on_at(deadline):
-                        answer = await receive.receive()
+                        await asked.answered.wait()
                     deadline = min(latest, max(deadline, link.answered_s + timeout_s))
                 nursery.cancel_scope.cancel()
-            if answer is None:
+            if asked.answer is None:
                 waited_s = MAX_TIMEOUTS * timeout_s if deadline >= latest else timeout_s
                 raise PeerLostError(f"{link.peer_id}: {link.lost_reason or f'no answer within {waited_s:.0f} s'}")
-            return answer
+            return asked.answer
         finally:
             del self._waiting[number]
-            if answer is None:  # one may have come too late
-                with contextlib.suppress(trio.WouldBlock):
-                    answer = receive.receive_nowait()
-            self._answer_bytes -= len(answer[1]) if answer is not None else 0
+            if asked.answer is not None:
+                self._answer_bytes -= len(asked.answer[1])
 
     def take(self, link: Link, answer: Answer, payload: bytes) -> None:
         """Hand an answer to the task that waits for it.
@@ -66,14 +71,14 @@ class Requests:
         Raises WireError if too many were not requested or one request is answered twice, and PeerLostError if too many
         bytes of answers wait.
         """
-        waiting = self._waiting.get(answer.request)
-        if waiting is None or waiting[0] != link.peer_id:
+        asked = self._waiting.get(answer.request)
+        if asked is None or asked.peer_id != link.peer_id:
             link.rates.check_unasked(len(payload), trio.current_time())
             return
-        try:
-            waiting[1].send_nowait((answer, payload))
-        except trio.WouldBlock:
-            raise WireError("answered one request twice") from None
+        if asked.answer is not None:
+            raise WireError("answered one request twice")
+        asked.answer = (answer, payload)
+        asked.answered.set()
         link.answered_s = trio.current_time()
         self._answer_bytes += len(payload)
         if self._answer_bytes > MAX_ANSWER_BYTES:

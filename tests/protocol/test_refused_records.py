@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED
+from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED, OTHER_NAMED
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
@@ -136,7 +136,8 @@ def test_with_gather_a_record_with_other_bytes_of_a_member_is_refused_and_does_n
             await s.until(lambda: all(p.node.engine.head.round > false for p in s.peers.values()))
             for name, peer in s.peers.items():
                 (outcome,) = (r for r in peer.rounds("committed") if r["round"] == false)
-                assert outcome["late"] == (name == "a")
+                assert (outcome["late"], outcome["reason"]) == ((True, OTHER_NAMED) if name == "a" else (False, ""))
 
     run_virtual(main)
     assert "the record names another outer gradient of ours than we sent" in caplog.text
+    assert any(OTHER_NAMED in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)

@@ -39,6 +39,7 @@ STEP_RETRY_S, STEP_RETRIES = 1.0, 2
 CHUNKS_PER_VISIT = 64
 # Why we are not a contributor though the record names us.
 OLDER_AVERAGED = "others averaged the outer gradient that it sent before it skipped this round"
+OTHER_NAMED = "the record names another outer gradient than ours"
 
 
 class Committer:
@@ -151,11 +152,13 @@ class Committer:
         # The record may name a contribution from before we skipped this round, which we do not have any more.
         gave = name is not None and self._taker.gave(name)
         included = name is not None and self._taker.includes(name)
-        # Nobody can have us discard progress by averaging what we gave long ago.
+        # A leader must not make us discard progress by averaging an old gradient.
         missed_rounds = 0 if gave else self._missed_rounds + 1
         # A new head forgets them.
         left_out = own if self._taker.sent and name is None else None
-        reason = "" if included else OLDER_AVERAGED if gave else self._taker.sits_out
+        reason = self._taker.sits_out
+        if name is not None:
+            reason = "" if included else OLDER_AVERAGED if gave else OTHER_NAMED
         if self._progress is None or self._progress.record != record:
             # The outer step overwrites our chunks, and takes memory: parts of the round before make room.
             await context.audits.keep(record, own)
@@ -174,6 +177,8 @@ class Committer:
                 self._start_soon(self._audit, record)
                 self._start_soon(context.audits.expire)
             self.stepping = False
+        if reason == OTHER_NAMED:
+            logger.warning("round %d: %s", record.round, reason)
         if left_out is not None:
             with context.errors.containing(f"measuring what round {record.round} left out", "the reason is not known"):
                 reason = await self._why_left_out(record, left_out)

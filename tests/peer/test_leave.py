@@ -35,7 +35,7 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         node, seen, awaited = peer._runner.node, list[str](), [True, True, False]
         leave = node.leave
 
-        def is_one_behind(round_: int) -> bool:
+        def is_anyone_behind(round_: int) -> bool:
             seen.append("awaited")
             return awaited.pop(0)
 
@@ -43,7 +43,7 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
             seen.append("left")
             leave(reason)
 
-        monkeypatch.setattr(node.engine.context.liveness, "is_one_behind", is_one_behind)
+        monkeypatch.setattr(node.engine.context.liveness, "is_anyone_behind", is_anyone_behind)
         monkeypatch.setattr(node, "leave", note_leave)
         peer._exchange.finished = finished
         peer.leave()

@@ -211,7 +211,7 @@ class Node:
     async def stay(self) -> None:
         """After the run's last round, wait up to 10 s for linked peers that have not landed it: they may need us."""
         with trio.move_on_after(STAY_S):
-            while self.engine.context.liveness.is_one_behind(self.engine.head.round):
+            while self.engine.context.liveness.is_anyone_behind(self.engine.head.round):
                 await trio.sleep(STAY_POLL_S)
 
     def joiners(self) -> Sequence[PeerId]:

@@ -46,7 +46,7 @@ class Liveness:
         """The last heartbeat of each live trainer."""
         return {peer_id: link.beat for peer_id, link in self._trainers().items() if link.beat is not None}
 
-    def is_one_behind(self, round_: int) -> bool:
+    def is_anyone_behind(self, round_: int) -> bool:
         """Whether a live trainer has not landed this round yet, by its last heartbeat."""
         return any(beat.round < round_ for beat in self.beats().values())
 

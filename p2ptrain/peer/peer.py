@@ -23,7 +23,7 @@ from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
 from p2ptrain.peer.watch import Watch
-from p2ptrain.peer.worker import at_low_priority
+from p2ptrain.peer.worker import Worker
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
@@ -108,7 +108,6 @@ class Peer:
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,
             incarnation=incarnation, parameters=self._parts.space.numel, run=self.run.to_dict(),
         )  # fmt: skip
-        self._limiter = trio.CapacityLimiter(1)
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             own = incarnation_of(incarnation, number)
@@ -116,14 +115,15 @@ class Peer:
             return Node(
                 network.transport, network.directory, self._exchange, self.run,
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
-                incarnation=own, may_found=may_found, restored=restored, compute=self._compute,
+                incarnation=own, may_found=may_found, restored=restored, compute=self._worker.run,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
                 peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, chosen=chosen, closed=closed,
                 refusal=network.access.refusal, pins=pins, errors=self._errors,
             )  # fmt: skip
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
-        self._runner = NodeRunner(build, self._exchange, self._compute, may_found=may_found, restored=restored)
+        self._worker = Worker()
+        self._runner = NodeRunner(build, self._exchange, self._worker.run, may_found=may_found, restored=restored)
         network.on_event = self._on_event
         thread.start_soon(self._run_node)
         try:
@@ -357,17 +357,14 @@ class Peer:
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)
         if event == "round":
-            self._thread.start_soon(self._compute, release_unused)
-
-    async def _compute(self, work: Callable[..., Any], /, *args: Any) -> Any:
-        """Run work of more than a few milliseconds in the one worker thread."""
-        return await trio.to_thread.run_sync(at_low_priority, work, *args, limiter=self._limiter)
+            self._thread.start_soon(self._worker.run, release_unused)
 
     async def _run_node(self) -> None:
         try:
             with trio.CancelScope() as self._scope:
                 await self._runner.run_forever()
         finally:
+            self._worker.close()
             self._ended.set()
 
     def _note_status(self) -> bool:
@@ -397,7 +394,7 @@ class Peer:
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
         async with node.engine.committer.lock:
-            vectors = [await self._compute(vector.copy) for vector in node.state.vectors]
+            vectors = [await self._worker.run(vector.copy) for vector in node.state.vectors]
             return to_dict(node.engine.head, node.engine.history, self.run_step, vectors)
 
 

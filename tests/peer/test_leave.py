@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +27,14 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer_id="a", transport=memory.transport("a"), directory=memory.directory("a"), maddrs=[], failure=None,
         access=SimpleNamespace(refusal=no_refusal), on_event=None,
     )  # fmt: skip
+    others = set(threading.enumerate())
     try:
         peer = Peer(
             torch.nn.Linear(4, 4), RunConfig(run_id="test"), None, network, thread, Sinks([]),
             incarnation="a.1", may_found=True, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
             pins=NO_PINS, closed=None, resume_state=None, on_status=lambda status: None,
         )  # fmt: skip
+        [worker] = [t for t in set(threading.enumerate()) - others if t.name == "p2ptrain-worker"]
         node, seen, awaited = peer._runner.node, list[str](), [True, True, False]
         leave = node.leave
 
@@ -48,5 +51,6 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer._exchange.finished = finished
         peer.leave()
         assert seen == (["awaited"] * 3 if finished else []) + ["left"]
+        worker.join()
     finally:
         assert thread.stop(10.0)

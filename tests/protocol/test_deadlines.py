@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
+from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link, Traffic
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.averaging import averaging_of
@@ -477,15 +479,17 @@ def test_a_reducer_that_says_nothing_is_given_up_and_not_asked_again() -> None:
     run_virtual(main)
 
 
-def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer() -> None:
-    """As on a machine that is too busy: memory for a snapshot takes longer to get than two windows last.
+@pytest.mark.parametrize("touching_s", [4.0, 30.0])
+def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(touching_s: float) -> None:
+    """As on a machine that is too busy: memory for a snapshot takes longer to get than two windows last, or a round.
 
-    It is got once a round, not once an attempt.
+    It is got once for each snapshot, not for each attempt, also if the round is skipped. Nobody joins late for it.
     """
 
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
-            touched: list[tuple[str, int]] = []
+            touched, late_s, without = list[tuple[str, int, int]](), list[float](), list[str]()
+            snapshots = Counter[str]()
             for name in "abc":
                 engine = s.start(name).node.engine
 
@@ -495,15 +499,31 @@ def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(
                 ) -> Any:  # fmt: skip
                     if work is not touched_buffer:
                         return await compute(work, *args)
-                    touched.append((name, engine.head.round))
+                    touched.append((name, engine.head.round, snapshots[name]))
                     # A worker thread ends its work although the attempt was cancelled.
                     with trio.CancelScope(shield=True):
-                        await trio.sleep(4.0)
+                        await trio.sleep(touching_s)
                     return work(*args)
 
+                async def take(window_s: float, name: str = name, take: Any = engine._taker.take) -> Any:
+                    called_s = trio.current_time()
+                    own = await take(window_s)
+                    late_s.append(trio.current_time() - called_s - window_s)
+                    if own is None:
+                        without.append(name)
+                    return own
+
+                def arrive(snapshot: Snapshot, name: str = name, arrive: Any = engine._taker.arrive) -> None:
+                    snapshots[name] += 1
+                    arrive(snapshot)
+
                 engine.context.compute = compute
-            await s.until(lambda: common(s, 4, 3), within_s=100)
-            assert not any(peer.rounds("skipped") for peer in s.peers.values())
+                engine._taker.take, engine._taker.arrive = take, arrive  # type: ignore[method-assign]
+            await s.until(lambda: common(s, 4, 3), within_s=400)
+            skips = any(peer.rounds("skipped") for peer in s.peers.values())
+            assert skips == (touching_s > 4.0)
             assert len(touched) == len(set(touched))
+            assert max(late_s) < 0.01
+            assert set(without) == set("abc")
 
     run_virtual(main)

@@ -65,7 +65,7 @@ class RoundDriver:
         self.recent = RecentContributors()
         context.has_contributed = lambda peer_id: self.recent.admits(peer_id)
         self._exchange = context.exchange
-        self._taker = SnapshotTaker(context)
+        self._taker = SnapshotTaker(context, self._start_soon)
         self._fetcher = RecordFetcher(context, lambda: self.head, self._start_soon)
         self.committer = Committer(
             context, self._taker, self._fetcher,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.link import Traffic
-from p2ptrain.protocol.rounds.context import RoundContext
+from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,14 @@ class Spent:
     wall_s: float
 
 
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """The memory of a round's snapshot, one for all attempts."""
+
+    buffer: torch.Tensor | None = None
+    ready: trio.Event = field(default_factory=trio.Event)
+
+
 class SnapshotTaker:
     """Requests a snapshot from the training thread, and encodes the outer gradient that every attempt sends.
 
@@ -36,17 +44,18 @@ class SnapshotTaker:
         sent: whether we sent all of `own` in the attempt that was decided.
     """
 
-    def __init__(self, context: RoundContext) -> None:
+    def __init__(self, context: RoundContext, start_soon: StartSoon) -> None:
         self.own: OwnContribution | None = None
         self.sits_out = ""
         self.sent = False
         self._context = context
+        self._start_soon = start_soon
         # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
         self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
         self._skipped: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
-        self._preparing, self._encoding = trio.Lock(), trio.Lock()
-        self._buffer: torch.Tensor | None = None
+        self._encoding = trio.Lock()
+        self._memory: _Memory | None = None
         self._asked_loss = False
         self._began_s: float | None = None
         self._traffic_before = (0, 0)
@@ -66,28 +75,28 @@ class SnapshotTaker:
             return None
         if self.own is None:
             called_s = trio.current_time()
-            buffer = await self._prepared_buffer()
-            if self.own is None:
-                # The training thread takes it at its next step, on a busy machine later: leave half of the window.
-                self._context.exchange.want_snapshot(SnapshotWanted(buffer, called_s + 0.5 * window_s))
+            if self._memory is None:
+                self._memory = _Memory()
+                # Not ended with the attempt: the round's next one uses it.
+                self._start_soon(self._prepare, self._memory)
+            memory = self._memory
             with trio.move_on_at(called_s + window_s):
+                await memory.ready.wait()
+                await trio.lowlevel.checkpoint_if_cancelled()
+                if self.own is None and memory.buffer is not None:
+                    # The training thread takes it at its next step, on a busy machine later: leave half of the window.
+                    self._context.exchange.want_snapshot(SnapshotWanted(memory.buffer, called_s + 0.5 * window_s))
                 await self._arrived.wait()
         return self.own
 
-    async def _prepared_buffer(self) -> torch.Tensor:
-        """The memory of this round's snapshot, one for all attempts."""
-        async with self._preparing:
-            if self._buffer is None:
-                if not self._others_may_need_parts():
-                    self._context.parts.trim([])
-                arrived = self._arrived
-                buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
-                # The worker thread ends its work although the attempt was cancelled. The round's next one uses it.
-                if self._arrived is arrived:
-                    self._buffer = buffer
-                await trio.lowlevel.checkpoint_if_cancelled()
-                return buffer
-            return self._buffer
+    async def _prepare(self, memory: _Memory) -> None:
+        with self._context.errors.containing("getting memory for a snapshot"):
+            if not self._others_may_need_parts():
+                self._context.parts.trim([])
+            memory.buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
+        if memory.buffer is None and self._memory is memory:
+            self._memory = None
+        memory.ready.set()
 
     def _others_may_need_parts(self) -> bool:
         """Whether a linked peer may still need the parts of the round before."""
@@ -112,7 +121,7 @@ class SnapshotTaker:
             try:
                 await context.compute(own.encode, context.state.anchor, context.codec, bounds)
             except ValueError as error:
-                self.own, self.sits_out = None, str(error)
+                self.own, self._memory, self.sits_out = None, None, str(error)
                 logger.warning("sitting this round out: the weights hold NaN, infinity or far too large values")
                 raise RoundFailedError(self.sits_out) from None
 
@@ -138,17 +147,17 @@ class SnapshotTaker:
 
     def skip(self) -> None:
         """The round was skipped: drop its snapshot, and take another one for the next attempt."""
-        skipped = self._skipped
+        skipped, memory = self._skipped, self._memory if self.own is None else None
         if self.own is not None and self.own.is_whole:
             skipped |= {self.own.name}
         self.forget()
-        self._skipped = skipped
+        self._skipped, self._memory = skipped, memory
 
     def forget(self) -> None:
         """The round is resolved: drop its snapshot."""
         self.own, self.sits_out, self.sent, self._began_s = None, "", False, None
         self._skipped = frozenset()
-        self._buffer = None
+        self._memory = None
         self._arrived = trio.Event()
         self._asked_loss = False
         self._context.exchange.want_snapshot(None)

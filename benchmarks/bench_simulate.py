@@ -10,7 +10,7 @@ import torch
 from benchmarks.results import Row
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
-from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
 
@@ -57,10 +57,10 @@ def _simulated_s(experiment: Experiment) -> float:
 
 def _bare_s(experiment: Experiment) -> float:
     """CPU seconds of the training steps alone: forward, backward, clipping and optimizer of every peer."""
-    run, corpus = experiment.run, load_corpus(experiment.data)
+    run, corpus = experiment.run, load_corpus(experiment.data, Characters())
     trainers = [
         Trainer(
-            build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed), corpus, run,
+            build(run.model, vocab_size=run.vocab_size, seed=run.run_seed), corpus, run,
             batch_size=experiment.batch_size, seed=number,
         )
         for number in range(experiment.peers)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.data import VOCAB_SIZE, fixed_windows, load_corpus
+from p2ptrain.training.data import Characters, fixed_windows, load_corpus
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.trainer import Trainer
 
@@ -43,12 +43,14 @@ class Training:
 
     def model(self) -> nn.Module:
         """The model with its initial weights, equal on all peers."""
-        return build("gpt-demo", vocab_size=VOCAB_SIZE, seed=self.seed)
+        return build("gpt-demo", vocab_size=RunConfig.vocab_size, seed=self.seed)
 
     def trainer(self, model: nn.Module, rank: int) -> Trainer:
         """The trainer of one peer: inner optimizer, schedule and text."""
         run = RunConfig(total_steps=self.steps)
-        return Trainer(model, load_corpus("stdlib"), run, batch_size=BATCH_SIZE, seed=1000 * self.seed + rank)
+        return Trainer(
+            model, load_corpus("stdlib", Characters()), run, batch_size=BATCH_SIZE, seed=1000 * self.seed + rank
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Trained:
 def held_out_loss(model: nn.Module) -> float:
     """Mean loss in nats on fixed windows of the held-out text."""
     model.eval()
-    windows = fixed_windows(load_corpus("stdlib").held_out, context=context_length(model), count=EVAL_WINDOWS)
+    windows = fixed_windows(
+        load_corpus("stdlib", Characters()).held_out, context=context_length(model), count=EVAL_WINDOWS
+    )
     batches = zip(*(torch.split(part, EVAL_BATCH) for part in windows), strict=True)
     losses = [
         functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()

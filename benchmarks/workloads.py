@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
 
@@ -67,13 +67,13 @@ class AdamStates:
 
 def train_demo_model(model: nn.Module) -> Callable[[], None]:
     """Train the demo model, as `p2ptrain demo` does."""
-    trainer = Trainer(model, load_corpus("stdlib"), RunConfig(total_steps=0), batch_size=4, seed=0)
+    trainer = Trainer(model, load_corpus("stdlib", Characters()), RunConfig(total_steps=0), batch_size=4, seed=0)
     return lambda: _train(trainer)
 
 
 def demo_model() -> nn.Module:
     """The model that `p2ptrain demo` and a bare `p2ptrain join` train."""
-    return build("gpt-demo", vocab_size=VOCAB_SIZE, seed=0)
+    return build("gpt-demo", vocab_size=RunConfig.vocab_size, seed=0)
 
 
 def _train(trainer: Trainer) -> None:

@@ -1,6 +1,6 @@
 """A language model of your own text: a folder of files, a tokenizer trained on it, streamed data, and resuming.
 
-The first peer trains the tokenizer and sends it to the others as a model buffer. Needs: pip install -e '.[tokenizers]'
+The first peer trains the tokenizer and sends it to the others as a model buffer.
 
     python examples/own_corpus.py [FOLDER of .txt, .md and .py files; default: the source of p2ptrain]
 

@@ -108,6 +108,8 @@ class FakeNetworkSession:
     peer: FakePeer | None = None
     entered: Mapping[str, torch.Tensor] | None = None  # the weights that a peer came with
     failure: ConfigError | None = None
+    tokenizer: bytes | None = None  # what the live run's peers have
+    served_tokenizer = b""
 
     peer_id = "QmFake"
     maddrs = (MADDR, LOOPBACK)
@@ -142,6 +144,9 @@ class FakeNetworkSession:
     def accept_nobody(self) -> None:
         pass
 
+    def find_tokenizer(self, run: RunConfig) -> bytes | None:
+        return self.tokenizer
+
     def members(self, run_id: str) -> list[FakeMember]:
         return list(self.present)
 
@@ -154,8 +159,10 @@ class FakeNetworkSession:
         metrics: Path | None = None,
         sinks: Sequence[Sink] = (),
         resume_state: Mapping[str, Any] | None = None,
+        tokenizer: bytes = b"",
         on_status: Callable[[str], None] | None = None,
     ) -> FakePeer:
+        type(self).served_tokenizer = tokenizer
         type(self).entered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         type(self).peer = FakePeer(
             dataclasses.replace(run, model_layout="layout"), resume_state, founded=self.find_run(run.run_id) is None

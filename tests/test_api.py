@@ -57,8 +57,12 @@ def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
 
 
 def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:
-    of_the_command = {"protocol_version", "model", "model_layout", "data", "num_shards", "sharding"}
-    of_the_inner_optimizer = {"lr", "warmup_steps", "weight_decay"}
+    of_the_command = {
+        "protocol_version", "model", "model_layout", "data", "tokenizer", "vocab_size", "num_shards", "sharding"
+    }  # fmt: skip
+    of_the_inner_optimizer = {
+        "inner_optimizer", "lr", "muon_lr", "schedule", "warmup_steps", "weight_decay", "grad_clip"
+    }  # fmt: skip
     of_join = {"run_id", "total_steps", "run_seed"}
     fields = [field for part in (p2ptrain.Sparta, p2ptrain.DiLoCo) for field in dataclasses.fields(part)]
     given = [field.metadata.get("run", field.name) for field in fields]

@@ -73,7 +73,7 @@ def _count_parameters(settings: Settings) -> int:
         raise ConfigError("--params is required; give the number of parameters, such as 124M, or --model")
     if model in MODELS:
         return parse_params(MODELS[model], model)
-    from p2ptrain.training.data import VOCAB_SIZE
+    from p2ptrain.settings.config import RunConfig
     from p2ptrain.training.models import count_parameters
 
-    return count_parameters(model, vocab_size=VOCAB_SIZE)
+    return count_parameters(model, vocab_size=RunConfig.vocab_size)

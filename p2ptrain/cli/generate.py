@@ -12,16 +12,24 @@ from p2ptrain.settings.config import RunConfig
 @click.command()
 @click.argument("directory", default=f"p2ptrain-{RunConfig.run_id}", metavar="[DIR]")
 @click.option("--prompt", default="def ", show_default=True, help="Beginning of the text.")
-@click.option("--length", type=click.IntRange(min=1), default=500, show_default=True, help="Characters to add.")
+@click.option("--length", type=click.IntRange(min=1), default=500, show_default=True, help="Tokens to add.")
 @click.option(
     "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True,
     help="Sampling temperature; 0 for the most likely text.",
 )  # fmt: skip
+@click.option(
+    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True,
+    help="Sample from the likeliest tokens of this probability in all.",
+)  # fmt: skip
+@click.option("--tokenizer", metavar="NAME", help="If DIR has none: FILE.json or hub:NAME, as for join.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling.")
-def generate(directory: str, prompt: str, length: int, temperature: float, seed: int) -> None:
+def generate(
+    directory: str, prompt: str, length: int, temperature: float, top_p: float, tokenizer: str | None, seed: int
+) -> None:
     """Write text with a trained model.
 
-    DIR is the --out directory of `p2ptrain join` (its newest checkpoint is used), or one checkpoint in it.
+    DIR is the --out directory of `p2ptrain join` (its newest checkpoint is used), one checkpoint in it, or what
+    `p2ptrain export` wrote.
 
     \b
     With the model that `p2ptrain join` trained here:
@@ -31,8 +39,8 @@ def generate(directory: str, prompt: str, length: int, temperature: float, seed:
     """
     from p2ptrain.training.generation import generate_text, load_model
 
-    model = load_model(Path(directory))
+    model, found = load_model(Path(directory), tokenizer)
     click.echo(prompt, nl=False)
-    for character in generate_text(model, prompt, length=length, temperature=temperature, seed=seed):
-        click.echo(character, nl=False)
+    for text in generate_text(model, found, prompt, length=length, temperature=temperature, top_p=top_p, seed=seed):
+        click.echo(text, nl=False)
     click.echo()

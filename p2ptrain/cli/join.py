@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -125,11 +126,17 @@ class PairSteps:
 
 def format_progress(progress: TrainingProgress, pairs: Counter[str] | None = None) -> str:
     """Format one progress line. `pairs`: outer steps by status, in a run with pairs."""
+    from p2ptrain.monitor.formatting import duration
+
     length = f"/{progress.total_steps}" if progress.total_steps else ""
     skipped = sum(progress.skipped.values())
     outer = f"round {progress.round}" if pairs is None else f"pairs {pairs['paired']}, alone {pairs['alone']}"
+    left = "" if progress.left_s is None or progress.left_s < 1 else f", {duration(progress.left_s)} left"
+    perplexity = math.exp(min(progress.eval_loss, 99.0))
+    in_bits = "" if progress.bits_per_byte is None else f", {progress.bits_per_byte:.2f} bits a byte"
     return (
-        f"step {progress.run_step}{length} · loss {progress.loss:.3f}, held-out {progress.eval_loss:.3f} · "
-        f"{progress.tokens_per_s:,.0f} tokens/s · peers {progress.peers} · {outer} · "
+        f"step {progress.run_step}{length}{left} · loss {progress.loss:.3f}, held-out {progress.eval_loss:.3f}"
+        f" (perplexity {perplexity:.1f}{in_bits}) · {progress.tokens_per_s:,.0f} tokens/s, "
+        f"{100 * progress.exchange:.1f} % exchange · peers {progress.peers} · {outer} · "
         f"fragments {progress.sent} out, {progress.merged} in, {skipped} skipped"
     )

@@ -13,9 +13,11 @@ from p2ptrain.cli.bootstrap import bootstrap
 from p2ptrain.cli.completion import completion
 from p2ptrain.cli.config import config
 from p2ptrain.cli.dashboard import dashboard
+from p2ptrain.cli.data import data
 from p2ptrain.cli.demo import demo
 from p2ptrain.cli.doctor import doctor
 from p2ptrain.cli.estimate import estimate
+from p2ptrain.cli.export import export
 from p2ptrain.cli.generate import generate
 from p2ptrain.cli.join import join
 from p2ptrain.cli.key import key
@@ -48,7 +50,8 @@ def cli() -> None:
 
 
 for command in (
-    demo, join, key, bootstrap, peers, dashboard, doctor, estimate, generate, simulate, reproduce, config, completion,
+    demo, join, key, bootstrap, peers, dashboard, doctor, estimate, data, generate, export, simulate, reproduce, config,
+    completion,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.settings.peer_config import PeerConfig
-from p2ptrain.training.data import VOCAB_SIZE, load_corpus
-from p2ptrain.training.models import build
+from p2ptrain.training.data import Characters, load_corpus
+from p2ptrain.training.models import batch_windows, build, context_length
 from p2ptrain.training.trainer import Trainer
 
 MODEL = "gpt-demo"
@@ -29,8 +28,9 @@ def measure_step_s(peers: int) -> float:
     the load of the machine are included.
     """
     run = RunConfig(model=MODEL)
-    model = build(MODEL, vocab_size=VOCAB_SIZE, seed=0)
-    trainer = Trainer(model, load_corpus("stdlib"), run, batch_size=PeerConfig.batch_size, seed=0)
+    model = build(MODEL, vocab_size=run.vocab_size, seed=0)
+    batch_size = batch_windows(MODEL, context_length(model), None)
+    trainer = Trainer(model, load_corpus("stdlib", Characters()), run, batch_size=batch_size, seed=0)
     for step in range(WARM_UP_STEPS):
         trainer.step(step)
     with _busy_processes(peers - 1):

@@ -18,7 +18,7 @@ from p2ptrain.monitor.swarmview import BytesPerStep, SwarmView
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.generation import generate_text
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
@@ -85,8 +85,8 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
     if not checkpoints:
         raise DemoFailedError(f"no peer has saved a checkpoint; see the logs, {peer_directory(out, 1)} and so on")
     run = RunConfig.from_stated(next(iter(checkpoints.values())).info["run"])
-    model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
-    trainer = Trainer(model, load_corpus("stdlib"), run, batch_size=1, seed=0)
+    model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
+    trainer = Trainer(model, load_corpus("stdlib", Characters()), run, batch_size=1, seed=0)
 
     results, weights = [], []
     for number, found in checkpoints.items():
@@ -117,6 +117,6 @@ def measure(out: Path, swarm: SwarmView, *, peers_at_once: int) -> Results:
         parameters=parameters,
         checkpoint=checkpoint.save(out, merged),
         text=PROMPT + "".join(
-            generate_text(model, PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
+            generate_text(model, Characters(), PROMPT, length=SAMPLE_LENGTH, temperature=TEMPERATURE, seed=run.run_seed)
         ),
     )  # fmt: skip

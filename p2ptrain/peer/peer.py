@@ -80,6 +80,7 @@ class Peer:
         pins: Pins,
         closed: ClosedRun | None,
         resume_state: dict[str, Any] | None,
+        tokenizer: bytes,
         on_status: Callable[[str], None],
     ) -> None:
         self._parts = ModelParts(model)
@@ -115,6 +116,7 @@ class Peer:
             return Node(
                 network.transport, network.directory, self._exchange, self.run,
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
+                tokenizer=tokenizer,
                 incarnation=own, may_found=may_found, restored=restored, compute=self._worker.run,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
                 peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, chosen=chosen, closed=closed,

@@ -25,6 +25,7 @@ from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_settings, check_key, list_members
+from p2ptrain.protocol.membership.tokenizer_lookup import ask_tokenizer
 from p2ptrain.protocol.state_sync.provenance import Pins
 from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.settings.config import RunConfig, agrees
@@ -40,6 +41,8 @@ CLOSE_TIMEOUT_S = 5.0
 FIND_RUN_S = 5.0
 # Listing the members takes two lookups and a heartbeat of each; this is only a safeguard.
 MEMBERS_TIMEOUT_S = 30.0
+# For up to 8 MB over a slow line; this is only a safeguard.
+MAX_TOKENIZER_S = 600.0
 
 
 class NetworkSession:
@@ -107,6 +110,17 @@ class NetworkSession:
 
         return self._thread.run(find, timeout_s=MAX_LOOK_S + 30)
 
+    def find_tokenizer(self, run: RunConfig) -> bytes | None:
+        """Get the run's tokenizer file from its members; None if no member has it. Blocks while donors send."""
+
+        async def find() -> bytes | None:
+            return await ask_tokenizer(
+                self.network.transport, self.network.directory, run.run_id, run.tokenizer, rng=random.Random(),
+                chosen=self._chosen, closed=self._closed_run(run.run_id), refusal=self.network.access.refusal,
+            )  # fmt: skip
+
+        return self._thread.run(find, timeout_s=MAX_TOKENIZER_S)
+
     def members(self, run_id: str) -> list[MemberInfo]:
         """List the members of a run. Blocks for up to MEMBERS_TIMEOUT_S.
 
@@ -155,6 +169,7 @@ class NetworkSession:
         metrics: Path | None = None,
         sinks: Sequence[Sink] = (),
         resume_state: dict[str, Any] | None = None,
+        tokenizer: bytes = b"",
         on_status: Callable[[str], None] | None = None,
     ) -> Peer:
         """Join or start a run with a model. Blocks until the model has the run's state (as long as the download).
@@ -164,6 +179,7 @@ class NetworkSession:
             run: the run's settings; if `model_layout` is empty, it is filled in from the model.
             sinks: receive the events of this peer too; closed when it leaves.
             resume_state: the `Peer.state_dict()` of before a restart, or None.
+            tokenizer: the content of the run's tokenizer file, which joiners may ask for.
 
         Raises:
             ConfigError: the model cannot be trained in a run, or the run's state cannot be downloaded.
@@ -177,7 +193,7 @@ class NetworkSession:
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
                 peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget * usable_cores(),
                 chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,
-                resume_state=resume_state, on_status=on_status or (lambda status: None),
+                resume_state=resume_state, tokenizer=tokenizer, on_status=on_status or (lambda status: None),
             )  # fmt: skip
         except BaseException:
             records.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ ALWAYS_STATED = ("run_id", "protocol_version")
 
 AVERAGINGS = ("parts", "gather", "pairwise")
 ROUND_MEANS = ("weighted", "disjoint", "clipped", "trimmed", "geometric")
+# Four times the vocabulary of the largest published ones; a table of embeddings grows with it.
+MAX_VOCAB_SIZE = 2**20
 # A run's texts come from other peers, and are shown on the terminal.
 RUN_ID = text(
     "1 to 128 printable characters without '/'",
@@ -59,25 +62,42 @@ class RunConfig:
     protocol_version: int = PROTOCOL_VERSION
     # "" for a model given through the Python API.
     model: str = setting("", MODEL, names=tuple(MODELS), cli_default="gpt-demo",
-        help="Built-in model, or package.module:factory.",
+        help="Built-in model, hf:NAME, or package.module:factory.",
         why="Learns something within minutes on one slow core. The built-in models and their parameters: "
         + ", ".join(f"{name} ({size})" for name, size in MODELS.items()) + ".")
     # Hex hash of every parameter's name, shape, dtype and, if frozen, value.
     model_layout: str = ""
     # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.
     data: str = ""
+    # "chars", "bytes", "ids" (tokens are prepared, and nobody needs text), or the hex SHA-256 of a tokenizer.json; and
+    # the number of its ids.
+    tokenizer: str = "chars"
+    vocab_size: int = 98
     total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps",
         help="Length of the run in inner steps; 0 for no end.",
         why="2,000 steps of the demo model take a few minutes on a laptop.")
+    inner_optimizer: str = setting("adamw", choice("adamw", "muon"),
+        help="Inner optimizer; muon: for hidden matrices, AdamW else.",
+        why="DiLoCo's. Muon was 0.19 nats better at the same bytes (simulated), but takes more computing.")
     lr: float = setting(3e-3, POSITIVE,
         help="Peak learning rate of the inner AdamW.",
         why="Tuned for the demo model, with 50 steps of warm-up (simulated, k = 8).")
+    muon_lr: float = setting(0.0, NOT_NEGATIVE, default_text="4 x --lr",
+        help="Peak learning rate of Muon's matrices.",
+        why="Flat from 4 to 8 times AdamW's in short runs (simulated); long runs want less.")
+    schedule: str = setting("cosine", choice("cosine", "wsd", "constant"),
+        help="Learning rates after the warm-up.",
+        why="Cosine to a tenth, as nanoGPT. wsd: at the peak until it decays to zero in the last fifth; constant: "
+        "at the peak.")
     warmup_steps: int = setting(50, count(0),
         help="Steps of linear learning rate warm-up.",
         why="Tuned for the demo model, with the learning rate (simulated, k = 8).")
     weight_decay: float = setting(0.1, NOT_NEGATIVE,
-        help="Weight decay of matrices in the inner AdamW.",
+        help="Weight decay of matrices in the inner optimizer.",
         why="DiLoCo, table 5.")
+    grad_clip: float = setting(1.0, NOT_NEGATIVE, default_text="1.0",
+        help="Norm to clip gradients to; 0 for none.",
+        why="As nanoGPT and DiLoCo.")
     sync_every: int = setting(200, count(1, "(inner steps between two rounds)"), metavar="H",
         help="Inner steps between two rounds (H in DiLoCo).",
         why="DiLoCo, section 3.1, uses 500 as its trade-off between loss and bytes; the demo model's runs are shorter.")
@@ -182,6 +202,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         check(self.data in ("stdlib", "text", ""), "data", self.data, "one of stdlib, text, ''")
+        known = re.fullmatch(r"chars|bytes|ids|[0-9a-f]{64}", self.tokenizer) is not None
+        check(known, "tokenizer", self.tokenizer, "chars, bytes, ids or the SHA-256 of a tokenizer.json")
+        fits = 2 <= self.vocab_size <= MAX_VOCAB_SIZE
+        check(fits, "vocab_size", self.vocab_size, f"a number of ids from 2 to {MAX_VOCAB_SIZE:,}")
         layout = self.model_layout
         check(len(layout) <= 128 and layout.isprintable(), "model_layout", layout, "at most 128 printable characters")
         pruned, codec = self.prune_fraction, self.round_codec
@@ -198,6 +222,12 @@ class RunConfig:
         exact = self.inner_moments == "local" or (codec == "none" and self.round_mean == "weighted")
         rule = "local unless round_codec = 'none' and round_mean = 'weighted'"
         check(exact, "inner_moments", self.inner_moments, rule)
+        used = self.muon_lr == 0 or self.inner_optimizer == "muon"
+        check(used, "muon_lr", self.muon_lr, f"left out with inner_optimizer = {self.inner_optimizer!r}")
+        plain = self.inner_moments == "local" or self.inner_optimizer == "adamw"
+        check(
+            plain, "inner_moments", self.inner_moments, "local with inner_optimizer = 'muon': only Adam's are averaged"
+        )
         if self.is_pairwise:
             self._check_pairwise()
 

@@ -8,7 +8,11 @@ from p2ptrain.errors import ConfigError
 
 # Import names of the packages of each extra; setup.cfg lists them by their pip names.
 EXTRAS = {
+    "data": ("datasets", "pyarrow"),
     "dashboard": ("starlette", "uvicorn", "anyio", "prometheus_client"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
     "simulate": ("matplotlib", "sklearn", "threadpoolctl"),
 }
 

@@ -35,6 +35,11 @@ ENDPOINT = Rule(
     lambda endpoint: isinstance(endpoint, str) and parse_endpoint(endpoint) is not None,
     is_int_allowed=True,
 )
+MICRO_BATCH = Rule(
+    "auto, or a number of windows, 1 or more",
+    lambda given: given == "auto" or (isinstance(given, str) and re.fullmatch(r"[1-9]\d{0,6}", given) is not None),
+    is_int_allowed=True,
+)
 PEER_ID = text("a whole peer id, as `p2ptrain peers` shows it", lambda peer: not peer or is_peer_id(peer))
 SHA256 = text("64 hexadecimal digits", lambda digest: re.fullmatch(r"[0-9a-fA-F]{64}|", digest) is not None)
 
@@ -144,14 +149,28 @@ class PeerConfig:
         help=f"A paper's settings as defaults of a new run: {', '.join(PRESETS)}.",
         why="The defaults fit the demo model. Presets fit a paper's model.")
     data: str = setting("stdlib", metavar="stdlib|FILE|DIR", names=("stdlib",),
-        help="Training text: Python's library source, or yours.",
-        why="Available wherever Python is, and English enough to show that a model learns.")
+        help="Training text, or token files (train.bin, prepared).",
+        why="The source of Python's library is available wherever Python is, and English enough to show that a model "
+        "learns.")
+    tokenizer: str | None = setting(None, metavar="NAME", names=("chars", "bytes"),
+        default_text="that of --data, else chars",
+        help="chars, bytes, FILE.json, hub:NAME, train:N or ids:N.",
+        why="Characters need no file. Peers of a run share the tokenizer, and joiners get it from the others.")
     init_from: str | None = setting(None, metavar="DIR|FILE",
         help="Initial weights of a new run: checkpoint or .safetensors file.",
         why="Random weights, from run_seed.")
-    batch_size: int = setting(4, count(1),
-        help="Text windows per inner step.",
-        why="Tuned with the demo model, for one slow core.")
+    batch_tokens: int | None = setting(None, count(1), default_text="from the model", metavar="N",
+        help="Tokens of this peer in an inner step, rounded to windows.",
+        why="256 for the demo model, tuned for one slow core. Models of a paper have an eighth of its batch.")
+    micro_batch: str = setting("auto", MICRO_BATCH, metavar="N|auto",
+        help="Windows at once; the gradients of a step are added up.",
+        why="auto: all of a step, and half as many each time that memory does not suffice.")
+    dtype: str = setting("auto", choice("auto", "float32", "bfloat16"),
+        help="Precision of matrix products; weights stay float32.",
+        why="bfloat16 on GPUs that have it; CPUs mostly emulate it slowly.")
+    compile: str = setting("off", choice("off", "on"),
+        help="Compile the model with torch.compile.",
+        why="Off: the first step then takes a minute or more. On a GPU it is worth it in long runs.")
     device: str = setting("auto", metavar="DEVICE", names=("auto", "cpu", "cuda", "mps"),
         help="Device to train on: auto, cpu, cuda, cuda:1, mps.",
         why="A GPU where torch sees one.")
@@ -167,6 +186,12 @@ class PeerConfig:
     prometheus: str | None = setting(None, ENDPOINT, metavar="[HOST:]PORT",
         help=f"Serve Prometheus metrics there; HOST defaults to {LOOPBACK}.",
         why="No port is opened by default.")
+    log: str | None = setting(None, choice("tensorboard", "wandb", "trackio"),
+        help="Tracker for this peer's figures and the swarm's.",
+        why="None: the metrics file has them all. Each needs its extra, such as pip install 'p2ptrain[wandb]'.")
+    sample_every: int = setting(0, count(0, "(0: never)"),
+        help="Steps between two texts that the model writes; 0 for none.",
+        why="Off: a text of 100 tokens takes as long as some dozens of the demo model's steps.")
     seed: int | None = setting(None, count(0), default_text="from its identity",
         help="Seed of this peer's text sampling.",
         why="Different on each peer, and the same after a restart.")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 # Built-in models and their parameters; shapes and sources are in `training/models/registry.py`.
 MODELS = {
     "gpt-demo": "0.1M", "gpt-small": "10.8M", "gpt2-124m": "124M", "diloco-60m": "60M", "diloco-150m": "151M",
-    "diloco-400m": "391M",
+    "diloco-400m": "391M", "llama-15m": "15.2M", "llama-60m": "58M", "llama-160m": "162M", "llama-400m": "393M",
 }  # fmt: skip
 # Defaults of a run that gives averaging = "pairwise": NoLoCo's outer optimizer. Those of rounds do not suit pairs.
 PAIR_DEFAULTS: Mapping[str, str | float] = {"outer_optimizer": "sgdm", "outer_lr": 0.7, "outer_momentum": 0.5}

@@ -6,11 +6,12 @@ joined. A preset applies only to a run that starts here.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,13 @@ class Settings:
         sources: source of each value: "default", "preset NAME", "averaging pairwise", a flag, a variable, or
             "FILE: key".
         ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
+        from_files: settings of the run that follow from files that the user gave, by field name of `RunConfig`.
     """
 
     values: Mapping[str, Value]
     sources: Mapping[str, str]
     ticket: Ticket | None = None
+    from_files: Mapping[str, Any] = field(default_factory=dict)
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
@@ -71,7 +74,11 @@ class Settings:
         given = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.explicit(s.name)}
         if self.explicit("data"):
             given["data"] = BUILTIN_DATA if self.values["data"] == BUILTIN_DATA else "text"
-        return given
+        return {**given, **self.from_files}
+
+    def with_tokenizer(self, identity: str, vocab_size: int) -> Settings:
+        """These settings, and the run's tokenizer, as the user's files and flags say."""
+        return dataclasses.replace(self, from_files={"tokenizer": identity, "vocab_size": vocab_size})
 
     def resolve_run(self, adopted: RunConfig | None) -> RunConfig:
         """The run's settings: the adopted ones, checked against the user's; or those of a new run.
@@ -81,6 +88,9 @@ class Settings:
         """
         if adopted is not None:
             origins = {s.field_name: self.sources[s.name] for s in SETTINGS.values()}
+            if not self.explicit("tokenizer"):
+                origins["tokenizer"] = f"{self.sources['data']} (its tokenizer)"
+            origins["vocab_size"] = origins["tokenizer"]
             return resolve_run(self.explicit_run(), adopted, origins)
         defaults = {"model": SETTINGS["model"].default, "data": BUILTIN_DATA}
         chosen = {s.field_name: self.values[s.name] for s in RUN_SETTINGS if self.sources[s.name] != DEFAULT}

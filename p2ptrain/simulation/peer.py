@@ -52,7 +52,7 @@ class SimulatedPeer:
             spans, shard_tokens = shards.spans(shard), shards.sizes[shard]
         seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
-        averaged = parts.averaged(run, self.trainer.optimizer)
+        averaged = parts.averaged(run, self.trainer.optimizer.adamw)
         self._exchange = Exchange(
             parts.space, parts.tensors, run, averaged=averaged, clock=trio.current_time, post=_at_once
         )

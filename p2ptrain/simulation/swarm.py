@@ -20,7 +20,7 @@ from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.scheduled_event import ScheduledEvent
-from p2ptrain.training.data import VOCAB_SIZE, Corpus, load_corpus
+from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.sharding import make_shards, train_briefly
 
@@ -54,9 +54,10 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
 class _Simulation:
     def __init__(self, experiment: Experiment, on_progress: Callable[[int], None]) -> None:
         self._on_progress = on_progress
-        self._corpus: Corpus = load_corpus(experiment.data)
+        self._corpus: Corpus = load_corpus(experiment.data, Characters())
         # Every peer starts with a copy.
-        self._model = model = build(experiment.run.model, vocab_size=VOCAB_SIZE, seed=experiment.run.run_seed)
+        run = experiment.run
+        self._model = model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
         if experiment.pretrain_steps:
             train_briefly(model, self._corpus, experiment.run, steps=experiment.pretrain_steps)
         layout = ModelParts(model).layout_sha256

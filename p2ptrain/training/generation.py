@@ -1,47 +1,123 @@
-"""Text from a trained model, one character at a time."""
+"""Text from a trained model, one token at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE, decode, encode
-from p2ptrain.training.models import build, context_length
+from p2ptrain.training.data.tokenizer import CHARS, GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
+from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, find_tokenizer, read_tokenizer
+from p2ptrain.training.models import GPT, Llama, build, context_length
+from p2ptrain.training.models.cache import KeyValueCache
 
 
-def load_model(path: Path) -> nn.Module:
-    """Load the model of a checkpoint, as `checkpoint.load_given`. Raises ConfigError."""
+def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = True) -> tuple[nn.Module, Tokenizer]:
+    """Load the model of a checkpoint, as `checkpoint.load_given`, and its run's tokenizer. Raises ConfigError.
+
+    Args:
+        tokenizer: names it as `--tokenizer` does, if the directory has none.
+        needs_text: whether a tokenizer that is not known is an error.
+    """
+    if (path / "config.json").is_file():
+        return _exported(path, tokenizer, needs_text=needs_text)
     saved = checkpoint.load_given(path, parts=["model"])
     run = RunConfig.from_stated(saved.info["run"])
-    model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+    model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
     model.load_state_dict(saved.state["model"])
-    return model
+    if tokenizer is not None:
+        found = find_tokenizer(tokenizer)
+    else:
+        folders = (path, path.resolve().parent)
+        tried = (read_tokenizer(folder, run.tokenizer, run.vocab_size) for folder in folders)
+        found = next(filter(None, tried), None)
+    if found is None and not needs_text:
+        found = Ids(run.vocab_size)
+    if found is None or (found.identity == IDS and needs_text):
+        raise ConfigError(f"{path}: the run's tokenizer is not there; give it with --tokenizer FILE.json or hub:NAME")
+    if run.tokenizer not in (IDS, found.identity) or found.vocab_size > run.vocab_size:
+        raise ConfigError(f"--tokenizer {tokenizer}: is not that of the run; give the one that it was started with")
+    return model, found
+
+
+def _exported(path: Path, name: str | None, *, needs_text: bool) -> tuple[nn.Module, Tokenizer]:
+    """The model and the tokenizer of a directory that transformers loads."""
+    model = build(f"hf:{path}:pretrained", vocab_size=2, seed=0)
+    file = path / TOKENIZER_FILE
+    found = find_tokenizer(name or str(file)) if name or file.is_file() else None
+    if found is None and needs_text:
+        raise ConfigError(f"{path}: has no {TOKENIZER_FILE}; give it with --tokenizer FILE.json or hub:NAME")
+    return model, found or Ids(GPT2_VOCAB_SIZE)
 
 
 @torch.no_grad()
-def generate_text(model: nn.Module, prompt: str, *, length: int, temperature: float, seed: int) -> Iterator[str]:
-    """Yield `length` characters that continue `prompt`.
+def generate_text(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, *, length: int, temperature: float, seed: int,
+    top_p: float = 1.0,
+) -> Iterator[str]:  # fmt: skip
+    """Yield text of `length` tokens that continues `prompt`, in pieces of whole characters.
 
     Args:
         model: maps int64 tokens (1, T) to logits (1, T, V).
         prompt: may be empty; if longer than the model's context, only its end is used.
-        temperature: 0 always takes the likeliest character; 1 samples from the model's distribution.
+        temperature: 0 always takes the likeliest token; 1 samples from the model's distribution.
         seed: seeds the sampling.
+        top_p: samples only from the likeliest tokens that together have this probability.
     """
     model.eval()
     generator = torch.Generator().manual_seed(seed)
-    context = context_length(model)
-    tokens = torch.from_numpy(encode(prompt or "\n").astype("int64"))[None]  # (1, T)
+    device = next(model.parameters()).device
+    reader = _reader(model)
+    (ids,) = tokenizer.encode([prompt or "\n"])
+    tokens = torch.from_numpy(ids.astype("int64"))[None].to(device)  # (1, T)
+    written: list[int] = []
+    shown = ""
     for _ in range(length):
-        logits = model(tokens[:, -context:])[0, -1, :VOCAB_SIZE].float()
+        logits = reader(tokens)[: tokenizer.vocab_size].float().cpu()
         if temperature == 0:
             chosen = logits.argmax(keepdim=True)
         else:
-            chosen = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator)
-        tokens = torch.cat([tokens[:, -context:], chosen[None]], dim=1)
-        yield decode(chosen.tolist())
+            chances = _likeliest((logits / temperature).softmax(0), top_p)
+            chosen = torch.multinomial(chances, 1, generator=generator)
+        tokens = torch.cat([tokens, chosen[None].to(device)], dim=1)
+        written += chosen.tolist()
+        # All of it again: what one token says may depend on those before it. A token may end within a character.
+        text = tokenizer.decode(written)
+        if tokenizer.identity == CHARS or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(written)[len(shown) :]
+
+
+def _reader(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What maps all tokens so far, (1, T), to the logits of the next one, (V,). Our models read each token once."""
+    context = context_length(model)
+    if not isinstance(model, (GPT, Llama)):
+        return lambda tokens: model(tokens[:, -context:])[0, -1]
+    cache = KeyValueCache()
+
+    def read(tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal cache
+        if 0 < cache.length < context:
+            return model(tokens[:, -1:], cache)[0, -1]  # type: ignore[no-any-return]
+        # At the start, or where it is full: positions are counted from the beginning, so it cannot slide. Half of the
+        # context is read again, which leaves room for as much.
+        kept = tokens[:, -(context if cache.length == 0 else max(1, context // 2)) :]
+        cache = KeyValueCache()
+        return model(kept, cache)[0, -1]  # type: ignore[no-any-return]
+
+    return read
+
+
+def _likeliest(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The probabilities (V,) with those of unlikely tokens at 0: the fewest are kept that together have `top_p`."""
+    if top_p >= 1.0:
+        return chances
+    ordered, order = chances.sort(descending=True)
+    is_left_out = ordered.cumsum(0) - ordered >= top_p
+    return chances.index_fill(0, order[is_left_out], 0.0)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from torch import nn
 from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError, UnreachableError
 from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
+from p2ptrain.monitor.trackers import open_tracker
 from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.membership.reachability import best_first
 from p2ptrain.settings.config import RunConfig
@@ -26,13 +28,19 @@ from p2ptrain.settings.peer_config import NetworkConfig, parse_endpoint
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE, Corpus, Shards, load_corpus
+from p2ptrain.training.data import Corpus, Shards
+from p2ptrain.training.data.source import open_source
+from p2ptrain.training.data.token_files import TokenFolder
+from p2ptrain.training.data.tokenizer import IDS
+from p2ptrain.training.data.tokenizer_file import TRAIN
+from p2ptrain.training.generation import generate_text
 from p2ptrain.training.loop import TrainingProgress, run_training
-from p2ptrain.training.models import PRESETS, build, check_name, context_length, count_parameters
+from p2ptrain.training.models import PRESETS, batch_windows, build, check_name, context_length, count_parameters
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
+from p2ptrain.training.run_tokenizer import first_tokenizer, given_tokenizer, tokenizer_of
 from p2ptrain.training.sharding import choose_shard, make_shards
-from p2ptrain.training.trainer import Trainer, choose_device
+from p2ptrain.training.trainer import Trainer, choose_device, choose_precision
 
 if TYPE_CHECKING:
     from p2ptrain.peer.peer import Peer
@@ -43,6 +51,8 @@ METRICS_FILE = "metrics.jsonl"
 # Addresses of the peers last seen alive. A restarted peer finds the run through them if its initial peers are gone, or
 # if it started the run and has none.
 REMEMBERED_FILE = "peers.txt"
+
+SAMPLE_TOKENS = 100
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +90,10 @@ def join_run(
         check_name(str(settings.values["model"]))
     if config.init_from:
         check_weights(Path(config.init_from))
-    corpus = load_corpus(config.data)
+    source = open_source(config.data)
+    tokenizer = given_tokenizer(config.tokenizer, source)
+    if tokenizer is not None:
+        settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
 
     with ExitStack() as stack:
         watching = list(sinks)
@@ -100,6 +113,8 @@ def join_run(
                 f"run {ours.run_id!r} in {out} is closed: give --run-key FILE, or a ticket that holds the key"
             )
 
+        if config.log is not None:
+            watching.append(stack.enter_context(closing(open_tracker(config.log, out, run_id))))
         named = dataclasses.replace(config.network, identity=str(identity))
         session = stack.enter_context(_open_session(named, _remembered(out), saved, say))
         network = config.network
@@ -116,6 +131,9 @@ def join_run(
             # Early, so that it can be copied for an owner who has to allow it.
             logger.info("this peer's id is %s", session.network.peer_id)
             found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
+        if found is None and ours is None and tokenizer is None:
+            tokenizer = first_tokenizer(config.tokenizer, source, say)
+            settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
         run = settle_run(settings, found, ours, out)
         if session.knows_others and not found and not saved:
             say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")
@@ -124,9 +142,14 @@ def join_run(
                 f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out"
             )
             return
+        if config.tokenizer and config.tokenizer.startswith(TRAIN) and (found or saved):
+            since = "has started" if found else "is continued"
+            say(f"--tokenizer {config.tokenizer}: not used, because run {run_id!r} {since} with its own")
         if others := settings.preset_differences(run):
             say(f"--preset {config.preset}: not used, because run {run_id!r} has started with {', '.join(others)}")
-        known = count_parameters(run.model, vocab_size=VOCAB_SIZE) if run.model in PRESETS else None
+        tokenizer = tokenizer_of(run, tokenizer, source, out, partial(_ask_tokenizer, session, run, say))
+        corpus = source.corpus(tokenizer)
+        known = count_parameters(run.model, vocab_size=run.vocab_size) if run.model in PRESETS else None
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         model = _build_model(run, saved)
@@ -145,14 +168,22 @@ def join_run(
         shards, shard = _shards(run, corpus, model, config.shard, session.network.peer_id, say)
         spans = None if shards is None else shards.spans(shard)
         seed = run.data_seed(session.network.peer_id) if config.seed is None else config.seed
-        trainer = Trainer(model, corpus, run, batch_size=config.batch_size, seed=seed, spans=spans)
+        context = context_length(model)
+        trainer = Trainer(
+            model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens), seed=seed,
+            spans=spans, tokenizer=tokenizer,
+            micro_batch=None if config.micro_batch == "auto" else int(config.micro_batch),
+            precision=choose_precision(config.dtype, device), compiled=config.compile == "on",
+            read_ahead=device.type == "cuda" or isinstance(source, TokenFolder),
+        )  # fmt: skip
         if saved:
             trainer.load_state_dict(saved.state["trainer"])
 
         peer = stack.enter_context(
             session.enter(
-                model, run, optimizer=trainer.optimizer, metrics=Path(config.metrics or out / METRICS_FILE),
-                sinks=watching, resume_state=saved.state["peer"] if saved else None, on_status=on_status or say,
+                model, run, optimizer=trainer.optimizer.adamw, metrics=Path(config.metrics or out / METRICS_FILE),
+                sinks=watching, resume_state=saved.state["peer"] if saved else None,
+                tokenizer=tokenizer.file, on_status=on_status or say,
             )
         )  # fmt: skip
         on_peer(peer)
@@ -178,10 +209,28 @@ def join_run(
             _remember(out, peer.alive_maddrs)
             on_progress(progress)
 
-        reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=progressed)
+        def sample() -> None:
+            try:
+                text = "".join(generate_text(model, tokenizer, "\n", length=SAMPLE_TOKENS, temperature=0.8, seed=0))
+            except Exception as error:  # a text is not worth a run
+                logger.warning("no sample at step %d: %s", peer.run_step, error)
+            else:
+                say(f"sample at step {peer.run_step}: {text!r}")
+
+        if config.sample_every and tokenizer.identity == IDS:
+            say("--sample-every: not used, because the run's tokenizer is not here; give it with --tokenizer")
+            config = dataclasses.replace(config, sample_every=0)
+        reason = run_training(
+            peer, trainer, config, out=out, stop=stop, on_progress=progressed, on_sample_due=sample
+        )  # fmt: skip
         hint = f"try: p2ptrain generate {out}" if reason == "finished" else "run the same command again to continue"
         is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
         say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
+
+
+def _ask_tokenizer(session: NetworkSession, run: RunConfig, say: Callable[[str], None]) -> bytes | None:
+    say(f"asking the peers of run {run.run_id!r} for its tokenizer")
+    return session.find_tokenizer(run)
 
 
 def _say_ticket(
@@ -323,7 +372,7 @@ def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | No
 
 
 def _build_model(run: RunConfig, saved: checkpoint.Checkpoint | None) -> nn.Module:
-    model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+    model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
     if saved:
         try:
             model.load_state_dict(saved.state["model"])
@@ -345,7 +394,7 @@ def _shards(
     assert shards is not None
     say(
         f"training on shard {shard} of {run.num_shards} ({run.sharding}): {shards.sizes[shard]:,} of "
-        f"{sum(shards.sizes):,} characters; partition {shards.digest[:12]}, the same on peers with the same text"
+        f"{sum(shards.sizes):,} tokens; partition {shards.digest[:12]}, the same on peers with the same text"
     )
     return shards, shard
 

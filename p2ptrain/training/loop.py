@@ -22,7 +22,6 @@ from p2ptrain.errors import CheckpointError, TransientError
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -50,12 +49,16 @@ class SteppingPeer(Protocol):
 
 @dataclass(frozen=True)
 class StepDone:
-    """One local step and its exchange: the run's step after it, and losses in nats. `eval_loss` only if measured."""
+    """One local step and its exchange: the run's step after it, and losses in nats. `eval_loss` only if measured.
+
+    `exchange_s`: seconds that the exchange held training.
+    """
 
     run_step: int
     loss: float
     tokens: int
     report: StepReport
+    exchange_s: float
     eval_loss: float | None
 
 
@@ -65,11 +68,13 @@ def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> 
     while not peer.finished and (total_steps == 0 or peer.run_step < total_steps):
         before = peer.run_step
         loss, tokens = trainer.step(before)
+        began_s = time.perf_counter()
         report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
+        exchange_s = time.perf_counter() - began_s
         # At multiples of the run's steps, not this peer's, so that the curves of all peers share their x values.
         is_due = before // eval_every != peer.run_step // eval_every
         eval_loss = record_evaluation(peer, trainer, eval_every) if is_due else None
-        yield StepDone(peer.run_step, loss, tokens, report, eval_loss)
+        yield StepDone(peer.run_step, loss, tokens, report, exchange_s, eval_loss)
 
 
 def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float:
@@ -92,6 +97,9 @@ class TrainingProgress:
         round: rounds resolved so far.
         peers: live peers, including this one.
         loss, eval_loss: this peer's mean training loss and its newest loss on held-out text, in nats.
+        bits_per_byte: the latter for a byte of text, which compares tokenizers; None if the text is not known.
+        exchange: share of the time for which the exchange held training.
+        left_s: seconds to the end of the run at this speed; None if it has no end.
         sent, merged, skipped: fragments; the skipped ones by reason.
     """
 
@@ -101,7 +109,10 @@ class TrainingProgress:
     peers: int
     loss: float
     eval_loss: float
+    bits_per_byte: float | None
     tokens_per_s: float
+    exchange: float
+    left_s: float | None
     sent: int
     merged: int
     skipped: Mapping[str, int]
@@ -115,6 +126,7 @@ def run_training(
     out: Path,
     stop: Callable[[], bool],
     on_progress: Callable[[TrainingProgress], None],
+    on_sample_due: Callable[[], None] = lambda: None,
     now: Callable[[], float] = time.monotonic,
 ) -> Literal["finished", "interrupted", "failed"]:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
@@ -126,19 +138,24 @@ def run_training(
         out: directory for checkpoints. If one cannot be written, an error is logged and training goes on.
         stop: called after every step; true after a signal.
         on_progress: called every few seconds.
+        on_sample_due: called every `config.sample_every` steps of the run.
         now: monotonic clock, in seconds.
     """
     is_closed = config.network.key is not None
     recent: list[StepDone] = []
     eval_loss = record_evaluation(peer, trainer, config.eval_every)
     line_s = saved_s = now()
+    sampled = peer.run_step
     for done in _steps_to_the_end(peer, trainer, config, stop, now):
         recent.append(done)
         eval_loss = eval_loss if done.eval_loss is None else done.eval_loss
         if stop() or peer.failure:
             break
+        if config.sample_every and done.run_step // config.sample_every != sampled // config.sample_every:
+            on_sample_due()
+            sampled = done.run_step
         if now() - line_s >= PROGRESS_INTERVAL_S:
-            on_progress(_summary(peer, recent, eval_loss, now() - line_s))
+            on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
             recent, line_s = [], now()
         if now() - saved_s >= 60 * config.checkpoint_minutes:
             save_checkpoint(peer, trainer, out, is_closed=is_closed)
@@ -146,7 +163,7 @@ def run_training(
     if not stop() and not peer.failure:
         eval_loss = record_evaluation(peer, trainer, config.eval_every)
     if recent:
-        on_progress(_summary(peer, recent, eval_loss, now() - line_s))
+        on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
     interrupted = stop() and not peer.finished
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
@@ -171,7 +188,6 @@ def save_checkpoint(peer: Peer, trainer: Trainer, out: Path, *, is_closed: bool)
         "peer_id": peer.peer_id,
         "round": peer.round,
         "anchor_hash": peer.anchor_hash,
-        "vocab_size": VOCAB_SIZE,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict(), "peer": peer.state_dict()}
@@ -207,7 +223,12 @@ def _is_put_back(peer: Peer, stop: Callable[[], bool], now: Callable[[], float])
     return False
 
 
-def _summary(peer: Peer, recent: Sequence[StepDone], eval_loss: float, seconds: float) -> TrainingProgress:
+def _summary(
+    peer: Peer, trainer: Trainer, recent: Sequence[StepDone], eval_loss: float, seconds: float
+) -> TrainingProgress:
+    seconds = max(seconds, 1e-9)
+    left = max(0, peer.run.total_steps - peer.run_step)
+    in_bits = trainer.bytes_per_token and eval_loss / math.log(2) / trainer.bytes_per_token
     return TrainingProgress(
         run_step=peer.run_step,
         total_steps=peer.run.total_steps,
@@ -215,7 +236,11 @@ def _summary(peer: Peer, recent: Sequence[StepDone], eval_loss: float, seconds: 
         peers=1 + len(peer.alive),
         loss=sum(done.loss for done in recent) / len(recent),
         eval_loss=eval_loss,
-        tokens_per_s=sum(done.tokens for done in recent) / max(seconds, 1e-9),
+        bits_per_byte=in_bits,
+        tokens_per_s=sum(done.tokens for done in recent) / seconds,
+        exchange=sum(done.exchange_s for done in recent) / seconds,
+        # Of the run's steps, not of ours: a slow peer is not its measure.
+        left_s=left * seconds / max(1, recent[-1].run_step - recent[0].run_step + 1) if peer.run.total_steps else None,
         sent=sum(done.report.sent for done in recent),
         merged=sum(done.report.merged for done in recent),
         skipped=sum((Counter(done.report.skipped) for done in recent), Counter()),

@@ -23,7 +23,7 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.training.data import VOCAB_SIZE, Corpus, Shards, shards
+from p2ptrain.training.data import Corpus, Shards, Tokens, shards
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.trainer import Trainer
 
@@ -73,7 +73,7 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
     # Both before training the model, which takes minutes.
     require_extra("simulate", "sharding = 'clusters'")
     shards.check_enough_blocks(bounds, run.num_shards)
-    model = build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed)
+    model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
     with _one_thread() if small else nullcontext():
         model = model.to("cpu" if small else device)
@@ -116,13 +116,13 @@ def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: in
 
 
 @torch.no_grad()
-def block_features(model: nn.Module, tokens: NDArray[np.uint8], bounds: NDArray[np.int64]) -> NDArray[np.float32]:
+def block_features(model: nn.Module, tokens: Tokens, bounds: NDArray[np.int64]) -> NDArray[np.float32]:
     """Compute a model's last-layer features of each block, averaged over windows spread over the block.
 
     Args:
         model: maps int64 tokens (B, T) to logits. If it has a method `features`, as our GPT does, that is called
             instead, and returns (B, T, F); else the logits are the features.
-        tokens: (length,) uint8, the text.
+        tokens: the text.
         bounds: int64 (blocks + 1,), where blocks begin and the last one ends.
 
     Returns:

@@ -1,8 +1,4 @@
-"""Local training: a model, its inner optimizer and its text. It does not use the network.
-
-AdamW with linear warm-up and cosine decay (DiLoCo, table 5). The learning rate depends on the *run's* step, so a late
-joiner continues the run's schedule.
-"""
+"""Local training: a model, its inner optimizer and its text. It does not use the network."""
 
 from __future__ import annotations
 
@@ -22,15 +18,13 @@ from p2ptrain.algorithms.metrics import sample_indices
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
+from p2ptrain.training.data.read_ahead import ReadAhead
+from p2ptrain.training.data.tokenizer import IDS, Tokenizer
+from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.models import context_length
 
-# DiLoCo, table 5; beta 2 as in nanoGPT.
-BETAS = (0.9, 0.95)
-GRADIENT_CLIP = 1.0
-# Cosine to 10 %: as in nanoGPT.
-FINAL_LR_SHARE = 0.1
 # The windows are fixed, so a few suffice to compare curves; 4096 characters cost about six steps of the demo model.
-EVAL_TOKENS = 4096
+EVAL_TOKENS, EVAL_WINDOWS = 4096, 16
 EVAL_BATCH = 16
 # Enough coordinates for a correlation to within a percent or two; 5 kB per line of the metrics file.
 SAMPLED_WEIGHTS = 512
@@ -38,16 +32,6 @@ SAMPLED_WEIGHTS = 512
 MAX_LOST_STEPS = 50
 
 logger = logging.getLogger(__name__)
-
-
-def learning_rate(run: RunConfig, step: int) -> float:
-    """The inner learning rate at a step of the run: linear warm-up, then cosine; constant if the run has no end."""
-    if step < run.warmup_steps:
-        return run.lr * (step + 1) / run.warmup_steps
-    if run.total_steps == 0:
-        return run.lr
-    share_done = min(1.0, (step - run.warmup_steps) / max(1, run.total_steps - run.warmup_steps))
-    return run.lr * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * share_done)))
 
 
 def choose_device(name: str) -> torch.device:
@@ -66,8 +50,25 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast for `--dtype`; None for none. Raises ConfigError if the device cannot have it.
+
+    "auto" is bfloat16 on GPUs that support it, and none elsewhere: most CPUs emulate it slowly.
+    """
+    supported = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and supported else None
+    if name == "bfloat16" and not supported:
+        raise ConfigError(f"--dtype {name}: this GPU does not support it; give float32, or leave it out")
+    return torch.bfloat16 if name == "bfloat16" else None
+
+
 class Trainer:
-    """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model."""
+    """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model.
+
+    Attributes:
+        bytes_per_token: bytes of UTF-8 in a token of what is evaluated; None if that is not known.
+    """
 
     def __init__(
         self,
@@ -78,13 +79,24 @@ class Trainer:
         batch_size: int,
         seed: int,
         spans: NDArray[np.int64] | None = None,
+        tokenizer: Tokenizer | None = None,
+        micro_batch: int | None = None,
+        precision: torch.dtype | None = None,
+        compiled: bool = False,
+        read_ahead: bool = False,
     ) -> None:
         """
         Args:
             model: maps int64 tokens (B, T) to logits (B, T, V); already on its device.
             corpus: text to train and to evaluate on.
-            run: gives learning rate, warm-up, length and weight decay.
+            run: gives the inner optimizer, its rates and schedule, and the gradient's limit.
             batch_size: windows of text per step.
+            tokenizer: of the text, to count the bytes of what is evaluated.
+            micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a
+                step at once, and half as many after each time that memory does not suffice.
+            precision: dtype of autocast; None for none.
+            compiled: whether to train with torch.compile.
+            read_ahead: whether to read the next batch in a thread.
             seed: seeds this peer's windows and torch's global generator (dropout).
             spans: int64 (spans, 2), ranges of the training text to draw windows from (`Shards.spans`); None for all.
 
@@ -95,10 +107,16 @@ class Trainer:
         self.run = run
         self._device = next(model.parameters()).device
         context = context_length(model)
-        self._windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
-        eval_count = max(1, EVAL_TOKENS // context)
+        windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
+        self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
+        self._forward = torch.compile(model) if compiled else model
+        self._precision = precision
+        self._halves = micro_batch is None
+        self._micro_batch = min(batch_size, micro_batch or batch_size)
+        eval_count = max(EVAL_WINDOWS, EVAL_TOKENS // context)
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
-        self.optimizer = _adamw(model, run)
+        self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])
+        self.optimizer = InnerOptimizer(model, run)
         self._lost_steps = 0
         torch.manual_seed(seed)
 
@@ -108,20 +126,17 @@ class Trainer:
         If the gradient is not finite, the weights stay as they are. Raises ConfigError if that happened MAX_LOST_STEPS
         times in a row.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.run, run_step)
         self.model.train()
         inputs, targets = self._windows.next_batch()
-        loss = self._loss(inputs, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_CLIP)
+        loss = self._accumulate(inputs, targets)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.grad_clip or math.inf)
         if torch.isfinite(norm):
-            self.optimizer.step()
+            self.optimizer.step(lr_share(self.run, run_step))
             self._lost_steps = 0
         else:
             self._count_lost_step(run_step)
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.item(), inputs.numel()
+        self.optimizer.zero_grad()
+        return loss, inputs.numel()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -144,21 +159,64 @@ class Trainer:
         return [float(f"{value:.6g}") for value in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """All state that the next step depends on except the weights and the random state of a GPU."""
-        state = {"optimizer": self.optimizer.state_dict(), "windows": self._windows.state_dict()}
+        """All state that the next step depends on except the weights."""
+        state = {**self.optimizer.state_dict(), "windows": self._windows.state_dict()}
+        if self._device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self._device)
         return {**state, "torch_rng": torch.get_rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state)
         self._windows.load_state_dict(state["windows"])
         torch.set_rng_state(state["torch_rng"])
+        if self._device.type == "cuda" and "cuda_rng" in state:
+            torch.cuda.set_rng_state(state["cuda_rng"], self._device)
+
+    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Add up the gradients of a step's micro-batches. Returns the mean loss in nats.
+
+        If memory does not suffice, tries again with half as many windows at once. Raises ConfigError if one is too
+        many, or the user fixed their number.
+        """
+        while True:
+            try:
+                return self._backward(inputs, targets)
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                self.optimizer.zero_grad()
+                if not self._halves or self._micro_batch == 1:
+                    fix = "train a smaller model" if self._micro_batch == 1 else "give --micro-batch auto, or fewer"
+                    raise ConfigError(
+                        f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
+                    ) from error
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._micro_batch //= 2
+            logger.warning("out of memory: %d windows at once from now on (--micro-batch)", self._micro_batch)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats of int64 (B, T) inputs and targets."""
-        inputs, targets = inputs.to(self._device), targets.to(self._device)
-        with _autocast(self._device):
-            logits = self.model(inputs)
+        inputs = inputs.to(self._device, non_blocking=True)
+        targets = targets.to(self._device, non_blocking=True)
+        with self._autocast():
+            logits = self._forward(inputs)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def _backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """One try at it. A method of its own: after an error its variables, and so the graph, are gone."""
+        total = torch.zeros((), device=self._device)
+        parts = zip(*(torch.split(part, self._micro_batch) for part in (inputs, targets)), strict=True)
+        for some_inputs, some_targets in parts:
+            loss = self._loss(some_inputs, some_targets) * (len(some_inputs) / len(inputs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total.item()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._precision is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._precision)
 
     def _count_lost_step(self, run_step: int) -> None:
         self._lost_steps += 1
@@ -170,20 +228,14 @@ class Trainer:
             )
 
 
-def _adamw(model: nn.Module, run: RunConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, with weight decay on matrices only (not on biases and norms)."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": run.weight_decay},
-        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    # One kernel for all tensors: otherwise, on a CPU, a third of the demo model's step is Python overhead.
-    fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=run.lr, betas=BETAS, fused=fused)
+def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> float | None:
+    if tokenizer is None or tokenizer.identity == IDS:
+        return None
+    texts = (tokenizer.decode(token for token in window if token != tokenizer.separator) for window in windows.tolist())
+    return sum(len(text.encode()) for text in texts) / windows.numel()
 
 
-def _autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bf16 on GPUs that support it. Not on CPUs, most of which emulate it slowly."""
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.autocast("cuda", dtype=torch.bfloat16)
-    return nullcontext()
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # GPUs have a class of their own; for the CPU and Apple's GPU torch raises plain RuntimeError.
+    texts = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(text in str(error) for text in texts)

@@ -26,10 +26,10 @@ from p2ptrain.settings.link import Link
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.table import RUN_SETTINGS, SETTINGS
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.models import build
 from tests.fakes import MADDR, FakeMember, FakeNetworkSession
+from tests.training.characters import VOCAB_SIZE
 
 COMMANDS = (
     ["join"],
@@ -247,7 +247,7 @@ def test_config_show_prints_value_and_source(monkeypatch: pytest.MonkeyPatch) ->
     assert rows["lr"] == ["0.1", "peer.toml:", "lr"]
     assert rows["steps"] == ["6", "P2PTRAIN_STEPS"]
     assert rows["threads"] == ["3", "--threads"]
-    assert rows["batch_size"] == ["4", "default"]
+    assert rows["eval_every"] == ["100", "default"]
     merged = json.loads(_output(*arguments, "--json"))
     assert merged["lr"] == {"value": 0.1, "source": "peer.toml: lr"}
     assert merged.keys() == rows.keys() == SETTINGS.keys()
@@ -285,12 +285,16 @@ def test_join_checks_its_files_before_torch_is_imported(
 
 def test_progress_is_one_line() -> None:
     progress = TrainingProgress(
-        run_step=340, total_steps=0, round=1, peers=4, loss=2.71, eval_loss=2.8, tokens_per_s=5120.4, sent=120,
-        merged=118, skipped={"stale": 1, "epoch": 1},
+        run_step=340, total_steps=0, round=1, peers=4, loss=2.71, eval_loss=2.8, bits_per_byte=4.04,
+        tokens_per_s=5120.4, exchange=0.0123, left_s=None, sent=120, merged=118, skipped={"stale": 1, "epoch": 1},
     )  # fmt: skip
     assert format_progress(progress) == (
-        "step 340 · loss 2.710, held-out 2.800 · 5,120 tokens/s · peers 4 · round 1 · "
-        "fragments 120 out, 118 in, 2 skipped"
+        "step 340 · loss 2.710, held-out 2.800 (perplexity 16.4, 4.04 bits a byte) · 5,120 tokens/s, 1.2 % exchange"
+        " · peers 4 · round 1 · fragments 120 out, 118 in, 2 skipped"
+    )
+    ending = dataclasses.replace(progress, total_steps=2000, left_s=754.0, bits_per_byte=None)
+    assert format_progress(ending).startswith(
+        "step 340/2000, 13 min left · loss 2.710, held-out 2.800 (perplexity 16.4) · 5,120"
     )
     steps = PairSteps()
     steps.write("start", run=RunConfig().to_dict())

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from p2ptrain.cli.completion import SHELLS
 from p2ptrain.cli.main import cli
 from p2ptrain.settings.presets import MODELS
-from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.models import PRESETS as SHAPES
 from p2ptrain.training.models import count_parameters
+from tests.training.characters import VOCAB_SIZE
 
 
 def _completed(line: str) -> list[str]:

@@ -21,10 +21,10 @@ from p2ptrain.demo.results import Results, measure
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.table import merge
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.generation import load_model
 from p2ptrain.training.models import build
 from tests.demo.metrics import round_, small_swarm
+from tests.training.characters import VOCAB_SIZE
 
 PARAMETERS = 110_464
 RUN = RunConfig(model="gpt-demo", data="stdlib", total_steps=100)
@@ -65,7 +65,7 @@ def test_every_survivor_is_measured_before_and_after_the_last_round(results: Res
 def test_the_merged_model_is_the_anchor(results: Results, tmp_path: Path) -> None:
     assert results.checkpoint == tmp_path / "checkpoint-100"
     expected = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=1).state_dict()
-    loaded = load_model(tmp_path).state_dict()
+    loaded = load_model(tmp_path)[0].state_dict()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     assert results.text.startswith("def ")
 

@@ -32,7 +32,7 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer = Peer(
             torch.nn.Linear(4, 4), RunConfig(run_id="test"), None, network, thread, Sinks([]),
             incarnation="a.1", may_found=True, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
-            pins=NO_PINS, closed=None, resume_state=None, on_status=lambda status: None,
+            pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
         )  # fmt: skip
         [worker] = [t for t in set(threading.enumerate()) - others if t.name == "p2ptrain-worker"]
         node, seen, awaited = peer._runner.node, list[str](), [True, True, False]

@@ -126,6 +126,7 @@ class Swarm:
     def start(
         self, peer_id: str, *, founder: bool = False, step_s: float = 0.1, restored: Restored | None = None,
         run: RunConfig | None = None, restarts: bool = False, key: RunKey | None = None, chosen: Collection[str] = (),
+        tokenizer: bytes = b"",
     ) -> TestPeer:  # fmt: skip
         """Put a peer into the swarm; `restarts` as a `NodeRunner` keeps it, so that its errors are not the test's.
 
@@ -161,7 +162,7 @@ class Swarm:
                 transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=event_log, rng=rng, chosen=chosen,
-                closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
+                tokenizer=tokenizer, closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
             )  # fmt: skip
 
         if restarts:

@@ -87,7 +87,7 @@ def test_a_trimmed_mean_of_sparse_gradients_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("batch_size", 0),
+        ("batch_tokens", 0),
         ("threads", -1),
         ("eval_every", 0),
         ("checkpoint_minutes", 0.0),
@@ -164,10 +164,12 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
             "fragment_selection": "fresh", "data": "text", "sharding": "clusters", "fragment_schedule": "ramp",
             "topology": "all", "sync_schedule": "grow", "round_weights": "equal", "round_mean": "disjoint",
             "outer_optimizer": "adam", "outer_lr_schedule": "cosine", "inner_moments": "averaged",
-            "averaging": "gather", "round_guard": "clip",
+            "averaging": "gather", "round_guard": "clip", "tokenizer": "bytes",
+            "inner_optimizer": "muon", "schedule": "wsd",
         }  # fmt: skip
         value = choices.get(field.name, other[type(field.default)])
-        before = dataclasses.replace(run, round_codec="none") if field.name == "inner_moments" else run
+        needed = {"inner_moments": {"round_codec": "none"}, "muon_lr": {"inner_optimizer": "muon"}}
+        before = dataclasses.replace(run, **needed.get(field.name, {}))
         assert dataclasses.replace(before, **{field.name: value}).digest != before.digest, field.name
     assert RunConfig().digest == run.digest
     assert RunConfig.from_dict(run.to_dict()) == run
@@ -176,9 +178,10 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
 # The meaning of each setting that a peer leaves out. A new setting gets a line with the behaviour of older versions.
 # Lines never change: when a default changes, `config.BASELINE` gets the value that is here.
 MEANT = {
-    "run_id": "p2ptrain", "protocol_version": 1, "model": "", "model_layout": "", "data": "", "total_steps": 2000,
-    "lr": 0.003, "warmup_steps": 50, "weight_decay": 0.1, "sync_every": 200, "sync_schedule": "fixed",
-    "fragment_fraction": 0.005, "fragment_selection": "cyclic", "fragment_codec": "int8",
+    "run_id": "p2ptrain", "protocol_version": 1, "model": "", "model_layout": "", "data": "", "tokenizer": "chars",
+    "vocab_size": 98, "total_steps": 2000, "inner_optimizer": "adamw", "lr": 0.003, "muon_lr": 0.0,
+    "schedule": "cosine", "warmup_steps": 50, "weight_decay": 0.1, "grad_clip": 1.0, "sync_every": 200,
+    "sync_schedule": "fixed", "fragment_fraction": 0.005, "fragment_selection": "cyclic", "fragment_codec": "int8",
     "fragment_schedule": "fixed", "fragment_delay": 0, "max_staleness": 0.15, "topology": "push", "fan_out": 1,
     "round_codec": "int8", "round_density": 0.02, "prune_fraction": 0.0, "round_weights": "tokens",
     "round_mean": "weighted", "round_guard": "exclude", "audit_rate": 0.1, "averaging": "parts",

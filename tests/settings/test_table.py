@@ -23,7 +23,11 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "run_id": ("novels", "novels"),
     "model": ("gpt-small", "gpt-small"),
     "steps": ("77", 77),
+    "inner_optimizer": ("muon", "muon"),
     "lr": ("0.5", 0.5),
+    "muon_lr": ("0.02", 0.02),
+    "schedule": ("wsd", "wsd"),
+    "grad_clip": ("0.5", 0.5),
     "warmup_steps": ("7", 7),
     "weight_decay": ("0.25", 0.25),
     "sync_every": ("9", 9),
@@ -72,13 +76,19 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "write_addresses": ("addresses.txt", "addresses.txt"),
     "preset": ("diloco", "diloco"),
     "data": ("texts", "texts"),
+    "tokenizer": ("hub:gpt2", "hub:gpt2"),
     "init_from": ("weights.safetensors", "weights.safetensors"),
-    "batch_size": ("2", 2),
+    "batch_tokens": ("2048", 2048),
+    "micro_batch": ("4", "4"),
+    "dtype": ("bfloat16", "bfloat16"),
+    "compile": ("on", "on"),
     "device": ("cpu", "cpu"),
     "threads": ("1", 1),
     "out": ("here", "here"),
     "metrics": ("m.jsonl", "m.jsonl"),
     "prometheus": ("0.0.0.0:9100", "0.0.0.0:9100"),
+    "log": ("wandb", "wandb"),
+    "sample_every": ("500", 500),
     "seed": ("5", 5),
     "shard": ("6", 6),
     "eval_every": ("11", 11),
@@ -103,6 +113,8 @@ def test_every_field_of_the_configuration_is_a_setting_or_is_not_for_users() -> 
         (RunConfig, "protocol_version"),
         (RunConfig, "model_layout"),
         (RunConfig, "data"),  # follows from the peer's own
+        (RunConfig, "tokenizer"),  # as data
+        (RunConfig, "vocab_size"),
         (NetworkConfig, "remembered_peers"),  # kept in the out directory
         (NetworkConfig, "key"),  # the content of the file `run_key`
         (PeerConfig, "network"),
@@ -139,12 +151,12 @@ def test_every_setting_has_flag_variable_and_toml_key(setting: Setting, tmp_path
 
 
 def test_flag_wins_over_environment_over_toml_over_default(tmp_path: Path) -> None:
-    path = _toml(tmp_path / "c.toml", "steps = 1\nsync_every = 1\nbatch_size = 1")
+    path = _toml(tmp_path / "c.toml", "steps = 1\nsync_every = 1\nbatch_tokens = 1")
     environ = {"P2PTRAIN_STEPS": "2", "P2PTRAIN_SYNC_EVERY": "2", "P2PTRAIN_CONFIG": path, "PATH": "/bin"}
     merged = merge({"steps": "3", "sync_every": None}, environ)
-    assert [merged.values[name] for name in ("steps", "sync_every", "batch_size", "threads")] == [3, 2, 1, 0]
-    other = _toml(tmp_path / "d.toml", "batch_size = 9")
-    assert merge({}, environ, other).values["batch_size"] == 9
+    assert [merged.values[name] for name in ("steps", "sync_every", "batch_tokens", "threads")] == [3, 2, 1, 0]
+    other = _toml(tmp_path / "d.toml", "batch_tokens = 9")
+    assert merge({}, environ, other).values["batch_tokens"] == 9
 
 
 def test_several_addresses_fit_in_one_variable() -> None:
@@ -255,7 +267,7 @@ def test_a_new_run_has_the_command_lines_defaults() -> None:
 
 def test_only_what_was_given_is_compared_with_a_live_run() -> None:
     live = RunConfig(model="gpt-small", data="text", sync_every=5)
-    assert merge({"batch_size": "1"}, {}).resolve_run(live) == live
+    assert merge({"batch_tokens": "1"}, {}).resolve_run(live) == live
     assert merge({"data": "my-texts"}, {}).resolve_run(live) == live
     with pytest.raises(RunMismatchError, match="--data: you gave 'stdlib'"):
         merge({"data": "stdlib"}, {}).resolve_run(live)
@@ -268,7 +280,7 @@ def test_the_peers_half_holds_what_was_given(tmp_path: Path) -> None:
     path.write_text("/ip4/10.0.0.1/tcp/1/p2p/QmA\n", encoding="utf-8")
     config = merge({"initial_peers": (str(path),), "threads": "1", "seed": "4"}, {}).peer_config()
     assert config.network.initial_peers == ("/ip4/10.0.0.1/tcp/1/p2p/QmA",)
-    assert (config.threads, config.seed, config.batch_size) == (1, 4, PeerConfig.batch_size)
+    assert (config.threads, config.seed, config.batch_tokens) == (1, 4, PeerConfig.batch_tokens)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -12,9 +12,10 @@ import torch
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.swarm import simulate
-from p2ptrain.training.data import VOCAB_SIZE, load_corpus
+from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
+from tests.training.characters import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
 
@@ -186,7 +187,7 @@ def synchronized_adam(experiment: Experiment) -> float:
     The snapshot is taken one step after the round was due, and the round lands one step later: θ keeps what that step
     learnt, the moments are the round's.
     """
-    run, corpus = experiment.run, load_corpus(experiment.data)
+    run, corpus = experiment.run, load_corpus(experiment.data, Characters())
     models = [build(run.model, vocab_size=VOCAB_SIZE, seed=run.run_seed) for _ in range(experiment.peers)]
     trainers = [
         Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=run.data_seed(f"peer-{number}"))
@@ -203,7 +204,7 @@ def synchronized_adam(experiment: Experiment) -> float:
         train(range(first, last))
         weights = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
         moments = [
-            {name: mean(trainer.optimizer.state[p][name] for trainer, p in zip(trainers, group, strict=True))
+            {name: mean(trainer.optimizer.adamw.state[p][name] for trainer, p in zip(trainers, group, strict=True))
              for name in ("exp_avg", "exp_avg_sq")}
             for group in zip(*(model.parameters() for model in models), strict=True)
         ]  # fmt: skip
@@ -212,8 +213,10 @@ def synchronized_adam(experiment: Experiment) -> float:
         for trainer, model, then in zip(trainers, models, weights, strict=True):
             for a, parameter, was, average in zip(anchor, model.parameters(), then, moments, strict=True):
                 parameter.data += a - was
-                trainer.optimizer.state[parameter].update({name: value.clone() for name, value in average.items()})
-                trainer.optimizer.state[parameter]["step"].fill_(last)
+                trainer.optimizer.adamw.state[parameter].update(
+                    {name: value.clone() for name, value in average.items()}
+                )
+                trainer.optimizer.adamw.state[parameter]["step"].fill_(last)
     return trainers[0].evaluate()
 
 

@@ -79,7 +79,7 @@ def test_ctrl_c_while_it_looks_for_its_initial_peer(swarm: Swarm) -> None:
 
 def test_ctrl_c_while_state_comes_and_twice_in_the_middle_of_a_step(swarm: Swarm) -> None:
     # A state of some 80 MB, and steps of a second and more.
-    founder = swarm.start("p2ptrain join --model gpt-small --batch-size 16 --steps 0", terminal=True)
+    founder = swarm.start("p2ptrain join --model gpt-small --batch-tokens 4096 --steps 0", terminal=True)
     swarm.until_ready(founder)
     joiner = swarm.start(f"p2ptrain join --initial-peers {founder.addresses}", terminal=True)
     swarm.until(lambda: "downloading state" in joiner.output)

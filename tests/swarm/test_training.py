@@ -72,9 +72,9 @@ def test_a_bootstrap_node_brings_peers_together_and_is_not_needed_after_that(swa
 
 def test_a_run_with_a_length_ends_by_itself(swarm: Swarm) -> None:
     # Large batches, and room for the second: the run must not be over before it has started.
-    first = swarm.start("p2ptrain join --steps 600 --sync-every 100 --batch-size 8")
+    first = swarm.start("p2ptrain join --steps 600 --sync-every 100 --batch-tokens 512")
     swarm.until_ready(first)
-    second = swarm.start(f"p2ptrain join --initial-peers {first.addresses} --batch-size 8")
+    second = swarm.start(f"p2ptrain join --initial-peers {first.addresses} --batch-tokens 512")
     swarm.until(lambda: second.events("step"))
     for peer in (first, second):
         assert peer.wait() == 0, swarm.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,21 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import VOCAB_SIZE, encode
+from p2ptrain.training.data import Characters
+from p2ptrain.training.data.tokenizer import Bytes
 from p2ptrain.training.generation import generate_text, load_model
-from p2ptrain.training.models import build
+from p2ptrain.training.models import GPT, GPTConfig, Llama, LlamaConfig, build
+from tests.training.characters import VOCAB_SIZE, encode
 
 
 class Alphabet(nn.Module):
     """Predicts the next letter of the alphabet from the last character alone (`context` is 1)."""
 
     context = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         assert tokens.shape[1] <= self.context
@@ -30,7 +37,7 @@ class Alphabet(nn.Module):
 
 def _text(prompt: str, **settings: float) -> str:
     chosen = {"length": 5, "temperature": 0.0, "seed": 0, **settings}
-    return "".join(generate_text(Alphabet(), prompt, **chosen))
+    return "".join(generate_text(Alphabet(), Characters(), prompt, **chosen))
 
 
 def test_the_likeliest_character_follows() -> None:
@@ -54,7 +61,7 @@ def test_a_model_is_found_in_a_checkpoint_or_in_the_directory_above(tmp_path: Pa
     info = {"run": RunConfig(model="gpt-demo", run_seed=1).to_dict()}
     path = checkpoint.save(tmp_path, checkpoint.Checkpoint(3, info, {"model": model.state_dict(), "peer": {}}))
     for place in (path, tmp_path):
-        found = load_model(place)
+        found, _ = load_model(place)
         assert all(map(torch.equal, found.parameters(), model.parameters()))
     (path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"damaged.*give another checkpoint"):
@@ -78,3 +85,74 @@ def test_a_directory_beside_it_that_has_a_checkpoint_is_named(tmp_path: Path, fa
         (tmp_path / "run").mkdir()
     with pytest.raises(ConfigError, match=f"run: {fault}; {tmp_path / 'run-2'} has a checkpoint"):
         load_model(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_cache_changes_no_text_within_the_context(kind: str) -> None:
+    torch.manual_seed(3)
+    shape: dict[str, int] = {"vocab_size": VOCAB_SIZE, "layers": 2, "heads": 2, "width": 16, "context": 40}
+    model: nn.Module = GPT(GPTConfig(**shape)) if kind == "gpt" else Llama(LlamaConfig(**shape, hidden=24))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8.0)  # so that what is likeliest depends on what was read
+
+    class Plain(nn.Module):
+        """The same without a cache."""
+
+        context = 40
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.model(tokens)  # type: ignore[no-any-return]
+
+    given = {"length": 36, "temperature": 0.0, "seed": 0}
+    cached = "".join(generate_text(model, Characters(), "abcd", **given))
+    assert cached == "".join(generate_text(Plain(), Characters(), "abcd", **given))
+    assert len(set(cached)) > 3
+    # Beyond the context it goes on.
+    longer = "".join(generate_text(model, Characters(), "abcd", **{**given, "length": 150}))
+    assert longer.startswith(cached)
+    assert len(longer) == 150
+
+
+class Dice(nn.Module):
+    """Tokens 0 to 3 with probabilities 0.5, 0.3, 0.15 and 0.05, whatever came before."""
+
+    context = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 0.3, 0.15, 0.05]).log())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.full((*tokens.shape, VOCAB_SIZE), -math.inf)
+        logits[..., 40:44] = self.weight
+        return logits
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1.0, 4), (0.96, 4), (0.9, 3), (0.8, 2), (0.7, 2), (0.5, 1), (0.1, 1)])
+def test_top_p_keeps_the_fewest_tokens_of_that_probability(top_p: float, kept: int) -> None:
+    texts = generate_text(Dice(), Characters(), "a", length=400, temperature=1.0, seed=1, top_p=top_p)
+    assert len(set("".join(texts))) == kept
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    class Repeat(nn.Module):
+        """Writes "é" as bytes, without end."""
+
+        context = 8
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(1))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            following = torch.where(tokens == 195, 169, 195)
+            return torch.zeros(*tokens.shape, 257).scatter(-1, following[..., None], 9.0)
+
+    pieces = list(generate_text(Repeat(), Bytes(), "a", length=5, temperature=0.0, seed=0))
+    assert "".join(pieces) == "éé\N{REPLACEMENT CHARACTER}"
+    assert [piece for piece in pieces if piece] == ["é", "é", "\N{REPLACEMENT CHARACTER}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import shutil
 import socket
@@ -25,11 +26,13 @@ from p2ptrain.settings.run_key import RunKey, make_key_file
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.ticket import Ticket, ticket_text
 from p2ptrain.training import checkpoint, join
-from p2ptrain.training.data import VOCAB_SIZE
+from p2ptrain.training.data.prepare import prepare
+from p2ptrain.training.data.tokenizer_file import train_tokenizer
 from p2ptrain.training.join import join_run
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
 from tests.fakes import MADDR, FakeNetworkSession, FakePeer
+from tests.training.characters import VOCAB_SIZE
 
 LIVE = RunConfig(
     run_id="r", model="gpt-demo", model_layout="layout", data="stdlib", total_steps=3, sync_every=2, lr=0.01
@@ -248,19 +251,19 @@ def test_a_checkpoint_of_another_run_is_not_overwritten(session: type[FakeNetwor
 
 def test_a_run_on_peoples_own_text_asks_for_ours(session: type[FakeNetworkSession], tmp_path: Path) -> None:
     session.live = replace(LIVE, data="text")
-    with pytest.raises(ConfigError, match="add --data FILE or DIR"):
+    with pytest.raises(ConfigError, match=r"add --data FILE or DIR"):
         _join(initial_peers=MADDR)
     (tmp_path / "text").write_text("some words " * 2000, encoding="utf-8")
     _join(initial_peers=MADDR, data="text")
     assert session.peer is not None
-    with pytest.raises(RunMismatchError, match="--data: you gave 'stdlib', but run 'r' trains with 'text'"):
+    with pytest.raises(RunMismatchError, match=r"--data: you gave 'stdlib', but run 'r' trains with 'text'"):
         _join(initial_peers=MADDR, data="stdlib", out="other")
 
 
 def test_a_run_cannot_choose_code_of_this_machine(session: type[FakeNetworkSession], tmp_path: Path) -> None:
     (tmp_path / "trap.py").write_text("raise AssertionError('imported')", encoding="utf-8")
     session.live = replace(LIVE, model="trap:model")
-    with pytest.raises(ConfigError, match="code that you must have: add --model trap:model"):
+    with pytest.raises(ConfigError, match=r"code that you must have: add --model trap:model"):
         _join(initial_peers=MADDR)
 
 
@@ -484,3 +487,136 @@ def test_weights_that_do_not_fit_are_refused(
     with pytest.raises(ConfigError, match=r"--init-from weights\.safetensors: .* of the model's tensors are"):
         _join(init_from="weights.safetensors", model="gpt-small")
     assert session.entered is None
+
+
+def _put_back() -> None:
+    """Make the newest checkpoint one of the step before, so that the same command has something to do."""
+    saved = checkpoint.load_newest(Path("p2ptrain-r"))
+    assert saved is not None
+    step = saved.step - 1
+    checkpoint.save(Path("p2ptrain-r"), replace(saved, step=step, state={**saved.state, "peer": {"step": step}}))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("To be, or not to be: that is the question. " * 2000)
+    return str(path)
+
+
+def test_a_run_is_started_with_a_tokenizer_made_from_its_text(session: type[FakeNetworkSession], text: str) -> None:
+    lines = _join(steps="1", data=text, tokenizer="train:300")
+    assert lines[0] == f"making a tokenizer of 300 ids from {text}"
+    assert "--tokenizer train:300: the text has pairs for" in lines[1]
+    file = Path("p2ptrain-r/tokenizer.json").read_bytes()
+    assert session.peer is not None
+    assert session.peer.run.tokenizer == hashlib.sha256(file).hexdigest()
+    assert 257 <= session.peer.run.vocab_size < 300
+    assert session.served_tokenizer == file
+    # A restart takes the saved one, and makes no other.
+    _put_back()
+    again = _join(data=text, tokenizer="train:300")
+    assert again[0] == "--tokenizer train:300: not used, because run 'r' is continued with its own"
+    assert again[1].startswith("continuing run 'r'")
+    assert session.served_tokenizer == file
+
+
+def test_a_joiner_gets_the_tokenizer_from_the_others(session: type[FakeNetworkSession], text: str) -> None:
+    made = train_tokenizer([Path(text).read_text()], 280)
+    session.live = replace(LIVE, data="text", tokenizer=made.identity, vocab_size=made.vocab_size)
+    with pytest.raises(ConfigError, match=rf"run 'r': no peer that answers has its tokenizer, {made.identity[:12]}"):
+        _join(initial_peers=MADDR, data=text)
+    session.tokenizer = made.file
+    assert "asking the peers of run 'r' for its tokenizer" in _join(initial_peers=MADDR, data=text)
+    assert session.served_tokenizer == made.file == Path("p2ptrain-r/tokenizer.json").read_bytes()
+    session.tokenizer = None  # it has it now
+    _join(initial_peers=MADDR, data=text)
+
+
+def test_a_tokenizer_that_is_not_the_runs_is_refused(session: type[FakeNetworkSession], text: str) -> None:
+    session.live = replace(LIVE, data="text")
+    with pytest.raises(RunMismatchError, match=r"--tokenizer: you gave 'bytes', but run 'r' trains with 'chars'"):
+        _join(initial_peers=MADDR, data=text, tokenizer="bytes")
+    session.live = replace(LIVE, data="text", tokenizer="bytes", vocab_size=257)
+    _join(initial_peers=MADDR, data=text)
+
+
+def test_a_run_whose_settings_and_tokenizer_differ_is_refused(session: type[FakeNetworkSession], text: str) -> None:
+    made = train_tokenizer([Path(text).read_text()], 280)
+    session.live = replace(LIVE, data="text", tokenizer=made.identity, vocab_size=made.vocab_size + 1)
+    session.tokenizer = made.file
+    with pytest.raises(ConfigError, match=rf"run 'r' says {made.vocab_size + 1} ids, and its tokenizer has"):
+        _join(initial_peers=MADDR, data=text)
+
+
+def test_nanogpts_data_is_trained_on_as_it_is(session: type[FakeNetworkSession], tmp_path: Path) -> None:
+    (tmp_path / "owt").mkdir()
+    for name in ("train", "val"):
+        (np.arange(5000) % 200).astype(np.uint16).tofile(tmp_path / "owt" / f"{name}.bin")
+    _join(steps="1", data=str(tmp_path / "owt"))
+    assert session.peer is not None
+    assert (session.peer.run.data, session.peer.run.tokenizer, session.peer.run.vocab_size) == ("text", "ids", 50257)
+    with pytest.raises(ConfigError, match=r"--tokenizer train:300: is made from text, and --data .*owt holds tokens"):
+        _join(steps="1", data=str(tmp_path / "owt"), tokenizer="train:300", out="other")
+
+
+def test_token_files_need_no_tokenizer_that_nobody_has(session: type[FakeNetworkSession], tmp_path: Path) -> None:
+    (np.arange(5000) % 200).astype(np.uint16).tofile(tmp_path / "train.bin")
+    session.live = replace(LIVE, data="text", tokenizer="0" * 64, vocab_size=300)
+    _join(initial_peers=MADDR, data=str(tmp_path / "train.bin"))
+    assert session.served_tokenizer == b""
+    session.live = replace(LIVE, data="text", tokenizer="0" * 64, vocab_size=150)
+    with pytest.raises(ConfigError, match=r"train.bin, token \d+ .*: id \d+ is beyond the vocabulary of 150"):
+        _join(initial_peers=MADDR, data=str(tmp_path / "train.bin"), out="other")
+
+
+def test_prepared_data_brings_its_tokenizer(session: type[FakeNetworkSession], text: str, tmp_path: Path) -> None:
+    prepare(
+        (text,), tmp_path / "data", tokenizer="train:270", field="text", split="train", held_out=0.0, jobs=1,
+        say=lambda line: None, on_progress=lambda progress: None,
+    )  # fmt: skip
+    _join(steps="1", data=str(tmp_path / "data"))
+    file = (tmp_path / "data" / "tokenizer.json").read_bytes()
+    assert session.peer is not None
+    assert session.peer.run.tokenizer == hashlib.sha256(file).hexdigest()
+    with pytest.raises(ConfigError, match=r"was prepared with tokenizer .*, not bytes; prepare it again"):
+        _join(steps="1", data=str(tmp_path / "data"), tokenizer="bytes", out="other")
+    session.live = replace(LIVE, data="text")
+    with pytest.raises(
+        RunMismatchError, match=r"--data \(its tokenizer\): you gave '\w{64}', but run 'r' trains with 'chars'"
+    ):
+        _join(initial_peers=MADDR, data=str(tmp_path / "data"), out="third")
+
+
+def test_a_sample_of_the_models_text_is_written(session: type[FakeNetworkSession]) -> None:
+    lines = _join(steps="5", sample_every="2")
+    samples = [line for line in lines if line.startswith("sample at step")]
+    assert [line.split(":")[0] for line in samples] == ["sample at step 2", "sample at step 4"]
+    assert all(len(line) > 100 for line in samples)
+
+
+def test_a_sample_without_a_tokenizer_is_said_and_costs_nothing(
+    session: type[FakeNetworkSession], tmp_path: Path
+) -> None:
+    (np.arange(5000) % 200).astype(np.uint16).tofile(tmp_path / "train.bin")
+    lines = _join(steps="3", data=str(tmp_path / "train.bin"), sample_every="1", model="gpt-demo")
+    assert any(line.startswith("--sample-every: not used") for line in lines)
+    assert lines[-1].startswith("finished at step 3")
+
+
+def test_a_tokenizer_to_be_made_is_not_used_where_the_run_has_one(session: type[FakeNetworkSession], text: str) -> None:
+    session.live = replace(LIVE, data="text")
+    lines = _join(initial_peers=MADDR, data=text, tokenizer="train:300")
+    assert "--tokenizer train:300: not used, because run 'r' has started with its own" in lines
+
+
+def test_muon_and_its_schedule_are_settings_of_the_run(session: type[FakeNetworkSession]) -> None:
+    _join(steps="2", inner_optimizer="muon", schedule="wsd", muon_lr="0.01")
+    assert session.peer is not None
+    assert (session.peer.run.inner_optimizer, session.peer.run.schedule) == ("muon", "wsd")
+    _put_back()
+    assert _join()[0].startswith("continuing run 'r'")  # with Muon's state
+    with pytest.raises(RunMismatchError, match=r"--inner-optimizer: you gave 'adamw', but run 'r' trains with 'muon'"):
+        _join(inner_optimizer="adamw")
+    with pytest.raises(ConfigError, match=r"--inner-moments 'averaged': must be local with .*'muon'"):
+        _join(out="other", inner_optimizer="muon", inner_moments="averaged", round_codec="none")

@@ -16,11 +16,12 @@ from p2ptrain.errors import TransientError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import Corpus, encode
+from p2ptrain.training.data import Corpus
 from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, TrainingProgress, run_training, training_steps
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Trainer
 from tests.fakes import FakePeer
+from tests.training.characters import encode
 
 CORPUS = Corpus(training=encode("abc def ghi. " * 100), held_out=encode("abc def. " * 10))
 

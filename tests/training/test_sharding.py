@@ -12,11 +12,12 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import sharding
-from p2ptrain.training.data import Corpus, Shards, encode
+from p2ptrain.training.data import Corpus, Shards
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
 from p2ptrain.training.data.shards import block_bounds
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.sharding import block_features, choose_shard, make_shards, train_briefly
+from tests.training.characters import encode
 
 CPU = torch.device("cpu")
 RUN = RunConfig(model="gpt-demo", num_shards=3, sharding="clusters")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +15,11 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training.data import Corpus, encode
-from p2ptrain.training.models import GPT, GPTConfig
-from p2ptrain.training.trainer import MAX_LOST_STEPS, SAMPLED_WEIGHTS, Trainer, choose_device, learning_rate
+from p2ptrain.training.data import Corpus
+from p2ptrain.training.inner_optimizer import InnerOptimizer, hidden_matrices, lr_share
+from p2ptrain.training.models import GPT, GPTConfig, Llama, LlamaConfig
+from p2ptrain.training.trainer import MAX_LOST_STEPS, SAMPLED_WEIGHTS, Trainer, choose_device, choose_precision
+from tests.training.characters import encode
 
 CORPUS = Corpus(training=encode("to be, or not to be: that is the question. " * 200), held_out=encode("to be " * 50))
 
@@ -39,18 +45,18 @@ def _trainer(*, run: RunConfig | None = None, seed: int = 3, dropout: float = 0.
 
 def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     run = RunConfig(lr=1.0, warmup_steps=10, total_steps=110)
-    assert learning_rate(run, 0) == pytest.approx(0.1)
-    assert learning_rate(run, 9) == learning_rate(run, 10) == 1.0
-    assert learning_rate(run, 60) == pytest.approx(0.55)
-    assert learning_rate(run, 110) == learning_rate(run, 500) == pytest.approx(0.1)
-    rates = [learning_rate(run, step) for step in range(10, 110)]
+    assert lr_share(run, 0) == pytest.approx(0.1)
+    assert lr_share(run, 9) == lr_share(run, 10) == 1.0
+    assert lr_share(run, 60) == pytest.approx(0.55)
+    assert lr_share(run, 110) == lr_share(run, 500) == pytest.approx(0.1)
+    rates = [lr_share(run, step) for step in range(10, 110)]
     assert rates == sorted(rates, reverse=True)
 
 
 def test_the_rate_of_a_run_without_end_is_constant_after_warm_up() -> None:
     run = RunConfig(lr=1.0, warmup_steps=10, total_steps=0)
-    assert [learning_rate(run, step) for step in (4, 10, 10**9)] == [0.5, 1.0, 1.0]
-    assert learning_rate(RunConfig(lr=1.0, warmup_steps=0), 0) == 1.0
+    assert [lr_share(run, step) for step in (4, 10, 10**9)] == [0.5, 1.0, 1.0]
+    assert lr_share(RunConfig(lr=1.0, warmup_steps=0), 0) == 1.0
 
 
 def test_it_learns() -> None:
@@ -175,7 +181,242 @@ def test_frozen_parameters_stay() -> None:
 def test_devices() -> None:
     assert choose_device("cpu").type == "cpu"
     assert choose_device("auto").type in ("cpu", "cuda")
-    with pytest.raises(ConfigError, match="--device gpu: not a device of torch"):
+    with pytest.raises(ConfigError, match=r"--device gpu: not a device of torch"):
         choose_device("gpu")
-    with pytest.raises(ConfigError, match="--device cuda:99: cannot be used"):
+    with pytest.raises(ConfigError, match=r"--device cuda:99: cannot be used"):
         choose_device("cuda:99")
+
+
+def test_wsd_stays_at_the_peak_and_decays_to_zero_in_the_last_fifth() -> None:
+    run = RunConfig(warmup_steps=10, total_steps=1000, schedule="wsd")
+    assert [lr_share(run, step) for step in (4, 9, 100, 799, 800)] == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert [lr_share(run, step) for step in (900, 950, 1000, 1200)] == pytest.approx([0.5, 0.25, 0.0, 0.0])
+    assert lr_share(RunConfig(schedule="wsd", total_steps=0), 10**9) == 1.0
+
+
+def test_a_constant_rate_is_constant() -> None:
+    run = RunConfig(warmup_steps=10, total_steps=1000, schedule="constant")
+    assert [lr_share(run, step) for step in (9, 10, 999, 2000)] == [1.0] * 4
+
+
+TINY = GPTConfig(vocab_size=98, layers=2, heads=2, width=16, context=16)
+MUON = RunConfig(inner_optimizer="muon", lr=1e-3, warmup_steps=0, total_steps=0)
+
+
+def test_muon_has_the_hidden_matrices_and_adamw_the_rest() -> None:
+    model = GPT(TINY)
+    names = {name for name, p in model.named_parameters() if any(p is q for q in hidden_matrices(model, 98))}
+    assert names == {
+        f"blocks.{block}.{matrix}.weight"
+        for block in (0, 1)
+        for matrix in ("attention.query_key_value", "attention.project", "mlp.expand", "mlp.project")
+    }
+    inner = InnerOptimizer(model, MUON)
+    assert inner.muon is not None
+    counts = [sum(len(group["params"]) for group in each.param_groups) for each in (inner.adamw, inner.muon)]
+    assert counts == [len(list(model.parameters())) - 8, 8]
+
+
+@pytest.mark.parametrize("vocab_size", [20, 98])
+def test_with_one_table_for_both_muon_has_every_matrix_of_the_blocks(vocab_size: int) -> None:
+    """Also where a block's output is wider than the vocabulary, so that its last layer looks like a head."""
+    gpt = GPT(GPTConfig(vocab_size=vocab_size, layers=2, heads=2, width=128, context=16))
+    assert len(hidden_matrices(gpt, vocab_size)) == 2 * 4
+    for tied in (True, False):
+        shape = LlamaConfig(vocab_size=vocab_size, layers=2, heads=2, width=128, hidden=150, context=16, tied=tied)
+        assert len(hidden_matrices(Llama(shape), vocab_size)) == 2 * 7
+
+
+def test_a_head_of_its_own_is_adamws() -> None:
+    model = nn.Sequential(nn.Embedding(98, 16), nn.Linear(16, 200), nn.Linear(200, 16), nn.Linear(16, 98))
+    assert [tuple(p.shape) for p in hidden_matrices(model, 98)] == [(200, 16), (16, 200)]
+
+
+def test_both_optimizers_follow_the_schedule_with_their_own_rates() -> None:
+    model = GPT(TINY)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for muon_lr, expected in ((0.0, 2e-3), (0.02, 1e-2)):
+        inner = InnerOptimizer(model, dataclasses.replace(MUON, muon_lr=muon_lr))
+        inner.step(0.5)
+        assert inner.muon is not None
+        rates = {group["lr"] for each in (inner.adamw, inner.muon) for group in each.param_groups}
+        assert rates == {5e-4, expected}
+
+
+def test_muon_learns_and_continues_exactly_after_a_restart() -> None:
+    def trainer() -> Trainer:
+        torch.manual_seed(1)
+        return Trainer(GPT(TINY), CORPUS, MUON, batch_size=4, seed=5)
+
+    whole, first = trainer(), trainer()
+    losses = [whole.step(step)[0] for step in range(30)]
+    assert losses[-1] < losses[0] - 0.5
+    for step in range(10):
+        first.step(step)
+    state, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(first.model.state_dict())
+    again = trainer()
+    again.model.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert [again.step(step)[0] for step in range(10, 30)] == losses[10:]
+
+
+def test_a_torch_without_muon_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigError, match=r"has no Muon; install torch 2.9 or newer"):
+        InnerOptimizer(GPT(TINY), MUON)
+
+
+def test_a_model_without_hidden_matrices_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"the model has no hidden matrices"):
+        InnerOptimizer(nn.Sequential(nn.Embedding(98, 98)), MUON)
+
+
+def test_gradients_are_clipped_to_the_runs_norm() -> None:
+    moved = []
+    for clip in (0.0, 1e-12):
+        torch.manual_seed(1)
+        model = GPT(TINY)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        run = dataclasses.replace(MUON, inner_optimizer="adamw", grad_clip=clip, weight_decay=0.0)
+        Trainer(model, CORPUS, run, batch_size=4, seed=5).step(0)
+        moved.append(float((nn.utils.parameters_to_vector(model.parameters()) - before).detach().norm()))
+    # Adam's first step does not depend on the gradient's size, until its epsilon does.
+    assert moved[1] < 0.01 * moved[0]
+
+
+def _flat(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def _tiny_trainer(**given: Any) -> Trainer:
+    torch.manual_seed(1)
+    run = RunConfig(lr=1e-3, warmup_steps=0, total_steps=0)
+    return Trainer(GPT(TINY), CORPUS, run, **{"batch_size": 6, "seed": 5, **given})
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 6, 100])
+def test_a_step_in_parts_is_the_whole_step(micro_batch: int) -> None:
+    whole, parts = _tiny_trainer(), _tiny_trainer(micro_batch=micro_batch)
+    for step in range(3):
+        (loss, tokens), (loss_of_parts, tokens_of_parts) = whole.step(step), parts.step(step)
+        assert loss_of_parts == pytest.approx(loss, rel=1e-5)
+        assert tokens_of_parts == tokens == 6 * 16
+    torch.testing.assert_close(_flat(parts.model), _flat(whole.model), rtol=1e-3, atol=1e-5)
+
+
+class Small(nn.Module):
+    """A model on a device with memory for `most` windows."""
+
+    context = 16
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.model = GPT(TINY)
+        self.most = most
+        self.seen: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(tokens))
+        if self.training and len(tokens) > self.most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.model(tokens)  # type: ignore[no-any-return]
+
+
+def test_out_of_memory_halves_the_windows_at_once_and_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    model = Small(most=2)
+    run = RunConfig(lr=1e-3, warmup_steps=0, total_steps=0)
+    trainer, whole = Trainer(model, CORPUS, run, batch_size=6, seed=5), _tiny_trainer()
+    whole.model.load_state_dict(model.model.state_dict())
+    loss, tokens = trainer.step(0)
+    assert model.seen == [6, 3, 1, 1, 1, 1, 1, 1]
+    assert [record.message for record in caplog.records] == [
+        "out of memory: 3 windows at once from now on (--micro-batch)",
+        "out of memory: 1 windows at once from now on (--micro-batch)",
+    ]
+    assert tokens == 6 * 16
+    assert loss == pytest.approx(whole.step(0)[0], rel=1e-5)
+    torch.testing.assert_close(_flat(model.model), _flat(whole.model), rtol=1e-3, atol=1e-5)
+    trainer.step(1)
+    assert model.seen[8:] == [1] * 6
+
+
+def test_memory_that_backward_lacks_is_free_before_the_next_try() -> None:
+    """The graph of the failed try is gone when the next one begins."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if len(grad) > 2:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            return grad
+
+    class Late(Small):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert not any(kept() is not None for kept in alive)
+            logits: torch.Tensor = Fails.apply(super().forward(tokens))
+            alive.append(weakref.ref(logits))
+            return logits
+
+    loss, tokens = Trainer(Late(most=100), CORPUS, RunConfig(total_steps=0), batch_size=4, seed=5).step(0)
+    assert (tokens, len(alive)) == (4 * 16, 3)
+    assert math.isfinite(loss)
+
+
+def test_memory_that_never_suffices_is_an_error() -> None:
+    run = RunConfig(total_steps=0)
+    with pytest.raises(ConfigError, match=r"--micro-batch 1: cpu is out of memory; train a smaller model"):
+        Trainer(Small(most=0), CORPUS, run, batch_size=4, seed=5).step(0)
+    with pytest.raises(ConfigError, match=r"--micro-batch 3: cpu is out of memory; give --micro-batch auto"):
+        Trainer(Small(most=2), CORPUS, run, batch_size=4, seed=5, micro_batch=3).step(0)
+
+
+def test_other_errors_of_a_model_are_its_own() -> None:
+    class Broken(Small):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match=r"shapes do not fit"):
+        Trainer(Broken(4), CORPUS, RunConfig(), batch_size=4, seed=5).step(0)
+
+
+def test_reading_ahead_gives_the_same_batches_and_the_same_state() -> None:
+    plain, ahead = _tiny_trainer(), _tiny_trainer(read_ahead=True)
+    for step in range(5):
+        assert plain.step(step) == ahead.step(step)
+        assert plain.state_dict()["windows"] == ahead.state_dict()["windows"]
+    state = copy.deepcopy(ahead.state_dict())
+    again = _tiny_trainer(read_ahead=True)
+    again.model.load_state_dict(ahead.model.state_dict())
+    again.load_state_dict(state)
+    assert again.step(5) == plain.step(5)
+
+
+def test_what_precision_a_device_gets() -> None:
+    cpu = torch.device("cpu")
+    assert choose_precision("auto", cpu) is None
+    assert choose_precision("float32", cpu) is None
+    assert choose_precision("bfloat16", cpu) is torch.bfloat16
+
+
+def test_bfloat16_computes_in_it_and_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, half = _tiny_trainer(), _tiny_trainer(precision=torch.bfloat16)
+    for step in range(2):
+        a, b = plain.step(step)[0], half.step(step)[0]
+        assert a != b
+        assert a == pytest.approx(b, rel=0.02)
+    assert {p.dtype for p in half.model.parameters()} == {torch.float32}
+
+
+def test_what_is_compiled_is_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    trainer = _tiny_trainer(compiled=True)
+    assert compiled == [trainer.model]
+    trainer.step(0)

@@ -104,7 +104,7 @@ def check_memory(machine: Machine, model: str, num_parameters: int, *, on_gpu: b
     if needed > machine.memory_bytes:
         return Finding("memory", Mark.FAILED, text, "close other programs, or train a smaller model (--model)")
     if needed > TIGHT * machine.memory_bytes:
-        return Finding("memory", Mark.WARNING, text, "start with a small batch: --batch-size 1")
+        return Finding("memory", Mark.WARNING, text, "start with few windows at once: --micro-batch 1")
     return Finding("memory", Mark.OK, text)
 
 

@@ -57,6 +57,7 @@ class Node:
     Args:
         buffers: serializes the model's buffers.
         load_buffers: loads serialized buffers. Raises WireError if they do not fit.
+        tokenizer: the content of the run's tokenizer file, for joiners; empty if it has none.
         events: takes records for the metrics stream: a name, and fields by keyword.
         may_found: whether to found the run at once: there is no peer to ask.
         restored: state from a checkpoint, used if the swarm has nothing newer.
@@ -80,6 +81,7 @@ class Node:
         *,
         buffers: Callable[[], bytes],
         load_buffers: Callable[[bytes], None],
+        tokenizer: bytes = b"",
         incarnation: str,
         may_found: bool,
         restored: Restored | None,
@@ -135,7 +137,7 @@ class Node:
         self.pairwise: Pairwise | None = None
         if run.is_pairwise:
             self.pairwise = Pairwise(self.engine, rng, events, lambda: self.membership.undecided)
-        self._server = RequestServer(self.engine, self.pairwise, buffers, event_log)
+        self._server = RequestServer(self.engine, self.pairwise, buffers, event_log, tokenizer)
         self._leaving = False
         self._nursery: trio.Nursery | None = None
 

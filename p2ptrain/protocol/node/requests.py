@@ -12,6 +12,7 @@ import trio
 from p2ptrain.protocol.event_log.event_log import RATE_BYTES_S, EventLog, RateLimit
 from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.membership.tokenizer_lookup import tokenizer_piece
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.state_sync.transfer import StateServer
@@ -28,25 +29,31 @@ MAX_PAGES = 128
 MAX_PIECES = 512
 MAX_STATE_ANSWERS = 128
 # What observers may ask for.
-FOR_OBSERVERS = ("settings", "events", "strikes", "relayed")
+FOR_OBSERVERS = ("settings", "tokenizer", "events", "strikes", "relayed")
 # Peers in an answer about strikes: 64 of 400 bytes.
 MAX_STRUCK_TOLD = 64
 
 
 class RequestServer:
-    """Serves this peer's state, parts of the last round, settings, events, strikes and relayed links.
+    """Serves this peer's state, parts of the last round, settings, tokenizer, events, strikes and relayed links.
 
-    `buffers` serializes the model's buffers.
+    `buffers` serializes the model's buffers, and `tokenizer` is the content of the run's tokenizer file.
     """
 
     def __init__(
-        self, engine: RoundDriver, pairwise: Pairwise | None, buffers: Callable[[], bytes], event_log: EventLog
+        self,
+        engine: RoundDriver,
+        pairwise: Pairwise | None,
+        buffers: Callable[[], bytes],
+        event_log: EventLog,
+        tokenizer: bytes,
     ) -> None:
         self._engine = engine
         self._pairwise = pairwise
         self._context = engine.context
         self._state = StateServer(engine, buffers)
         self._event_log = event_log
+        self._tokenizer = tokenizer
         self._pace = RateLimit(RATE_BYTES_S)
         self._serving: Counter[PeerId] = Counter()
         self._pages = trio.CapacityLimiter(MAX_PAGES)
@@ -83,6 +90,12 @@ class RequestServer:
             case "settings":
                 settings = json.dumps(self._context.run.stated()).encode()
                 await link.send_bulk(messages.Answer(request.request, True, "settings"), settings, Traffic.STATE)
+            case "tokenizer":
+                piece = None
+                if request.subject == self._context.run.tokenizer:
+                    piece = tokenizer_piece(self._tokenizer, request.index)
+                answer = messages.Answer(request.request, piece is not None, "tokenizer")
+                await link.send_bulk(answer, piece or b"", Traffic.STATE)
             case "events":
                 page = await self._pace.make(lambda: self._context.compute(self._event_log.page, request.index))
                 answer = messages.Answer(request.request, True, "events")

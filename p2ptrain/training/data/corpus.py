@@ -1,8 +1,8 @@
-"""Corpora and their split into text to train on and held-out text that no peer ever trains on.
+"""Text files, and their split into text to train on and held-out text that no peer ever trains on.
 
 The split depends only on names: a file is held out if the hash of its relative path is a multiple of 20. It does not
 depend on a random state or on other files, so every machine and every version of Python holds out the same files. A
-single file is split in the same way by the numbers of its blocks of 4096 characters.
+single file is split in the same way by the numbers of its blocks of 4096 tokens.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data.tokenizer import UNKNOWN, encode
+from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
@@ -32,80 +33,115 @@ _STDLIB_SKIPPED = frozenset({
 })  # fmt: skip
 
 
+class Tokens(Protocol):
+    """Token ids that are read by their positions: a numpy array, or files (`token_files.TokenFiles`)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """The ids at these positions, in the same shape."""
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised text; both arrays are uint8 and read-only.
+    """Tokenised text.
 
     Attributes:
         training: the text that peers train on.
         held_out: the text that they are evaluated on.
     """
 
-    training: NDArray[np.uint8]
-    held_out: NDArray[np.uint8]
+    training: Tokens
+    held_out: Tokens
 
 
-def load_corpus(source: str) -> Corpus:
-    """Load "stdlib" (the source of Python's own library), a text file, or all text files below a directory.
+@dataclass(frozen=True)
+class TextFiles:
+    """Texts by their names, before they are tokenised.
 
-    Raises ConfigError if the text is missing, empty, unreadable, binary or too small to be split.
+    Attributes:
+        source: what the user gave, for errors.
+        texts: the texts, by their relative paths, in order.
+    """
+
+    source: str
+    texts: Sequence[tuple[str, str]]
+
+    def corpus(self, tokenizer: Tokenizer) -> Corpus:
+        """Tokenise and split. Raises ConfigError if the text is too small, or of no use with this tokenizer."""
+        files = list(zip([name for name, _ in self.texts], self._encoded(tokenizer), strict=True))
+        held_out = [tokens for name, tokens in files if _is_held_out(name)]
+        training = [tokens for name, tokens in files if not _is_held_out(name)]
+        if held_out and training:
+            return _checked(np.concatenate(training), np.concatenate(held_out), tokenizer, self.source)
+        # With few files, one side can be empty.
+        return self._split_by_block(np.concatenate([tokens for _, tokens in files]), tokenizer)
+
+    def _encoded(self, tokenizer: Tokenizer) -> list[NDArray[Any]]:
+        encoded = tokenizer.encode([text for _, text in self.texts])
+        if tokenizer.separator is None or len(encoded) == 1:
+            return encoded
+        return [np.append(tokens, tokens.dtype.type(tokenizer.separator)) for tokens in encoded]
+
+    def _split_by_block(self, tokens: NDArray[Any], tokenizer: Tokenizer) -> Corpus:
+        blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
+        if len(blocks) < 2:
+            raise ConfigError(
+                f"--data {self.source}: {len(tokens)} {unit(tokenizer)} are too few; give more than {BLOCK_TOKENS}, "
+                f"so that a part can be held out for evaluation"
+            )
+        held_out = {number for number in range(len(blocks)) if _is_held_out(str(number))}
+        held_out = held_out or {min(range(len(blocks)), key=lambda number: _hash(str(number)))}
+        return _checked(
+            np.concatenate([block for number, block in enumerate(blocks) if number not in held_out]),
+            np.concatenate([block for number, block in enumerate(blocks) if number in held_out]),
+            tokenizer, self.source,
+        )  # fmt: skip
+
+
+def unit(tokenizer: Tokenizer) -> str:
+    """What the user calls this tokenizer's tokens."""
+    return "characters" if tokenizer.identity == CHARS else "tokens"
+
+
+def read_texts(source: str) -> TextFiles:
+    """Read "stdlib" (the source of Python's own library), a text file, or all text files below a directory.
+
+    Raises ConfigError if the text is missing, empty, unreadable or binary.
     """
     if source == "stdlib":
-        return _split_by_file(list(_stdlib_files()), source)
+        return TextFiles(source, list(_stdlib_files()))
     path = Path(source)
     try:
         if path.is_dir():
             files = list(_text_files(path))
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
-            return _split_by_file(files, source)
-        text = path.read_bytes()
+            return TextFiles(source, files)
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"--data {source}: no such file or directory; give text, or leave it out") from error
     except OSError as error:
         raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror})") from error
-    if _is_binary(text):
-        raise ConfigError(f"--data {source}: holds zero bytes, so it is not text; give plain text in UTF-8")
-    return _split_by_block(_tokens(text), source)
-
-
-def _split_by_file(files: Sequence[tuple[str, NDArray[np.uint8]]], source: str) -> Corpus:
-    held_out = [tokens for name, tokens in files if _is_held_out(name)]
-    training = [tokens for name, tokens in files if not _is_held_out(name)]
-    if not held_out or not training:
-        # With few files, one side can be empty.
-        return _split_by_block(np.concatenate([tokens for _, tokens in files]), source)
-    return _checked(np.concatenate(training), np.concatenate(held_out), source)
-
-
-def _split_by_block(tokens: NDArray[np.uint8], source: str) -> Corpus:
-    blocks = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
-    if len(blocks) < 2:
+    if _is_binary(content):
         raise ConfigError(
-            f"--data {source}: {len(tokens)} characters are too few; give more than {BLOCK_TOKENS}, "
-            f"so that a part can be held out for evaluation"
+            f"--data {source}: holds zero bytes, so it is not text; give plain text in UTF-8, or token files (.bin)"
         )
-    held_out = {number for number in range(len(blocks)) if _is_held_out(str(number))}
-    held_out = held_out or {min(range(len(blocks)), key=lambda number: _hash(str(number)))}
-    return _checked(
-        np.concatenate([block for number, block in enumerate(blocks) if number not in held_out]),
-        np.concatenate([block for number, block in enumerate(blocks) if number in held_out]),
-        source,
-    )
+    return TextFiles(source, [(path.name, _text(content))])
 
 
-def _checked(training: NDArray[np.uint8], held_out: NDArray[np.uint8], source: str) -> Corpus:
-    unknown = float(np.mean(training == UNKNOWN))
+def _checked(training: NDArray[Any], held_out: NDArray[Any], tokenizer: Tokenizer, source: str) -> Corpus:
+    unknown = float(np.mean(training == UNKNOWN)) if tokenizer.identity == CHARS else 0.0
     if unknown > 0.5:
         raise ConfigError(
             f"--data {source}: {100 * unknown:.0f} % of the characters are outside the vocabulary of printable ASCII, "
-            f"which leaves nothing to learn; give text that is mostly ASCII"
+            f"which leaves nothing to learn; give text that is mostly ASCII, or start a run with --tokenizer bytes"
         )
     training.flags.writeable = held_out.flags.writeable = False
     return Corpus(training, held_out)
 
 
-def _stdlib_files() -> Iterator[tuple[str, NDArray[np.uint8]]]:
+def _stdlib_files() -> Iterator[tuple[str, str]]:
     """Modules of Python's standard library in the order of their paths; up to STDLIB_BYTES, by the hash of the path."""
     root = Path(sysconfig.get_path("stdlib"))
     # These two are written for each installation.
@@ -125,14 +161,14 @@ def _stdlib_files() -> Iterator[tuple[str, NDArray[np.uint8]]]:
             f"--data stdlib: {root} holds only {size_bytes} bytes of Python's own source; give text with --data FILE"
         )
     for name, path in sorted(chosen):
-        yield name, _tokens(path.read_bytes())
+        yield name, _text(path.read_bytes())
 
 
-def _text_files(root: Path) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+def _text_files(root: Path) -> Iterator[tuple[str, str]]:
     for name, path in sorted(_walk(root)):
         content = path.read_bytes()
         if content and not _is_binary(content):
-            yield name, _tokens(content)
+            yield name, _text(content)
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
@@ -149,8 +185,8 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[s
                 yield path.relative_to(root).as_posix(), path
 
 
-def _tokens(content: bytes) -> NDArray[np.uint8]:
-    return encode(content.decode("utf-8", errors="replace").replace("\r\n", "\n"))
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", errors="replace").replace("\r\n", "\n")
 
 
 def _is_binary(content: bytes) -> bool:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.training.data.corpus import Tokens
 
 
 class RandomWindows:
@@ -20,7 +21,7 @@ class RandomWindows:
 
     def __init__(
         self,
-        tokens: NDArray[np.uint8],
+        tokens: Tokens,
         *,
         context: int,
         batch_size: int,
@@ -29,7 +30,7 @@ class RandomWindows:
     ) -> None:
         """
         Args:
-            tokens: (length,) uint8, the text; kept, not copied.
+            tokens: the text; kept, not copied.
             context: length of a window's inputs, in tokens.
             batch_size: windows per batch.
             seed: seeds the stream.
@@ -57,7 +58,7 @@ class RandomWindows:
         self._position = 0
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw inputs and targets, int64 (batch_size, context) each; the targets are one character ahead."""
+        """Draw inputs and targets, int64 (batch_size, context) each; the targets are one token ahead."""
         generator = np.random.default_rng((self._seed, self._position))
         self._position += 1
         numbers = generator.integers(self._ends[-1], size=self._batch_size)
@@ -72,7 +73,7 @@ class RandomWindows:
         self._seed, self._position = int(state["seed"]), int(state["position"])
 
 
-def fixed_windows(tokens: NDArray[np.uint8], *, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fixed_windows(tokens: Tokens, *, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `count` windows spread evenly over `tokens`: inputs and targets, int64 (count, context) each.
 
     Raises ConfigError if `tokens` is shorter than one window.
@@ -82,13 +83,13 @@ def fixed_windows(tokens: NDArray[np.uint8], *, context: int, count: int) -> tup
     return _batch(tokens, starts, context)
 
 
-def _batch(tokens: NDArray[np.uint8], starts: NDArray[np.int64], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(tokens: Tokens, starts: NDArray[np.int64], context: int) -> tuple[torch.Tensor, torch.Tensor]:
     windows = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
     return windows[:, :-1], windows[:, 1:]
 
 
-def _check_length(tokens: NDArray[np.uint8], context: int, purpose: str) -> None:
+def _check_length(tokens: Tokens, context: int, purpose: str) -> None:
     if len(tokens) <= context:
         raise ConfigError(
-            f"--data: {len(tokens)} characters to {purpose} are fewer than one window of {context + 1}; give more text"
+            f"--data: {len(tokens)} tokens to {purpose} are fewer than one window of {context + 1}; give more text"
         )

@@ -12,6 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from p2ptrain.training.models.cache import KeyValueCache, attend
+
+# GPT-2's, and the default of torch.
+NORM_EPS = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -50,24 +55,26 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.config = config
         self.context = config.context
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.width)
+        self.final_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
         self._initialise(config.layers)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 (batch, time) -> logits (batch, time, vocab_size), time at most `context`."""
+    def forward(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+        """int64 (batch, time) -> logits (batch, time, vocab_size), time at most `context` with what the cache keeps."""
         # The head uses the embedding table directly, so there is one parameter and no alias of it.
-        return functional.linear(self.features(tokens), self.token_embedding.weight)
+        return functional.linear(self.features(tokens, cache), self.token_embedding.weight)
 
-    def features(self, tokens: torch.Tensor) -> torch.Tensor:
+    def features(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """int64 (batch, time) -> the last layer's normalised output (batch, time, width), the input of the head."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, width)
-        for block in self.blocks:
-            x = block(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cache, layer)
         return self.final_norm(x)  # type: ignore[no-any-return]
 
     def _initialise(self, layers: int) -> None:
@@ -85,14 +92,14 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
         self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.width)
+        self.mlp_norm = nn.LayerNorm(config.width, eps=NORM_EPS)
         self.mlp = MLP(config.width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None, layer: int = 0) -> torch.Tensor:
         """(batch, time, width) -> the same shape."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), cache, layer)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
@@ -105,11 +112,11 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.width, 3 * config.attention_width)
         self.project = nn.Linear(config.attention_width, config.width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cache: KeyValueCache | None = None, layer: int = 0) -> torch.Tensor:
         """(batch, time, width) -> the same shape."""
         heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # (B, heads, T, head size) each
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = attend(query, key, value, cache, layer)
         return self.project(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

@@ -14,10 +14,13 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import did_you_mean
+from p2ptrain.training.models import hf
 from p2ptrain.training.models.gpt import GPT, GPTConfig
+from p2ptrain.training.models.llama import Llama, LlamaConfig
 
-# vocab_size=0 means that of the text. Presets with a published size keep the vocabulary size that it was given for.
-PRESETS = {
+# vocab_size=0 means that of the tokenizer. Presets with a published size have at least the vocabulary size that it was
+# given for.
+PRESETS: dict[str, GPTConfig | LlamaConfig] = {
     # Trains in minutes on one slow core; 0.1M parameters.
     "gpt-demo": GPTConfig(vocab_size=0, layers=2, heads=4, width=64, context=64),
     # nanoGPT's character model for one small GPU; 10.8M parameters.
@@ -29,7 +32,23 @@ PRESETS = {
     "diloco-60m": GPTConfig(vocab_size=32_000, layers=3, heads=16, head_size=64, width=896, context=1024),
     "diloco-150m": GPTConfig(vocab_size=32_000, layers=12, heads=16, head_size=64, width=896, context=1024),
     "diloco-400m": GPTConfig(vocab_size=32_000, layers=12, heads=12, head_size=128, width=1536, context=1024),
+    # Llamas with QK-norm. The shapes of llama2.c's stories15M (tied); of GaLore's 60M (arXiv 2403.03507); of
+    # JackFram/llama-160m; and the last, of as many layers as GPT-2 medium, is ours. 15.2M, 58.1M, 162M and 393M.
+    "llama-15m": LlamaConfig(vocab_size=32_000, layers=6, heads=6, width=288, hidden=768, context=256),
+    "llama-60m": LlamaConfig(vocab_size=32_000, layers=8, heads=8, width=512, hidden=1376, context=1024, tied=False),
+    "llama-160m": LlamaConfig(vocab_size=32_000, layers=12, heads=12, width=768, hidden=3072, context=1024, tied=False),
+    "llama-400m": LlamaConfig(
+        vocab_size=32_000, layers=24, heads=16, width=1024, hidden=3072, context=1024, tied=False
+    ),
 }
+# Tokens of one peer in an inner step. gpt-small: nanoGPT's. The larger ones: an eighth of the half million that nanoGPT
+# and DiLoCo train GPT-2 and their models with, so that eight peers together have their batch.
+_BATCH_TOKENS = {
+    "gpt-demo": 256, "gpt-small": 16_384, "gpt2-124m": 65_536, "diloco-60m": 65_536, "diloco-150m": 65_536,
+    "diloco-400m": 65_536, "llama-15m": 32_768, "llama-60m": 65_536, "llama-160m": 65_536, "llama-400m": 65_536,
+}  # fmt: skip
+# Windows in a batch of other models.
+_BATCH_WINDOWS = 4
 # For models of the user without an attribute `context`: as short as the demo model's.
 DEFAULT_CONTEXT = 64
 
@@ -38,9 +57,10 @@ def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
     """Build a model on the CPU. Raises ConfigError if there is none, or its factory does not fit the description below.
 
     Args:
-        name: a key of PRESETS, or `package.module:factory`; the factory takes no argument, or `vocab_size=`, and
-            returns a module that maps int64 tokens (batch, time) to logits (batch, time, at least vocab_size).
-        vocab_size: number of different tokens in the text.
+        name: a key of PRESETS; hf:NAME or hf:NAME:pretrained; or `package.module:factory`. The factory takes no
+            argument, or `vocab_size=`, and returns a module that maps int64 tokens (batch, time) to logits (batch,
+            time, at least vocab_size).
+        vocab_size: number of ids of the tokenizer.
         seed: seeds the initial weights. The global random state is restored.
     """
     check_name(name)
@@ -48,17 +68,22 @@ def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         if name in PRESETS:
             preset = PRESETS[name]
-            return GPT(replace(preset, vocab_size=preset.vocab_size or vocab_size))
-        return _build_users(name, vocab_size)
+            return _of(_with_vocabulary(preset, vocab_size))
+        return hf.build(name, vocab_size) if hf.is_of_transformers(name) else _build_users(name, vocab_size)
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a preset or a factory that can be imported."""
+    """Raise ConfigError unless `name` is a preset, a model of transformers or a factory that can be imported."""
     if name in PRESETS:
+        return
+    if hf.is_of_transformers(name):
+        hf.check(name)
         return
     if ":" not in name:
         hint = did_you_mean(name, PRESETS)
-        raise ConfigError(f"--model {name}: unknown model; {hint} (your own is package.module:factory)")
+        raise ConfigError(
+            f"--model {name}: unknown model; {hint} (your own is package.module:factory, one of transformers hf:NAME)"
+        )
     _find_factory(name)
 
 
@@ -66,8 +91,22 @@ def count_parameters(name: str, *, vocab_size: int) -> int:
     """Number of parameters of a model. Presets are not built for it. Raises ConfigError as `build` does."""
     if name in PRESETS:
         preset = PRESETS[name]
-        return replace(preset, vocab_size=preset.vocab_size or vocab_size).num_parameters
+        return _with_vocabulary(preset, vocab_size).num_parameters
     return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
+
+
+def batch_windows(name: str, context: int, tokens: int | None) -> int:
+    """Windows of one peer in an inner step: for about `tokens`, or for the default of the model."""
+    wanted = _BATCH_TOKENS.get(name, _BATCH_WINDOWS * context) if tokens is None else tokens
+    return max(1, round(wanted / context))
+
+
+def _of(config: GPTConfig | LlamaConfig) -> nn.Module:
+    return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+
+
+def _with_vocabulary(preset: GPTConfig | LlamaConfig, vocab_size: int) -> GPTConfig | LlamaConfig:
+    return replace(preset, vocab_size=max(preset.vocab_size, vocab_size))
 
 
 def context_length(model: nn.Module) -> int:

@@ -11,8 +11,8 @@ from p2ptrain.monitor.doctor import local
 from p2ptrain.monitor.doctor.finding import Finding, Mark, works
 from p2ptrain.monitor.doctor.local import check_machine, check_versions, quick_look
 from p2ptrain.monitor.doctor.machine import Machine, read_machine
-from p2ptrain.training.data import VOCAB_SIZE
 from p2ptrain.training.models import PRESETS, build, count_parameters
+from tests.training.characters import VOCAB_SIZE
 
 GOOD = Machine(
     versions={"Python": "3.11.7", "torch": "2.13.0+cpu", "hivemind": "1.1.12", "p2ptrain": "0.1.0"},
@@ -49,7 +49,7 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
         (replace(GOOD, threads=16), "auto", "processor", Mark.WARNING, "8 cores, 16 torch threads", "add --threads 8"),
         (GOOD, "cuda:1", "GPU", Mark.FAILED, "torch finds none, but --device is cuda:1", "--device cpu"),
         (replace(GOOD, memory_bytes=4_000_000_000), "auto", "memory", Mark.FAILED, "4.0 GB free", "--model"),
-        (replace(GOOD, memory_bytes=5_000_000_000), "auto", "memory", Mark.WARNING, "5.0 GB free", "--batch-size 1"),
+        (replace(GOOD, memory_bytes=5_000_000_000), "auto", "memory", Mark.WARNING, "5.0 GB free", "--micro-batch 1"),
         (replace(GPU, gpu_bytes=1_000_000_000), "auto", "GPU memory", Mark.FAILED, "1.0 GB free", "nvidia-smi"),
         (replace(GOOD, disk_bytes=9_000_000_000), "auto", "disk", Mark.WARNING, "need 10 GB", "larger disk"),
         (replace(GOOD, writable=False), "auto", "disk", Mark.FAILED, "p2ptrain-r is not writable", "--out"),

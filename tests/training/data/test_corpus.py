@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.data import load_corpus
+from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.data.corpus import BLOCK_TOKENS, STDLIB_BYTES
-from p2ptrain.training.data.tokenizer import decode, encode
+from tests.training.characters import decode, encode
 
 
 def _numbered_files(root: Path, numbers: range) -> None:
@@ -26,7 +26,7 @@ def _numbers(tokens: np.ndarray) -> set[int]:
 
 
 def test_the_standard_library_is_a_few_megabytes_of_ascii() -> None:
-    corpus = load_corpus("stdlib")
+    corpus = load_corpus("stdlib", Characters())
     size = len(corpus.training) + len(corpus.held_out)
     assert STDLIB_BYTES / 2 < size <= STDLIB_BYTES
     assert len(corpus.held_out) > 20_000
@@ -35,14 +35,14 @@ def test_the_standard_library_is_a_few_megabytes_of_ascii() -> None:
 
 
 def test_loading_twice_gives_the_same() -> None:
-    first, second = load_corpus("stdlib"), load_corpus("stdlib")
+    first, second = load_corpus("stdlib", Characters()), load_corpus("stdlib", Characters())
     np.testing.assert_array_equal(first.training, second.training)
     np.testing.assert_array_equal(first.held_out, second.held_out)
 
 
 def test_a_directory_is_split_by_file(tmp_path: Path) -> None:
     _numbered_files(tmp_path, range(400))
-    corpus = load_corpus(str(tmp_path))
+    corpus = load_corpus(str(tmp_path), Characters())
     training, held_out = _numbers(corpus.training), _numbers(corpus.held_out)
     assert training | held_out == set(range(400))
     assert not training & held_out
@@ -54,7 +54,7 @@ def test_a_directory_is_split_by_file(tmp_path: Path) -> None:
 def test_a_file_is_held_out_whatever_else_there_is(tmp_path: Path) -> None:
     _numbered_files(tmp_path / "some", range(200))
     _numbered_files(tmp_path / "more", range(400))
-    some, more = load_corpus(str(tmp_path / "some")), load_corpus(str(tmp_path / "more"))
+    some, more = load_corpus(str(tmp_path / "some"), Characters()), load_corpus(str(tmp_path / "more"), Characters())
     assert _numbers(some.held_out) == {number for number in _numbers(more.held_out) if number < 200}
 
 
@@ -62,7 +62,7 @@ def test_a_file_is_split_by_block(tmp_path: Path) -> None:
     letters = [chr(33 + number % 90) for number in range(200)]
     path = tmp_path / "text"
     path.write_text("".join(letter * BLOCK_TOKENS for letter in letters), encoding="utf-8")
-    corpus = load_corpus(str(path))
+    corpus = load_corpus(str(path), Characters())
     assert len(corpus.training) + len(corpus.held_out) == 200 * BLOCK_TOKENS
     assert 200 / 40 < len(corpus.held_out) / BLOCK_TOKENS < 200 / 10
     assert len(corpus.held_out) % BLOCK_TOKENS == 0
@@ -72,7 +72,7 @@ def test_a_file_is_split_by_block(tmp_path: Path) -> None:
 def test_a_small_text_still_has_both_sides(blocks: int, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("ab" * (BLOCK_TOKENS // 2) * blocks, encoding="utf-8")
     for source in (tmp_path, tmp_path / "one.txt"):
-        corpus = load_corpus(str(source))
+        corpus = load_corpus(str(source), Characters())
         assert len(corpus.training) >= BLOCK_TOKENS
         assert len(corpus.held_out) >= BLOCK_TOKENS
 
@@ -80,7 +80,7 @@ def test_a_small_text_still_has_both_sides(blocks: int, tmp_path: Path) -> None:
 def test_line_ends_of_other_systems_are_ours(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"ab\r\n" * 3000)
-    corpus = load_corpus(str(path))
+    corpus = load_corpus(str(path), Characters())
     assert set(decode(corpus.training.tolist())) == {"a", "b", "\n"}
 
 
@@ -88,7 +88,7 @@ def test_binary_and_hidden_files_of_a_directory_are_left_out(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text("a" * 3 * BLOCK_TOKENS, encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\0" * 9999)
     (tmp_path / ".hidden").write_text("b" * 9999, encoding="utf-8")
-    corpus = load_corpus(str(tmp_path))
+    corpus = load_corpus(str(tmp_path), Characters())
     assert set(decode(corpus.training.tolist())) == {"a"}
 
 
@@ -108,7 +108,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
         "folder": "no text in this directory",
     }.items():
         with pytest.raises(ConfigError, match=message) as caught:
-            load_corpus(str(tmp_path / name))
+            load_corpus(str(tmp_path / name), Characters())
         assert f"--data {tmp_path / name}" in str(caught.value)
 
 
@@ -121,10 +121,10 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "text").touch()
     for source in (tmp_path, tmp_path / "text"):
         with pytest.raises(ConfigError, match=r"text: cannot be read \(Permission denied\)"):
-            load_corpus(str(source))
+            load_corpus(str(source), Characters())
 
 
 def test_a_python_without_its_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match=r"--data stdlib: .* give text with --data FILE"):
-        load_corpus("stdlib")
+        load_corpus("stdlib", Characters())

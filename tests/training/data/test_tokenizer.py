@@ -6,7 +6,7 @@ import string
 
 import numpy as np
 
-from p2ptrain.training.data import VOCAB_SIZE, decode, encode
+from tests.training.characters import VOCAB_SIZE, decode, encode
 
 
 def test_ascii_text_survives_a_round_trip() -> None:

@@ -56,7 +56,7 @@ def test_fixed_windows_span_the_text() -> None:
 
 
 def test_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ConfigError, match="200 characters to train on are fewer than one window of 201"):
+    with pytest.raises(ConfigError, match="200 tokens to train on are fewer than one window of 201"):
         _windows(context=200)
     with pytest.raises(ConfigError, match="to hold out"):
         fixed_windows(TOKENS, context=200, count=1)

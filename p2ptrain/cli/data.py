@@ -1,0 +1,100 @@
+"""`p2ptrain data`: prepare token files, and say what is in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def data() -> None:
+    """Prepare token files to train on, and look into them."""
+
+
+@data.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
+@click.option("--tokenizer", required=True, metavar="NAME", help="chars, bytes, FILE.json, hub:NAME or train:N.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="New directory to write.")
+@click.option("--field", default="text", show_default=True, help="Field of a record that holds the text.")
+@click.option("--split", default="train", show_default=True, help="Split of a dataset.")
+@click.option(
+    "--held-out", type=click.FloatRange(0, 0.5), default=0.005, show_default=True,
+    help="Share of the documents to evaluate on.",
+)  # fmt: skip
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")
+def prepare(
+    sources: tuple[str, ...], tokenizer: str, out: Path, field: str, split: str, held_out: float, jobs: int | None
+) -> None:
+    """Turn text into token files that `p2ptrain join --data DIR` trains on.
+
+    SOURCE is a text file, a .jsonl (also .gz or .zst) or .parquet file, a directory of them, or hub:NAME for a dataset
+    of the Hugging Face hub (hub:NAME:CONFIG). Files are never loaded whole. After an interruption the same command goes
+    on. Documents are held out for evaluation by the hash of their text, so that copies are on the same side.
+
+    \b
+    A book, with a tokenizer made from it:
+        p2ptrain data prepare novel.txt --tokenizer train:8192 --out novel
+    A folder of .parquet files, with GPT-2's tokenizer:
+        p2ptrain data prepare fineweb/ --tokenizer hub:gpt2 --out fineweb-gpt2
+        p2ptrain join --data fineweb-gpt2 --model gpt2-124m
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from p2ptrain.settings.cores import usable_cores
+    from p2ptrain.training.data.prepare import Progress
+    from p2ptrain.training.data.prepare import prepare as run
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("parts, {task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, tokens="0")
+
+        def show(progress: Progress) -> None:
+            tokens = f"{progress.tokens:,}"
+            bar.update(task, completed=progress.units, total=progress.units_total, tokens=tokens)
+
+        prepared = run(
+            sources, out, tokenizer=tokenizer, field=field, split=split, held_out=held_out,
+            jobs=jobs or max(1, round(usable_cores())), say=click.echo, on_progress=show,
+        )  # fmt: skip
+    if prepared.empty:
+        click.echo(f"{prepared.empty:,} documents without text were left out; the first is {prepared.first_empty}")
+    _say(out)
+    click.echo(f"train on it with: p2ptrain join --data {out}")
+
+
+@data.command()
+@click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--check", is_flag=True, help="Read everything: hashes of prepared files, and ids within the vocabulary.")
+def info(directory: Path, as_json: bool, check: bool) -> None:
+    """Say what is in a directory of token files: tokens, documents, tokenizer, and how the text begins.
+
+    DIR is what `p2ptrain data prepare` wrote, or holds .bin files of nanoGPT, llm.c or modded-nanogpt.
+
+    \b
+        p2ptrain data info fineweb-gpt2 --check
+    """
+    from p2ptrain.training.data.token_info import describe
+
+    found = describe(directory, check=check)
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        for line in found.lines():
+            click.echo(line)
+
+
+def _say(directory: Path) -> None:
+    from p2ptrain.training.data.token_info import describe
+
+    for line in describe(directory, check=False).lines():
+        click.echo(line)

@@ -1,0 +1,285 @@
+"""Documents of text files, .jsonl, .parquet and Hugging Face datasets, cut into units that processes read one by one.
+
+A unit is a file or a part of one, of UNIT_BYTES at most where the format allows it. Files that are compressed, and
+shards of a dataset, are one unit each. Nothing is loaded whole.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import zstandard
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.extras import require_extra
+
+UNIT_BYTES = 64 * 2**20
+# Plain text has no documents: it is cut at line ends, so that some of it can be held out.
+TEXT_BYTES = 64 * 2**10
+LINES = (".jsonl", ".ndjson", ".json")
+COMPRESSED = (".gz", ".zst")
+DATASET = "hub:"
+# Which of these a dataset has that was saved with save_to_disk.
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
+ZSTD_READ_BYTES = 2**17
+Kind = Literal["text", "jsonl", "parquet", "dataset"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the data.
+
+    Attributes:
+        kind, path: how to read it, and the file, or the name of the dataset.
+        start, end: bytes of a plain file, row groups of a .parquet file, or the number of a dataset's shard and their
+            count. A line belongs to the unit in which it begins.
+        size_bytes: for the progress; 0 if not known.
+    """
+
+    kind: Kind
+    path: str
+    start: int
+    end: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and where it is, for errors. `is_whole`: whether a separator follows it."""
+
+    text: str
+    place: str
+    is_whole: bool = True
+
+
+def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
+    """All units of files, directories and datasets, in order. Raises ConfigError if a source has none."""
+    units: list[Unit] = []
+    for source in sources:
+        if source.startswith(DATASET):
+            found = _dataset_units(source, split)
+        else:
+            path = Path(source).expanduser()
+            if not path.exists():
+                raise ConfigError(f"{source}: no such file or directory; give files, directories or hub:NAME")
+            if any((path / name).is_file() for name in SAVED_DATASET):
+                found = _dataset_units(source, split)
+            else:
+                found = [unit for file in _files(path) for unit in _units_of(file)]
+        if not found:
+            raise ConfigError(f"{source}: holds no text; give .txt, .jsonl, .parquet files, or a directory of them")
+        units += found
+    return units
+
+
+def read_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
+    """The documents of a unit, in order. `field` names the text in records. Raises ConfigError for what is not text."""
+    try:
+        if unit.kind == "text":
+            yield from _text_documents(unit)
+        elif unit.kind == "jsonl":
+            yield from _json_documents(unit, field)
+        elif unit.kind == "parquet":
+            yield from _parquet_documents(unit, field)
+        else:
+            yield from _dataset_documents(unit, field, split)
+    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        raise ConfigError(f"{unit.path}: is cut off or not compressed as its name says ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename or unit.path}: cannot be read ({error.strerror or error})") from error
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found: list[Path] = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return [file for file in found if file.stat().st_size]
+
+
+def _stem_suffix(path: Path) -> str:
+    """The suffix of a file's name, without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _units_of(path: Path) -> list[Unit]:
+    size, name = path.stat().st_size, str(path)
+    if path.suffix == ".parquet":
+        return _parquet_units(path)
+    kind: Kind = "jsonl" if _stem_suffix(path) in LINES else "text"
+    if path.suffix in COMPRESSED:
+        return [Unit(kind, name, 0, -1, size)]
+    if kind == "text":
+        with path.open("rb") as stream:
+            if b"\0" in stream.read(8192):
+                return []  # as git tells text from binary
+    starts = range(0, max(1, size), UNIT_BYTES)
+    return [Unit(kind, name, start, min(size, start + UNIT_BYTES), min(size - start, UNIT_BYTES)) for start in starts]
+
+
+def _open(unit: Unit) -> IO[bytes]:
+    path = Path(unit.path)
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.open(path, "rb"))
+    if path.suffix == ".zst":
+        return io.BufferedReader(_ZstdFile(path))
+    return path.open("rb")
+
+
+class _ZstdFile(io.RawIOBase):
+    """Reads a .zst file of any number of frames. Raises EOFError if the last one is cut off, unlike stream_reader."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._is_within_frame = False
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            compressed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._is_within_frame = False
+            compressed = compressed or self._file.read(ZSTD_READ_BYTES)
+            if not compressed:
+                if self._is_within_frame:
+                    raise EOFError("the last frame has no end")
+                return 0
+            self._is_within_frame = True
+            self._content = memoryview(self._frame.decompress(compressed))
+        count = min(len(buffer), len(self._content))
+        buffer[:count], self._content = self._content[:count], self._content[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _lines(unit: Unit) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in this unit, with the byte at which each begins (in the text, if it is compressed)."""
+    with _open(unit) as stream:
+        at = 0
+        if unit.start:
+            # A line that begins at the border is this unit's: look at the byte before.
+            stream.seek(unit.start - 1)
+            at = unit.start - 1 + len(stream.readline())
+        while (unit.end < 0 or at < unit.end) and (line := stream.readline()):
+            yield at, line
+            at += len(line)
+
+
+def _text_documents(unit: Unit) -> Iterator[Document]:
+    lines: list[bytes] = []
+    first = size = end = 0
+    for at, line in _lines(unit):
+        if b"\0" in line:
+            raise ConfigError(f"{unit.path}, byte {at:,}: holds a zero byte, so it is not text; leave this file out")
+        if size >= TEXT_BYTES:  # not the last piece: this line follows
+            yield Document(_decoded(b"".join(lines)), f"{unit.path}, byte {first:,}", is_whole=False)
+            lines, size = [], 0
+        if not lines:
+            first = at
+        lines.append(line)
+        size += len(line)
+        end = at + len(line)
+    if lines:
+        # The last line of a unit may be the last one of the file, though another unit follows.
+        is_last = unit.end < 0 or end >= Path(unit.path).stat().st_size
+        yield Document(_decoded(b"".join(lines)), f"{unit.path}, byte {first:,}", is_whole=is_last)
+
+
+def _json_documents(unit: Unit, field: str) -> Iterator[Document]:
+    for at, line in _lines(unit):
+        if not line.strip():
+            continue
+        place = f"{unit.path}, byte {at:,}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{place}: is not a line of JSON ({error}); give .jsonl, one record a line") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{place}: is a {type(record).__name__}, not a record; give .jsonl, one record a line")
+        yield _of_record(record, field, place)
+
+
+def _parquet_units(path: Path) -> list[Unit]:
+    require_extra("data", ".parquet")
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        meta = parquet.ParquetFile(path).metadata
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path}: is not a .parquet file, or cut off ({error})") from error
+    groups = range(meta.num_row_groups)
+    return [Unit("parquet", str(path), group, group + 1, meta.row_group(group).total_byte_size) for group in groups]
+
+
+def _parquet_documents(unit: Unit, field: str) -> Iterator[Document]:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(unit.path)
+    if field not in file.schema_arrow.names:
+        raise _no_field(field, file.schema_arrow.names, unit.path)
+    number = 0
+    for batch in file.iter_batches(batch_size=256, row_groups=[unit.start], columns=[field]):
+        for text in batch.column(0).to_pylist():
+            yield _of_record({field: text}, field, f"{unit.path}, row group {unit.start}, row {number:,}")
+            number += 1
+
+
+def _dataset_units(source: str, split: str) -> list[Unit]:
+    count = max(1, int(getattr(_dataset(source, split), "num_shards", 1)))
+    return [Unit("dataset", source, number, count, 0) for number in range(count)]
+
+
+def _dataset_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
+    shard = _dataset(unit.path, split).shard(num_shards=unit.end, index=unit.start)
+    for number, record in enumerate(shard):
+        yield _of_record(record, field, f"{unit.path}, split {split}, shard {unit.start}, row {number:,}")
+
+
+def _dataset(source: str, split: str) -> Any:
+    require_extra("data", f"{DATASET}NAME")
+    import datasets
+
+    try:
+        if source.startswith(DATASET):
+            name, _, config = source.removeprefix(DATASET).partition(":")
+            return datasets.load_dataset(name, config or None, split=split, streaming=True)
+        found = datasets.load_from_disk(str(Path(source).expanduser()))
+        return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()
+    except Exception as error:  # the library and its loaders raise anything
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{source}, split {split}: cannot be loaded ({text}); check the name and --split") from error
+
+
+def _of_record(record: dict[str, Any], field: str, place: str) -> Document:
+    if field not in record:
+        raise _no_field(field, list(record), place)
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise ConfigError(f"{place}: field {field!r} is a {type(text).__name__}, not text; give another --field")
+    return Document(text or "", place)
+
+
+def _no_field(field: str, known: list[str], place: str) -> ConfigError:
+    return ConfigError(f"{place}: has no field {field!r}; give --field with one of: {', '.join(map(str, known[:20]))}")
+
+
+def _decoded(content: bytes) -> str:
+    return content.decode(errors="replace").replace("\r\n", "\n")

@@ -1,0 +1,62 @@
+"""The `meta.json` of a folder of prepared tokens: what made them, and which files hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import MAX_VOCAB_SIZE
+
+META_FILE = "meta.json"
+# While it is prepared, a directory has this folder in the place of META_FILE.
+UNFINISHED = ".progress"
+VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file of tokens. `sha256` is that of the whole file."""
+
+    # No path: a file beside the meta.json.
+    file: Annotated[str, msgspec.Meta(pattern=r"^[\w.-]+\.bin$")]
+    split: Literal["train", "val"]
+    documents: Count
+    tokens: Count
+    sha256: str
+
+
+class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `meta.json` holds.
+
+    Attributes:
+        tokenizer: identity of the tokenizer, as in `RunConfig.tokenizer`.
+        name: what the user called it.
+        separator: the id after each document, or None.
+        dtype: of the ids in all files, little-endian.
+    """
+
+    version: Literal[1]
+    tokenizer: str
+    name: str
+    vocab_size: Annotated[int, msgspec.Meta(ge=2, le=MAX_VOCAB_SIZE)]
+    separator: int | None
+    dtype: Literal["uint8", "uint16", "uint32"]
+    sources: list[str]
+    shards: list[Shard]
+
+
+def read_meta(folder: Path) -> Meta:
+    """Read and check the `meta.json` of a folder. Raises ConfigError if it is none, OSError if it cannot be read."""
+    path = folder / META_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Meta)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--data {path}: was not written by p2ptrain data prepare ({error})") from error
+
+
+def write_meta(folder: Path, meta: Meta) -> None:
+    (folder / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n")

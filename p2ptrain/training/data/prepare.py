@@ -1,0 +1,328 @@
+"""`p2ptrain data prepare`: documents to memory-mapped shards of token ids, in several processes.
+
+A unit (`documents.Unit`) becomes one shard of training text, and one of held-out text if any of its documents is held
+out. What a finished unit wrote is noted beside it. The same command continues after an interruption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
+from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, write_meta
+from p2ptrain.training.data.tokenizer import Tokenizer, token_dtype
+from p2ptrain.training.data.tokenizer_file import (
+    TOKENIZER_FILE,
+    find_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+    trained_size,
+)
+
+JOB_FILE = "job.json"
+LOCK_FILE = ".lock"
+# Encoded at once: bounds the memory of a process, together with the longest document.
+BATCH_CHARACTERS = 2**20
+# A tokenizer is trained on the first of this many characters, spread over the units. More makes it hardly better.
+TRAINED_ON_CHARACTERS = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is prepared. An interrupted preparation is continued only by an equal job."""
+
+    sources: tuple[str, ...]
+    units: tuple[Unit, ...]
+    field: str
+    split: str
+    held_out: float
+    tokenizer: str
+    vocab_size: int
+    name: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode(asdict(self))).hexdigest()
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What a unit became. `empty`: documents without text, and where the first one is."""
+
+    shards: list[Shard]
+    empty: int = 0
+    first_empty: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Units and bytes that are done. `bytes_total` is 0 if that is not known."""
+
+    units: int
+    units_total: int
+    bytes: int
+    bytes_total: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result. `empty`: documents without text, and where the first one is."""
+
+    meta: Meta
+    empty: int
+    first_empty: str
+
+
+def prepare(
+    sources: tuple[str, ...],
+    out: Path,
+    *,
+    tokenizer: str,
+    field: str,
+    split: str,
+    held_out: float,
+    jobs: int,
+    say: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> Prepared:
+    """Write the tokens of all documents into `out`, or go on where an equal command was stopped. Blocks until done.
+
+    Args:
+        sources: files, directories, or hub:NAME of a dataset.
+        tokenizer: as `--tokenizer` of `p2ptrain join`.
+        field: of a record, the one with the text.
+        split: of a dataset.
+        held_out: share of the documents to hold out for evaluation, chosen by the hash of their text.
+        jobs: processes.
+
+    Raises ConfigError for bad input, or if `out` holds something else.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out / LOCK_FILE, blocking=False):
+            return _prepare(sources, out, tokenizer, field, split, held_out, jobs, say, on_progress)
+    except Timeout:
+        raise ConfigError(f"--out {out}: another process is preparing data there; wait for it") from None
+    except OSError as error:
+        raise ConfigError(f"{error.filename or out}: cannot be written or read ({error.strerror})") from error
+
+
+def _prepare(
+    sources: tuple[str, ...], out: Path, tokenizer: str, field: str, split: str, held_out: float, jobs: int,
+    say: Callable[[str], None], on_progress: Callable[[Progress], None],
+) -> Prepared:  # fmt: skip
+    if (out / META_FILE).exists():
+        raise ConfigError(f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it")
+    units = tuple(find_units(sources, split))
+    notes = out / UNFINISHED
+    chosen = _tokenizer(tokenizer, out, units, field, split, say)
+    job = Job(sources, units, field, split, held_out, chosen.identity, chosen.vocab_size, tokenizer)
+    _claim(notes, job, out)
+    if chosen.file:
+        (out / TOKENIZER_FILE).write_bytes(chosen.file)
+    done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
+    if done:
+        say(f"continuing: {len(done)} of {len(units)} parts are done")
+    for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
+        done[number] = found
+        finished = [done[number] for number in done]
+        on_progress(Progress(
+            len(done), len(units), sum(units[n].size_bytes for n in done), sum(unit.size_bytes for unit in units),
+            sum(shard.tokens for found in finished for shard in found.shards),
+        ))  # fmt: skip
+    in_order = [done[number] for number in range(len(units))]
+    meta = Meta(
+        version=1, tokenizer=chosen.identity, name=tokenizer, vocab_size=chosen.vocab_size,
+        separator=chosen.separator, dtype=_dtype(chosen), sources=list(sources),
+        shards=[shard for found in in_order for shard in found.shards],
+    )  # fmt: skip
+    if not any(shard.split == "train" for shard in meta.shards):
+        raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
+    write_meta(out, meta)
+    shutil.rmtree(notes)
+    return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
+
+
+def _tokenizer(
+    name: str, out: Path, units: tuple[Unit, ...], field: str, split: str, say: Callable[[str], None]
+) -> Tokenizer:
+    """The named tokenizer; the one made by an interrupted preparation, rather than another made from the same text."""
+    found = find_tokenizer(name)
+    if found is not None:
+        return found
+    size = trained_size(name)
+    try:
+        begun = msgspec.json.decode((out / UNFINISHED / JOB_FILE).read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError):
+        begun = {}
+    if begun.get("name") == name and (made := read_tokenizer(out, begun.get("tokenizer", ""), 2)) is not None:
+        return made
+    say(f"making a tokenizer of {size:,} ids")
+    return train_tokenizer(_sample(units, field, split), size)
+
+
+def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:
+    """Text from the beginning of every unit, TRAINED_ON_CHARACTERS in all."""
+    share = max(1, TRAINED_ON_CHARACTERS // len(units))
+    for unit in units:
+        taken = 0
+        for document in read_documents(unit, field, split):
+            yield document.text[:share]
+            taken += len(document.text)
+            if taken >= share:
+                break
+
+
+def _claim(notes: Path, job: Job, out: Path) -> None:
+    """Note what is prepared here. Raises ConfigError if another preparation was begun here."""
+    path = notes / JOB_FILE
+    if path.exists():
+        begun = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        if begun.get("digest") != job.digest:
+            raise ConfigError(
+                f"--out {out}: another preparation was begun there (tokenizer {begun.get('name')!r}), or its sources "
+                f"have changed; give the same command, another --out, or remove it"
+            )
+        return
+    if foreign := [path.name for path in out.iterdir() if path.name not in (UNFINISHED, LOCK_FILE)]:
+        raise ConfigError(f"--out {out}: is not empty ({foreign[0]}); give a new directory")
+    notes.mkdir(exist_ok=True)
+    noted = {"digest": job.digest, "tokenizer": job.tokenizer, "name": job.name}
+    _write_whole(path, msgspec.json.encode(noted))
+
+
+def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[int, Done]]:
+    """Prepare units in `jobs` processes; yields each as it is done. Raises the first error."""
+    if jobs == 1 or len(numbers) == 1:
+        for number in numbers:
+            yield number, prepare_unit(job, out, number)
+        return
+    # Not forked: threads of the tokenizers library do not survive it.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, max(1, len(numbers))), context) as pool:
+        running: dict[Future[Done], int] = {}
+        waiting = iter(numbers)
+        try:
+            while True:
+                for number in waiting:
+                    running[pool.submit(prepare_unit, job, out, number)] = number
+                    if len(running) >= 2 * jobs:
+                        break
+                if not running:
+                    return
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    yield running.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def prepare_unit(job: Job, out: Path, number: int) -> Done:
+    """Write the shards of one unit, and note them. Runs in a process of its own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # every process has one core
+    tokenizer = read_tokenizer(out, job.tokenizer, job.vocab_size)
+    assert tokenizer is not None
+    split: dict[Literal["train", "val"], _Writer] = {
+        "train": _Writer(out / f"train-{number:06d}.bin"), "val": _Writer(out / f"val-{number:06d}.bin")
+    }  # fmt: skip
+    empty, first_empty = 0, ""
+    try:
+        for batch in _batches(read_documents(job.units[number], job.field, job.split)):
+            for document, ids in zip(batch, tokenizer.encode([document.text for document in batch]), strict=True):
+                if not len(ids):
+                    empty, first_empty = empty + 1, first_empty or document.place
+                    continue
+                separator = tokenizer.separator if document.is_whole else None
+                writer = split["val" if _is_held_out(document.text, job.held_out) else "train"]
+                writer.add(ids.astype(ids.dtype.newbyteorder("<")).tobytes(), len(ids))
+                if separator is not None:
+                    writer.add(int(separator).to_bytes(ids.dtype.itemsize, "little"), 1)
+                writer.documents += 1
+        shards = [shard for name, writer in split.items() if (shard := writer.finish(name)) is not None]
+    finally:
+        for writer in split.values():
+            writer.close()
+    done = Done(shards, empty, first_empty)
+    _write_whole(out / UNFINISHED / f"{number:06d}.json", msgspec.json.encode(done))
+    return done
+
+
+class _Writer:
+    """Writes one shard under a temporary name; hashes it as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._part = path.with_suffix(".part")
+        self._stream: IO[bytes] | None = None
+        self._hash = hashlib.sha256()
+        self._tokens = 0
+        self.documents = 0
+
+    def add(self, content: bytes, tokens: int) -> None:
+        if self._stream is None:
+            self._stream = self._part.open("wb", buffering=2**20)
+        self._stream.write(content)
+        self._hash.update(content)
+        self._tokens += tokens
+
+    def finish(self, split: Literal["train", "val"]) -> Shard | None:
+        """Give the file its name; None if nothing was written."""
+        if self._stream is None:
+            return None
+        self.close()
+        self._part.replace(self._path)
+        return Shard(self._path.name, split, self.documents, self._tokens, self._hash.hexdigest())
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _is_held_out(text: str, share: float) -> bool:
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
+
+
+def _note(notes: Path, number: int) -> Done | None:
+    """What a finished unit became; None if it is not done."""
+    try:
+        return msgspec.json.decode((notes / f"{number:06d}.json").read_bytes(), type=Done)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def _dtype(tokenizer: Tokenizer) -> Literal["uint8", "uint16", "uint32"]:
+    name = token_dtype(tokenizer.vocab_size).__name__
+    assert name in ("uint8", "uint16", "uint32")
+    return name  # type: ignore[return-value]

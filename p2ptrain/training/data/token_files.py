@@ -1,0 +1,222 @@
+"""Token files: memory-mapped, never loaded whole.
+
+Three kinds are read as they are: folders of `p2ptrain data prepare` (meta.json), nanoGPT's `train.bin` and `val.bin`
+(plain uint16), and the `.bin` files of llm.c and modded-nanogpt (256 int32, then uint16 or uint32 ids).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data.corpus import HELD_OUT_ONE_IN, Corpus
+from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, read_meta
+from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
+from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, read_tokenizer
+
+# The header of llm.c's files: 256 int32, which begin with magic, version and number of tokens.
+HEADER_BYTES = 1024
+_HEADER = struct.Struct("<3i")
+# By the magic: version, dtype and number of ids of GPT-2's and of Llama 3's tokenizer (llm.c, dev/data/data_common.py).
+HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
+    20240520: (1, np.uint16, GPT2_VOCAB_SIZE), 20240801: (7, np.uint32, 128_256),
+}  # fmt: skip
+# How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
+_NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
+# Without a file to hold out, the end of the largest one is: a twentieth, or what an evaluation can use at most.
+MOST_HELD_OUT = 2**20
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of token ids, memory-mapped: (tokens,) uint8, uint16 or uint32, from `offset` bytes after its start on.
+
+    `vocab_size`: of the tokenizer that files of this kind are made with.
+    """
+
+    path: Path
+    ids: NDArray[Any]
+    offset: int
+    vocab_size: int = GPT2_VOCAB_SIZE
+
+    def place(self, position: int) -> str:
+        """Where a token is, for errors."""
+        return f"{self.path}, token {position:,} (byte {self.offset + position * self.ids.itemsize:,})"
+
+
+class TokenFiles:
+    """The ids of several files, one after the other."""
+
+    def __init__(self, files: Sequence[TokenFile], vocab_size: int) -> None:
+        """Ids must be below `vocab_size`, which is checked as they are read."""
+        self._files = list(files)
+        self._ends = np.cumsum([len(file.ids) for file in self._files])
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The ids at these positions, int64 in the same shape. Raises ConfigError for an id beyond the vocabulary."""
+        numbers = np.searchsorted(self._ends, positions, side="right")
+        ids = np.empty(positions.shape, dtype=np.int64)
+        for number in np.unique(numbers):
+            inside = numbers == number
+            file, first = self._files[number], self._ends[number] - len(self._files[number].ids)
+            found = file.ids[positions[inside] - first]
+            if found.max() >= self._vocab_size:
+                worst = int(np.argmax(found))
+                place = file.place(int(positions[inside][worst] - first))
+                raise ConfigError(
+                    f"--data: {place}: id {found[worst]} is beyond the vocabulary of {self._vocab_size:,}; give the "
+                    f"tokenizer that made these files as --tokenizer"
+                )
+            ids[inside] = found
+        return ids
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """Files of tokens to train on and to evaluate on.
+
+    Attributes:
+        source: what the user gave, for errors.
+        training, held_out: the files; each at least one.
+        identity, vocab_size: of the tokenizer that made them; `IDS` if that is not known.
+    """
+
+    source: str
+    training: Sequence[TokenFile]
+    held_out: Sequence[TokenFile]
+    identity: str
+    vocab_size: int
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that made them; None if that is not known. Raises ConfigError if its file is missing."""
+        if self.identity == IDS:
+            return None
+        tokenizer = read_tokenizer(Path(self.source), self.identity, self.vocab_size)
+        if tokenizer is None:
+            raise ConfigError(
+                f"--data {self.source}: its {TOKENIZER_FILE} is missing or another one; copy it from where "
+                f"the data was prepared"
+            )
+        return tokenizer
+
+    def placeholder(self) -> Tokenizer:
+        """A placeholder for an unknown tokenizer."""
+        return Ids(self.vocab_size)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError if another tokenizer made these files."""
+        if self.identity not in (IDS, tokenizer.identity) and tokenizer.identity != IDS:
+            raise ConfigError(
+                f"--data {self.source}: was prepared with tokenizer {self.identity[:12]}, not "
+                f"{tokenizer.identity[:12]}; prepare it again, or give data of that tokenizer"
+            )
+
+    def corpus(self, tokenizer: Tokenizer) -> Corpus:
+        """The tokens. Raises ConfigError if another tokenizer made them."""
+        self.check_tokenizer(tokenizer)
+        vocab_size = tokenizer.vocab_size
+        return Corpus(TokenFiles(self.training, vocab_size), TokenFiles(self.held_out, vocab_size))
+
+
+def open_tokens(source: str) -> TokenFolder | None:
+    """Map a folder of token files, or one .bin file; None if `source` is neither. Raises ConfigError for bad files."""
+    path = Path(source).expanduser()
+    try:
+        if (path / META_FILE).is_file():
+            return _prepared(path, read_meta(path))
+        if path.suffix == ".bin":
+            return _given(source, [path])
+        if (path / UNFINISHED).is_dir():
+            raise ConfigError(f"--data {source}: is not finished; run the same `p2ptrain data prepare` again")
+        bins = [file for file in sorted(path.glob("*.bin")) if _NAMED.search(file.stem)] if path.is_dir() else []
+        if bins and (path / TOKENIZER_FILE).exists():
+            raise ConfigError(f"--data {source}: its {META_FILE} is missing; copy the whole directory")
+        return _given(source, bins) if bins else None
+    except OSError as error:
+        raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror})") from error
+
+
+def _prepared(folder: Path, meta: Meta) -> TokenFolder:
+    dtype = np.dtype(meta.dtype).newbyteorder("<")
+    files: dict[str, list[TokenFile]] = {"train": [], "val": []}
+    for shard in meta.shards:
+        file = _mapped(folder / shard.file, dtype, 0)
+        if len(file.ids) != shard.tokens:
+            raise ConfigError(
+                f"--data {file.path}: has {len(file.ids):,} tokens, and {META_FILE} says {shard.tokens:,}; it was cut "
+                f"off or changed: copy it again, or prepare the data again"
+            )
+        files[shard.split].append(file)
+    return _folder(str(folder), files["train"], files["val"], meta.tokenizer, meta.vocab_size)
+
+
+def _given(source: str, paths: Iterable[Path]) -> TokenFolder:
+    """Files of nanoGPT, llm.c or modded-nanogpt. Those whose names have the word "val" are held out."""
+    training: list[TokenFile] = []
+    held_out: list[TokenFile] = []
+    for path in paths:
+        named = _NAMED.search(path.stem)
+        (held_out if named is not None and named[1] == "val" else training).append(_open(path))
+    return _folder(source, training, held_out, IDS, max(file.vocab_size for file in (*training, *held_out)))
+
+
+def _folder(
+    source: str, training: Sequence[TokenFile], held_out: Sequence[TokenFile], identity: str, vocab_size: int
+) -> TokenFolder:
+    training, held_out = ([file for file in files if len(file.ids)] for files in (training, held_out))
+    if not training:
+        raise ConfigError(f"--data {source}: no tokens to train on; give a folder with train.bin, or *train*.bin")
+    if not held_out:
+        number = max(range(len(training)), key=lambda n: len(training[n].ids))
+        largest = training[number]
+        count = min(MOST_HELD_OUT, len(largest.ids) // HELD_OUT_ONE_IN)
+        if not count:
+            raise ConfigError(f"--data {source}: {len(largest.ids)} tokens are too few to hold some out; give more")
+        cut = len(largest.ids) - count
+        training[number] = replace(largest, ids=largest.ids[:cut])
+        offset = largest.offset + cut * largest.ids.itemsize
+        held_out = [replace(largest, ids=largest.ids[cut:], offset=offset)]
+    return TokenFolder(source, training, held_out, identity, vocab_size)
+
+
+def _open(path: Path) -> TokenFile:
+    """Map a file of nanoGPT's kind (no header), or of llm.c's."""
+    with path.open("rb") as stream:
+        start = stream.read(_HEADER.size)
+    magic, version, count = _HEADER.unpack(start) if len(start) == _HEADER.size else (0, 0, 0)
+    if magic not in HEADERS:
+        return _mapped(path, np.dtype("<u2"), 0)
+    known, dtype, vocab_size = HEADERS[magic]
+    if version != known:
+        raise ConfigError(f"--data {path}: has version {version} of its kind; only version {known} can be read")
+    file = _mapped(path, np.dtype(dtype).newbyteorder("<"), HEADER_BYTES)
+    if len(file.ids) != count:
+        raise ConfigError(
+            f"--data {path}: its header says {count:,} tokens, and {len(file.ids):,} follow; it was cut off or "
+            f"changed: copy or download it again"
+        )
+    return replace(file, vocab_size=vocab_size)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], offset: int) -> TokenFile:
+    size = path.stat().st_size - offset
+    if size < 0 or size % dtype.itemsize:
+        raise ConfigError(
+            f"--data {path}: {max(0, size):,} bytes after byte {offset:,} are no whole number of ids of "
+            f"{dtype.itemsize} bytes; it was cut off, or is no token file: copy it again"
+        )
+    # An empty file cannot be mapped.
+    ids = np.memmap(path, dtype, mode="r", offset=offset) if size else np.empty(0, dtype)
+    return TokenFile(path, ids, offset)

@@ -1,0 +1,39 @@
+"""Keys and values of the tokens so far, so that each further token of a text costs one position and not all."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+class KeyValueCache:
+    """What the layers of one model keep of one batch of texts."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens that are kept."""
+        return self._kept[0][0].shape[2] if self._kept else 0
+
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the keys and values of further tokens, (batch, heads, tokens, head size) each. Returns all of them."""
+        if layer == len(self._kept):
+            self._kept.append((key, value))
+        else:
+            before_key, before_value = self._kept[layer]
+            self._kept[layer] = torch.cat([before_key, key], dim=2), torch.cat([before_value, value], dim=2)
+        return self._kept[layer]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cache: KeyValueCache | None, layer: int
+) -> torch.Tensor:
+    """Causal attention of (batch, heads, time, head size) each, with a cache also to all that it keeps.
+
+    Either the cache is empty, or `query` is of one token.
+    """
+    if cache is not None:
+        key, value = cache.extend(layer, key, value)
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] == key.shape[2])

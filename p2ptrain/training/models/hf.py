@@ -1,0 +1,90 @@
+"""Causal language models of transformers: `hf:NAME_OR_PATH` from its configuration, `hf:…:pretrained` with its weights.
+
+Code of a repository is never run: `trust_remote_code` is off, not left to a question on the terminal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2ptrain.errors import ConfigError
+
+PREFIX, PRETRAINED = "hf:", ":pretrained"
+# Longer windows than this need memory that few have; a model trains on shorter ones as well.
+MOST_CONTEXT = 4096
+
+
+class CausalLM(nn.Module):
+    """A model of transformers that maps tokens to logits, as ours do. Attribute `context`: its longest sequence."""
+
+    def __init__(self, model: nn.Module, context: int) -> None:
+        super().__init__()
+        self.lm = model
+        self.context = context
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 (batch, time) -> logits (batch, time, vocabulary)."""
+        return self.lm(tokens, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+def is_of_transformers(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
+def check(name: str) -> None:
+    """Raise ConfigError if transformers is missing, or knows no such causal language model. May read from the hub."""
+    _config(name)
+
+
+def build(name: str, vocab_size: int) -> CausalLM:
+    """Build the model with at least `vocab_size` ids, on the CPU, in fp32. Raises ConfigError.
+
+    From its configuration with new weights, or with those of the hub or of a directory. Blocks for their download.
+    """
+    config = _config(name)
+    transformers = _transformers()
+    context = min(MOST_CONTEXT, int(getattr(config, "max_position_embeddings", None) or MOST_CONTEXT))
+    try:
+        if name.endswith(PRETRAINED):
+            model = transformers.AutoModelForCausalLM.from_pretrained(_path(name), trust_remote_code=False)
+            if vocab_size > model.get_input_embeddings().num_embeddings:
+                model.resize_token_embeddings(vocab_size)
+        else:
+            config.vocab_size = max(config.vocab_size, vocab_size)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # the library raises anything
+        raise ConfigError(f"--model {name}: cannot be built ({_first_line(error)})") from error
+    return CausalLM(model.float(), context)
+
+
+def _config(name: str) -> Any:
+    try:
+        return _transformers().AutoConfig.from_pretrained(_path(name), trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises anything
+        raise ConfigError(
+            f"--model {name}: has no configuration that transformers can use ({_first_line(error)}); give "
+            f"{PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
+        ) from error
+
+
+def _path(name: str) -> str:
+    return name.removeprefix(PREFIX).removesuffix(PRETRAINED)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            f"--model {PREFIX}…: needs transformers; install with: pip install 'p2ptrain[transformers]'"
+        ) from None
+    return transformers
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

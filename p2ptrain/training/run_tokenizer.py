@@ -1,0 +1,90 @@
+"""The tokenizer of a run: chosen by who starts it, and got from the other peers by who joins without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.data.corpus import TextFiles
+from p2ptrain.training.data.token_files import TokenFolder
+from p2ptrain.training.data.tokenizer import Characters, Ids, Tokenizer
+from p2ptrain.training.data.tokenizer_file import (
+    TOKENIZER_FILE,
+    TRAIN,
+    TokenizerFile,
+    find_tokenizer,
+    read_tokenizer,
+    train_tokenizer,
+    trained_size,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def given_tokenizer(name: str | None, source: TextFiles | TokenFolder) -> Tokenizer | None:
+    """The tokenizer that the user named, or that made the user's tokens. None: the run's, or one that is to be made.
+
+    Raises ConfigError if it cannot be used, or the tokens were made by another one.
+    """
+    if isinstance(source, TextFiles):
+        return None if name is None else find_tokenizer(name)
+    if name is None:
+        return source.tokenizer()
+    if name.startswith(TRAIN):
+        raise ConfigError(f"--tokenizer {name}: is made from text, and --data {source.source} holds tokens")
+    tokenizer = find_tokenizer(name)
+    assert tokenizer is not None
+    source.check_tokenizer(tokenizer)
+    return tokenizer
+
+
+def first_tokenizer(name: str | None, source: TextFiles | TokenFolder, say: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer of a run that starts here, if `given_tokenizer` found none. Blocks while it is made."""
+    if isinstance(source, TokenFolder):
+        return source.placeholder()
+    if name is None:
+        return Characters()
+    say(f"making a tokenizer of {trained_size(name):,} ids from {source.source}")
+    made = train_tokenizer([text for _, text in source.texts], trained_size(name))
+    if made.vocab_size < trained_size(name):
+        say(f"--tokenizer {name}: the text has pairs for {made.vocab_size:,} ids only")
+    return made
+
+
+def tokenizer_of(
+    run: RunConfig, given: Tokenizer | None, source: TextFiles | TokenFolder, out: Path, ask: Callable[[], bytes | None]
+) -> Tokenizer:
+    """The run's tokenizer, saved in `out` if it has a file.
+
+    Args:
+        given: what the user named, or the run was started with.
+        source: the user's data; token files can be trained on without a tokenizer.
+        ask: gets the file from other peers; may block.
+
+    Raises ConfigError if it cannot be had.
+    """
+    if given is not None and given.identity == run.tokenizer:
+        tokenizer = given
+    elif (saved := read_tokenizer(out, run.tokenizer, run.vocab_size)) is not None:
+        tokenizer = saved
+    elif (file := ask()) is not None:
+        tokenizer = TokenizerFile(file, f"the tokenizer of run {run.run_id!r}")
+    elif isinstance(source, TokenFolder):
+        logger.warning("no peer has the tokenizer of run %r; text cannot be written without it", run.run_id)
+        return Ids(run.vocab_size)
+    else:
+        raise ConfigError(
+            f"run {run.run_id!r}: no peer that answers has its tokenizer, {run.tokenizer[:12]}…; give the file with "
+            f"--tokenizer FILE.json, or token files as --data"
+        )
+    if tokenizer.vocab_size != run.vocab_size:
+        raise ConfigError(
+            f"run {run.run_id!r} says {run.vocab_size:,} ids, and its tokenizer has {tokenizer.vocab_size:,}: whoever "
+            f"started it runs another version; start it again"
+        )
+    if tokenizer.file:
+        (out / TOKENIZER_FILE).write_bytes(tokenizer.file)
+    return tokenizer

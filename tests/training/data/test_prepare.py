@@ -1,0 +1,307 @@
+"""Preparing token files: what is written, from what, and what happens after an interruption."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data import documents, prepare
+from p2ptrain.training.data.corpus import Corpus
+from p2ptrain.training.data.documents import find_units, read_documents
+from p2ptrain.training.data.meta import read_meta
+from p2ptrain.training.data.prepare import Prepared, Progress
+from p2ptrain.training.data.token_files import open_tokens
+from p2ptrain.training.data.token_info import describe
+from p2ptrain.training.data.tokenizer import Bytes
+
+TEXTS = [f"document {number}: " + "words and more " * (number % 7) for number in range(300)]
+
+
+def _prepare(sources: Sequence[Path | str], out: Path, **given: Any) -> Prepared:
+    settings = {
+        "tokenizer": "bytes", "field": "text", "split": "train", "held_out": 0.1, "jobs": 1,
+        "say": lambda line: None, "on_progress": lambda progress: None, **given,
+    }  # fmt: skip
+    return prepare.prepare(tuple(map(str, sources)), out, **settings)
+
+
+def _corpus(out: Path) -> Corpus:
+    folder = open_tokens(str(out))
+    assert folder is not None
+    return folder.corpus(Bytes())
+
+
+def _texts(tokens: Any) -> list[str]:
+    """The documents of a side, of bytes with a separator after each."""
+    ids = tokens[np.arange(len(tokens))]
+    assert ids[-1] == 256
+    return [Bytes().decode(part) for part in np.split(ids, np.flatnonzero(ids == 256) + 1)[:-1]]
+
+
+def _write_lines(path: Path, texts: Sequence[str] = TEXTS, field: str = "text") -> Path:
+    content = "".join(json.dumps({"id": n, field: text}) + "\n" for n, text in enumerate(texts)).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        half = len(content) // 2  # two frames, as parallel compressors write
+        content = b"".join(zstandard.compress(part) for part in (content[:half], content[half:]))
+    path.write_bytes(content)
+    return path
+
+
+def test_every_document_is_on_one_side_with_a_separator(tmp_path: Path) -> None:
+    prepared = _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+    corpus = _corpus(tmp_path / "out")
+    training, held_out = _texts(corpus.training), _texts(corpus.held_out)
+    assert sorted(training + held_out) == sorted(TEXTS)
+    assert 10 <= len(held_out) <= 60
+    assert training == [text for text in TEXTS if text not in held_out]  # in order
+    assert [shard.documents for shard in prepared.meta.shards] == [len(training), len(held_out)]
+    assert (prepared.meta.tokenizer, prepared.meta.vocab_size, prepared.meta.dtype) == ("bytes", 257, "uint16")
+
+
+def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "one")
+    _prepare([_write_lines(tmp_path / "b.jsonl", TEXTS[::-1] + TEXTS[:50])], tmp_path / "two")
+    one, two = _corpus(tmp_path / "one"), _corpus(tmp_path / "two")
+    assert set(_texts(one.held_out)) == set(_texts(two.held_out))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.ndjson"])
+def test_records_may_be_compressed(name: str, tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / name)], tmp_path / "out")
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "plain")
+    assert _texts(_corpus(tmp_path / "out").training) == _texts(_corpus(tmp_path / "plain").training)
+
+
+def test_parquet_is_read_by_its_row_groups(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({"content": TEXTS}), tmp_path / "a.parquet", row_group_size=70)
+    _prepare([tmp_path / "a.parquet"], tmp_path / "out", field="content")
+    assert len(read_meta(tmp_path / "out").shards) == 2 * 5
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "plain")
+    assert _texts(_corpus(tmp_path / "out").training) == _texts(_corpus(tmp_path / "plain").training)
+    with pytest.raises(ConfigError, match=r"a.parquet: has no field 'text'; give --field with one of: content"):
+        _prepare([tmp_path / "a.parquet"], tmp_path / "other")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match=r"bad.parquet: is not a .parquet file, or cut off"):
+        _prepare([tmp_path / "bad.parquet"], tmp_path / "other")
+
+
+def test_a_saved_dataset_is_read_by_its_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = {"train": datasets.Dataset.from_dict({"text": TEXTS}), "test": datasets.Dataset.from_dict({"text": ["x"]})}
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "data")
+    _prepare([tmp_path / "data"], tmp_path / "out")
+    assert sorted(_texts(_corpus(tmp_path / "out").training)) == sorted(
+        text for text in TEXTS if text not in _texts(_corpus(tmp_path / "out").held_out)
+    )
+    datasets.DatasetDict(saved).save_to_disk(tmp_path / "both")
+    with pytest.raises(ConfigError, match=r"split dev: cannot be loaded \('dev'\); check the name and --split"):
+        _prepare([tmp_path / "both"], tmp_path / "other", split="dev")
+
+
+def test_plain_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "TEXT_BYTES", 200)
+    monkeypatch.setattr(documents, "UNIT_BYTES", 1000)
+    text = "".join(f"line {number} with some words\n" for number in range(300))
+    (tmp_path / "a.txt").write_text(text)
+    _prepare([tmp_path / "a.txt"], tmp_path / "out", held_out=0.0)
+    shards = [
+        np.fromfile(tmp_path / "out" / shard.file, dtype=np.uint16) for shard in read_meta(tmp_path / "out").shards
+    ]
+    assert len(shards) > 5
+    written = np.concatenate(shards)
+    assert written[-1] == 256
+    assert (written[:-1] < 256).all()  # one document, one separator
+    assert Bytes().decode(written[:-1].tolist()) == text
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 7, 64, 1000])
+def test_units_share_the_lines_of_a_file(unit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "UNIT_BYTES", unit_bytes)
+    path = _write_lines(tmp_path / "a.jsonl", TEXTS[:20])
+    units = find_units((str(path),), "train")
+    assert [d.text for unit in units for d in read_documents(unit, "text", "train")] == TEXTS[:20]
+
+
+def test_directories_are_walked_and_binary_files_left_out(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    _write_lines(tmp_path / "in" / "deep" / "b.jsonl", ["b"])
+    (tmp_path / "in" / "a.txt").write_text("a\n")
+    (tmp_path / "in" / ".hidden.txt").write_text("hidden")
+    (tmp_path / "in" / "image.png").write_bytes(b"\x89PNG\0\0")
+    found = [d.text for unit in find_units((str(tmp_path / "in"),), "train") for d in read_documents(unit, "text", "")]
+    assert found == ["a\n", "b"]
+
+
+def test_a_file_of_one_long_line_ends_with_a_separator_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(documents, "TEXT_BYTES", 200)
+    (tmp_path / "a.txt").write_text("a" * 2500)
+    (tmp_path / "b.txt").write_text("b" * 250 + "\n" + "c" * 250 + "\n")
+    _prepare([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out", held_out=0.0)
+    meta = read_meta(tmp_path / "out")
+    shards = [np.fromfile(tmp_path / "out" / shard.file, dtype=np.uint16) for shard in meta.shards]
+    assert [np.flatnonzero(ids == 256).tolist() for ids in shards] == [[2500], [502]]
+
+
+def test_half_a_character_and_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "half \\ud83d of it"}\n{"text": "say <|endoftext|> twice"}\n' * 50)
+    prepared = _prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer="train:300", held_out=0.0)
+    (shard,) = prepared.meta.shards
+    ids = np.fromfile(tmp_path / "out" / shard.file, dtype=np.uint16)
+    assert np.count_nonzero(ids == prepared.meta.separator) == 100
+    folder = open_tokens(str(tmp_path / "out"))
+    assert folder is not None
+    tokenizer = folder.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.decode(ids.tolist()).startswith("half ? of it<|endoftext|>say <|endoftext|> twice<|endoftext|>")
+
+
+def test_text_of_an_archive_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(b"name\0\0\0content"))
+    with pytest.raises(ConfigError, match=r"a.tar.gz, byte 0: holds a zero byte, so it is not text"):
+        _prepare([tmp_path / "a.tar.gz"], tmp_path / "out")
+
+
+def test_a_directory_without_its_meta_is_not_taken_for_another_kind(tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer="train:300")
+    (tmp_path / "out" / "meta.json").unlink()
+    with pytest.raises(ConfigError, match=r"its meta.json is missing; copy the whole directory"):
+        open_tokens(str(tmp_path / "out"))
+
+
+class Stop(Exception):
+    """An interruption."""
+
+
+def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "UNIT_BYTES", 1000)
+    path = _write_lines(tmp_path / "a.jsonl")
+    whole = _prepare([path], tmp_path / "whole", tokenizer="train:300")
+    seen: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.units == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        _prepare([path], tmp_path / "out", tokenizer="train:300", on_progress=stop)
+    with pytest.raises(ConfigError, match=r"is not finished; run the same `p2ptrain data prepare` again"):
+        open_tokens(str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"another preparation was begun there \(tokenizer 'train:300'\)"):
+        _prepare([path], tmp_path / "out", tokenizer="bytes")
+    said: list[str] = []
+    again = _prepare([path], tmp_path / "out", tokenizer="train:300", say=said.append, on_progress=seen.append)
+    assert said == [f"continuing: 4 of {seen[0].units_total} parts are done"]
+    assert [progress.units for progress in seen] == list(range(1, seen[0].units_total + 1))
+    assert again.meta == whole.meta  # hashes included
+    with pytest.raises(ConfigError, match=r"holds prepared data already"):
+        _prepare([path], tmp_path / "out", tokenizer="train:300")
+
+
+def test_several_processes_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        _write_lines(tmp_path / f"{number}.jsonl", TEXTS[100 * number : 100 * number + 100])
+    paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    assert _prepare(paths, tmp_path / "two", jobs=2).meta == _prepare(paths, tmp_path / "one").meta
+
+
+def test_documents_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
+    prepared = _prepare([_write_lines(tmp_path / "a.jsonl", ["one", "", "two", ""])], tmp_path / "out", held_out=0.0)
+    assert prepared.empty == 2
+    assert prepared.first_empty == f"{tmp_path / 'a.jsonl'}, byte 25"
+    assert prepared.meta.shards[0].documents == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        (b"{", r"a.jsonl, byte 27: is not a line of JSON"),
+        (b"[1]", r"a.jsonl, byte 27: is a list, not a record"),
+        (b'{"body": "x", "n": 1}', r"a.jsonl, byte 27: has no field 'text'; give --field with one of: body, n"),
+        (b'{"text": 5}', r"a.jsonl, byte 27: field 'text' is a int, not text"),
+    ],
+)
+def test_a_bad_record_is_named_with_its_place(line: bytes, error: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"id": 0, "text": "first"}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=error):
+        _prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_compressed_file_that_is_cut_off_is_named(name: str, tmp_path: Path) -> None:
+    path = _write_lines(tmp_path / name)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ConfigError, match=rf"{name}: is cut off"):
+        _prepare([path], tmp_path / "out")
+
+
+def test_sources_and_directories_that_cannot_be_used_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere: no such file or directory"):
+        _prepare([tmp_path / "nowhere"], tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty: holds no text"):
+        _prepare([tmp_path / "empty"], tmp_path / "out")
+    path = _write_lines(tmp_path / "a.jsonl")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "precious.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"--out .*full: is not empty \(precious.txt\); give a new directory"):
+        _prepare([path], tmp_path / "full")
+    with pytest.raises(ConfigError, match=r"no document with text was found"):
+        _prepare([_write_lines(tmp_path / "b.jsonl", ["", ""])], tmp_path / "out2")
+
+
+def test_a_changed_or_cut_shard_is_found(tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+    assert describe(tmp_path / "out", check=True).documents == 300
+    shard = tmp_path / "out" / "train-000000.bin"
+    content = bytearray(shard.read_bytes())
+    shard.write_bytes(content[:-2])
+    with pytest.raises(ConfigError, match=r"train-000000.bin: has [\d,]+ tokens, and meta.json says"):
+        open_tokens(str(tmp_path / "out"))
+    content[100] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"train-000000.bin: was changed since it was prepared"):
+        describe(tmp_path / "out", check=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"version": 2}', b"\xff"])
+def test_a_meta_that_is_none_is_an_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"meta.json: was not written by p2ptrain data prepare"):
+        open_tokens(str(tmp_path))
+
+
+def test_a_meta_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+    path = tmp_path / "out" / "meta.json"
+    path.write_text(path.read_text().replace("train-000000.bin", "../../etc/x.bin"))
+    with pytest.raises(ConfigError, match=r"was not written by p2ptrain data prepare"):
+        open_tokens(str(tmp_path / "out"))
+
+
+def test_what_is_in_a_directory_is_said(tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer="train:300")
+    info = describe(tmp_path / "out", check=False)
+    lines = list(info.lines())
+    assert lines[0].endswith("300 ids of 2 bytes")
+    assert "tokenizer train:300 (" in lines[0]
+    assert "300 documents in all" in lines[2]
+    assert info.begins.startswith("document ")
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"holds no token files"):
+        describe(tmp_path / "text.txt", check=False)

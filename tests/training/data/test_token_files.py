@@ -1,0 +1,169 @@
+"""Token files of nanoGPT, llm.c and modded-nanogpt, as they are, and of `p2ptrain data prepare`."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data import Characters, RandomWindows
+from p2ptrain.training.data.token_files import TokenFile, TokenFiles, TokenFolder, open_tokens
+from p2ptrain.training.data.tokenizer import Bytes, Ids
+
+
+def _opened(path: Path) -> TokenFolder:
+    found = open_tokens(str(path))
+    assert found is not None
+    return found
+
+
+def _plain(path: Path, ids: np.ndarray) -> None:
+    """As nanoGPT writes train.bin."""
+    ids.astype(np.uint16).tofile(path)
+
+
+def _with_header(path: Path, ids: np.ndarray, *, magic: int = 20240520, version: int = 1, count: int = -1) -> None:
+    """As llm.c and modded-nanogpt write their shards."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(ids) if count < 0 else count
+    dtype = np.uint16 if magic == 20240520 else np.uint32
+    path.write_bytes(header.tobytes() + ids.astype(dtype).tobytes())
+
+
+def test_nanogpts_folder_is_read_as_it_is(tmp_path: Path) -> None:
+    _plain(tmp_path / "train.bin", np.arange(1000) % 50257)
+    _plain(tmp_path / "val.bin", np.arange(500, 600))
+    (tmp_path / "meta.pkl").write_bytes(b"not read: a pickle can run code")
+    folder = _opened(tmp_path)
+    assert (folder.identity, folder.vocab_size) == ("ids", 50257)
+    corpus = folder.corpus(Ids(50257))
+    assert len(corpus.training) == 1000
+    assert corpus.held_out[np.array([[0, 99], [1, 2]])].tolist() == [[500, 599], [501, 502]]
+
+
+def test_sharded_files_with_a_header_follow_each_other(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        _with_header(tmp_path / f"fineweb_train_{number:06d}.bin", np.arange(100) + 1000 * number)
+    _with_header(tmp_path / "fineweb_val_000000.bin", np.arange(50))
+    corpus = _opened(tmp_path).corpus(Ids(50257))
+    assert len(corpus.training) == 300
+    assert corpus.training[np.array([0, 99, 100, 199, 200, 299])].tolist() == [1000, 1099, 2000, 2099, 3000, 3099]
+    # A window may go from one file to the next, as in nanoGPT.
+    assert corpus.training[np.arange(98, 102)].tolist() == [1098, 1099, 2000, 2001]
+    assert len(corpus.held_out) == 50
+
+
+def test_llama_3s_files_have_four_bytes_for_an_id(tmp_path: Path) -> None:
+    _with_header(tmp_path / "a_train.bin", np.array([128000, 5] * 50), magic=20240801, version=7)
+    _with_header(tmp_path / "a_val.bin", np.array([128000]), magic=20240801, version=7)
+    assert _opened(tmp_path).vocab_size == 128_256
+    assert _opened(tmp_path).corpus(Ids(128256)).training[np.arange(3)].tolist() == [128000, 5, 128000]
+
+
+def test_one_file_alone_holds_its_end_out(tmp_path: Path) -> None:
+    _plain(tmp_path / "mine.bin", np.arange(2000))
+    corpus = _opened(tmp_path / "mine.bin").corpus(Ids(50257))
+    assert (len(corpus.training), len(corpus.held_out)) == (1900, 100)
+    assert corpus.held_out[np.array([0, 99])].tolist() == [1900, 1999]
+
+
+def test_the_end_of_the_largest_file_is_held_out(tmp_path: Path) -> None:
+    for number, count in enumerate((400, 4000, 30)):
+        _with_header(tmp_path / f"a_train_{number}.bin", np.arange(count))
+    corpus = _opened(tmp_path).corpus(Ids(50257))
+    assert (len(corpus.training), len(corpus.held_out)) == (400 + 3800 + 30, 200)
+    assert corpus.held_out[np.array([0, 199])].tolist() == [3800, 3999]
+    assert corpus.training[np.array([4199, 4200])].tolist() == [3799, 0]
+
+
+def test_names_say_what_is_held_out_as_whole_words(tmp_path: Path) -> None:
+    for name in ("medieval_train", "interval-train-2", "wiki_val", "val"):
+        _plain(tmp_path / f"{name}.bin", np.arange(100))
+    folder = _opened(tmp_path)
+    assert {file.path.stem for file in folder.training} == {"medieval_train", "interval-train-2"}
+    assert {file.path.stem for file in folder.held_out} == {"wiki_val", "val"}
+
+
+def test_a_binary_file_among_texts_makes_no_token_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    _plain(tmp_path / "firmware.bin", np.arange(100))
+    assert open_tokens(str(tmp_path)) is None
+
+
+def test_windows_are_drawn_from_files_as_from_an_array(tmp_path: Path) -> None:
+    ids = np.arange(3000) % 251
+    _plain(tmp_path / "a_train.bin", ids[:1700])
+    _plain(tmp_path / "b_train.bin", ids[1700:])
+    _plain(tmp_path / "val.bin", ids[:100])
+    files = _opened(tmp_path).corpus(Ids(251)).training
+    from_files = RandomWindows(files, context=16, batch_size=8, seed=3)
+    from_array = RandomWindows(ids, context=16, batch_size=8, seed=3)
+    for _ in range(20):
+        for a, b in zip(from_files.next_batch(), from_array.next_batch(), strict=True):
+            assert a.tolist() == b.tolist()
+
+
+def test_files_are_mapped_not_loaded(tmp_path: Path) -> None:
+    _plain(tmp_path / "train.bin", np.arange(1000))
+    assert isinstance(_opened(tmp_path / "train.bin").training[0].ids, np.memmap)
+
+
+def test_an_id_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    _with_header(tmp_path / "a_train.bin", np.arange(100))
+    _with_header(tmp_path / "b_train.bin", np.where(np.arange(100) == 42, 50256, 7))
+    _with_header(tmp_path / "val.bin", np.arange(50))
+    training = _opened(tmp_path).corpus(Ids(300)).training
+    training[np.arange(0, 142)]
+    with pytest.raises(
+        ConfigError, match=r"b_train.bin, token 42 \(byte 1,108\): id 50256 is beyond the vocabulary of 300; give the"
+    ):
+        training[np.arange(10, 150)]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"\1\2\3", "3 bytes after byte 0 are no whole number of ids of 2 bytes; it was cut off"),
+        (struct.pack("<256i", 20240520, 1, 10, *[0] * 253) + b"\1\0" * 9, "header says 10 tokens, and 9 follow"),
+        (struct.pack("<256i", 20240520, 1, 10, *[0] * 253) + b"\1\0" * 11, "header says 10 tokens, and 11 follow"),
+        (struct.pack("<256i", 20240520, 2, 10, *[0] * 253) + b"\1\0" * 10, "version 2 of its kind; only version 1"),
+        (struct.pack("<3i", 20240520, 1, 10), "0 bytes after byte 1,024 are no whole number"),
+        (struct.pack("<256i", 20240801, 7, 1, *[0] * 253) + b"\1\0", "2 bytes after byte 1,024 are no whole number"),
+        (b"", "no tokens to train on"),
+        (b"\1\0" * 10, "10 tokens are too few to hold some out"),
+    ],
+)
+def test_a_bad_file_is_named(content: bytes, error: str, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"--data .*: .*{error}"):
+        open_tokens(str(tmp_path / "train.bin"))
+
+
+def test_a_folder_without_files_to_train_on_is_an_error(tmp_path: Path) -> None:
+    _plain(tmp_path / "val.bin", np.arange(50))
+    with pytest.raises(ConfigError, match=r"no tokens to train on; give a folder with train.bin"):
+        open_tokens(str(tmp_path))
+
+
+def test_a_folder_of_text_is_none_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert open_tokens(str(tmp_path)) is None
+    assert open_tokens(str(tmp_path / "a.txt")) is None
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    file = TokenFile(tmp_path / "a.bin", np.arange(10), 0)
+    folder = TokenFolder("here", [file], [file], "bytes", 257)
+    folder.corpus(Bytes())
+    with pytest.raises(ConfigError, match=r"--data here: was prepared with tokenizer bytes, not chars"):
+        folder.corpus(Characters())
+
+
+def test_positions_may_have_any_shape_and_order() -> None:
+    files = TokenFiles([TokenFile(Path("a"), np.arange(5), 0), TokenFile(Path("b"), np.arange(5, 12), 0)], 100)
+    positions = np.random.default_rng(1).integers(12, size=(7, 3, 2))
+    np.testing.assert_array_equal(files[positions], positions)
+    assert files[np.empty((0, 4), dtype=np.int64)].shape == (0, 4)

@@ -1,0 +1,82 @@
+"""Models of transformers, from directories that stand for the hub's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data.tokenizer import Characters
+from p2ptrain.training.export import export
+from p2ptrain.training.generation import load_model
+from p2ptrain.training.models import GPT, GPTConfig, build, check_name, context_length, count_parameters
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(3)
+    export(GPT(GPTConfig(vocab_size=98, layers=2, heads=2, width=16, context=12)), Characters(), tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_from_its_configuration_a_model_has_the_seeds_weights(saved: Path) -> None:
+    name = f"hf:{saved}"
+    check_name(name)
+    first, second, other = (build(name, vocab_size=98, seed=seed) for seed in (1, 1, 2))
+    assert context_length(first) == 12
+    tokens = torch.randint(98, (2, 12))
+    with torch.no_grad():
+        assert first.eval()(tokens).shape == (2, 12, 98)
+        assert torch.equal(first(tokens), second.eval()(tokens))
+        assert not torch.equal(first(tokens), other.eval()(tokens))
+    assert count_parameters(name, vocab_size=98) == sum(p.numel() for p in first.parameters())
+
+
+def test_pretrained_weights_are_those_of_the_directory(saved: Path) -> None:
+    torch.manual_seed(3)
+    ours = GPT(GPTConfig(vocab_size=98, layers=2, heads=2, width=16, context=12)).eval()
+    model = build(f"hf:{saved}:pretrained", vocab_size=98, seed=1).eval()
+    tokens = torch.randint(98, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), ours(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["", ":pretrained"])
+def test_a_larger_tokenizer_gets_a_larger_table(saved: Path, suffix: str) -> None:
+    model = build(f"hf:{saved}{suffix}", vocab_size=120, seed=1)
+    with torch.no_grad():
+        assert model(torch.full((1, 3), 119)).shape == (1, 3, 120)
+
+
+def test_code_of_a_repository_is_neither_run_nor_asked_about(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (saved / "evil.py").write_text("raise SystemExit('run')")
+    config = json.loads((saved / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
+    (saved / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *asked: pytest.fail("asked on the terminal"))
+    with pytest.raises(ConfigError, match=r"has no configuration that transformers can use"):
+        check_name(f"hf:{saved}")
+
+
+def test_a_model_of_transformers_is_exported_as_it_is(saved: Path, tmp_path: Path) -> None:
+    model = build(f"hf:{saved}", vocab_size=98, seed=1).eval()
+    export(model, Characters(), tmp_path / "out")
+    loaded, tokenizer = load_model(tmp_path / "out")
+    assert tokenizer.vocab_size == 98
+    tokens = torch.randint(98, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(tokens), model(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_what_transformers_does_not_know_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"--model hf:.*empty: has no configuration that transformers can use \("):
+        check_name(f"hf:{tmp_path / 'empty'}")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ConfigError, match=r"--model hf:.*empty:pretrained: cannot be built"):
+        build(f"hf:{tmp_path / 'empty'}:pretrained", vocab_size=98, seed=0)

@@ -31,7 +31,7 @@ DEADLINE_S = 120.0
 WIDE, PHONE = 1440, 390
 LOOKS = [("wide", WIDE, False), ("wide", WIDE, True), ("phone", PHONE, False), ("phone", PHONE, True)]
 PANELS = ("summary", "loss", "swarm", "correlation", "bytes", "rounds", "peers", "events")
-SETTINGS = {"sync_every": 40, "eval_every": 20, "steps": 100_000, "batch_size": 1}
+SETTINGS = {"sync_every": 40, "eval_every": 20, "steps": 100_000, "batch_tokens": 64}
 
 
 @pytest.fixture(scope="module")

@@ -219,4 +219,6 @@ def _take_a_round(model: nn.Module, peer: p2ptrain.Peer) -> None:
     for parameter in model.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.001)
     while peer.step().round is None:
-        time.sleep(0.001)
+        # Once it is due, as slowly as in training: steps during a round count for the next one, which would be due
+        # during the download.
+        time.sleep(0.001 if peer.run_step < SYNC_EVERY else STEP_S)

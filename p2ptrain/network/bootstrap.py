@@ -86,8 +86,8 @@ async def dial_initial_peers(control_path: str, initial_peers: tuple[str, ...]) 
 
 
 def ways_in(config: NetworkConfig) -> tuple[str, ...]:
-    """All addresses to join through."""
-    return (*config.initial_peers, *config.remembered_peers)
+    """All addresses to join through, each once."""
+    return tuple(dict.fromkeys((*config.initial_peers, *config.remembered_peers)))
 
 
 async def connected_peers(control_path: str) -> list[str]:

@@ -23,6 +23,7 @@ from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity
 from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity, hold_identity
+from p2ptrain.network.last_ports import keep_ports, on_last_ports
 from p2ptrain.network.p2p import LibP2P
 from p2ptrain.network.scratch import scratch_directory
 from p2ptrain.protocol.restarts import Restarts
@@ -84,13 +85,16 @@ class Network:
             ConfigError: the first daemon did not start.
             UnreachableError: no initial peer can be reached.
         """
-        config, restarts, has_started = self._config, Restarts(RESTART_AFTER_S, STABLE_S), False
+        restarts, has_started = Restarts(RESTART_AFTER_S, STABLE_S), False
+        host_maddrs = on_last_ports(self._config.host_maddrs, self._identity.path)
+        config = dataclasses.replace(self._config, host_maddrs=host_maddrs)
         while True:
             try:
                 if has_started:
                     addresses.check_host_maddrs(config.host_maddrs)
                 async with self._online(config, reach=not has_started and not self._alone) as daemon:
                     began_s = trio.current_time()
+                    keep_ports(self.maddrs, self._identity.path)
                     if has_started:
                         self._tell(status="restarted", reason="")
                         logger.warning("the libp2p daemon (p2pd) is running again, with the same identity")

@@ -119,6 +119,22 @@ def test_initial_peers_that_are_something_else(run: Run, listener: int) -> None:
     run(main)
 
 
+def test_a_restarted_peer_listens_on_the_port_that_others_remember(run: Run, tmp_path: Path) -> None:
+    settings = config(identity=str(tmp_path / "identity.key"))
+
+    async def ports() -> list[str]:
+        async with open_network(settings) as network:
+            return [maddr.split("/")[4] for maddr in network.maddrs]
+
+    (first,) = run(ports)
+    assert run(ports) == [first]
+    with socket.create_server(("127.0.0.1", int(first))):
+        (second,) = run(ports)
+    assert second != first
+    (tmp_path / "identity.key.ports").write_bytes(b"\xff junk\n/ip4/127.0.0.1/tcp/99999/p2p/Q\n")
+    assert len(run(ports)) == 1
+
+
 def test_one_reachable_initial_peer_is_enough(run: Run) -> None:
     async def main() -> None:
         async with open_network(config()) as other:

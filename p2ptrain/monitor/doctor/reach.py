@@ -76,7 +76,7 @@ def check_port(config: NetworkConfig, refusal: ConfigError | None) -> Finding:
     if refusal is not None:
         return failed("port", refusal)
     if all(maddr.rstrip("/").endswith("/0") for maddr in config.host_maddrs):
-        return Finding("port", Mark.OK, f"{wanted}: a free port, chosen at each start")
+        return Finding("port", Mark.OK, f"{wanted}: a free port, chosen at the first start")
     return Finding("port", Mark.OK, f"{wanted}: free")
 
 

@@ -183,7 +183,9 @@ class RoundDriver:
         """Go on alone from this head, where `history` ends, under a new lineage that others may adopt."""
         founding = self.context.prover.founding(head.lineage, head.round, head.state_hash)
         lineage = lineage_of(founding)
-        logger.info("the voters of lineage %s are gone: beginning lineage %s", head.lineage, lineage)
+        was_alone = {peer_id for peer_id, _ in head.voters} <= {self.context.peer_id}
+        gone = "this peer was alone before its restart" if was_alone else f"the voters of {head.lineage} are gone"
+        logger.info("%s: beginning lineage %s", gone, lineage)
         self.history = history
         self.history.add(m.Entry(None, founding))
         self._set_head(msgspec.structs.replace(head, lineage=lineage, voters=(self.context.liveness.own,)))

@@ -30,6 +30,7 @@ from p2ptrain.training.data.tokenizer import (
     Tokenizer,
     token_dtype,
 )
+from p2ptrain.training.hub import is_hub_there
 
 TOKENIZER_FILE = "tokenizer.json"
 # Joiners get the file from other peers. Tokenizers of 262,144 ids have files of up to 33 MB, of 50,257 ids 1.4 to 3.6.
@@ -193,7 +194,8 @@ def _from_hub(name: str) -> bytes:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.hf_hub_download(name, "tokenizer.json")).read_bytes()
+        found = huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=not is_hub_there())
+        return Path(found).read_bytes()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"--tokenizer {HUB}{name}: no tokenizer.json found ({str(error).splitlines()[0]}); check the "

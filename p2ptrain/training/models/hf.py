@@ -5,12 +5,14 @@ Code of a repository is never run: `trust_remote_code` is off, not left to a que
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.training.hub import is_hub_there
 
 PREFIX, PRETRAINED = "hf:", ":pretrained"
 # Longer windows than this need memory that few have; a model trains on shorter ones as well.
@@ -49,7 +51,9 @@ def build(name: str, vocab_size: int) -> CausalLM:
     context = min(MOST_CONTEXT, int(getattr(config, "max_position_embeddings", None) or MOST_CONTEXT))
     try:
         if name.endswith(PRETRAINED):
-            model = transformers.AutoModelForCausalLM.from_pretrained(_path(name), trust_remote_code=False)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                _path(name), trust_remote_code=False, local_files_only=_is_local(name)
+            )
             if vocab_size > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(vocab_size)
         else:
@@ -62,7 +66,9 @@ def build(name: str, vocab_size: int) -> CausalLM:
 
 def _config(name: str) -> Any:
     try:
-        return _transformers().AutoConfig.from_pretrained(_path(name), trust_remote_code=False)
+        return _transformers().AutoConfig.from_pretrained(
+            _path(name), trust_remote_code=False, local_files_only=_is_local(name)
+        )
     except ConfigError:
         raise
     except Exception as error:  # the library raises anything
@@ -70,6 +76,11 @@ def _config(name: str) -> Any:
             f"--model {name}: has no configuration that transformers can use ({_first_line(error)}); give "
             f"{PREFIX}NAME of the hub or {PREFIX}DIR, and check the connection"
         ) from error
+
+
+def _is_local(name: str) -> bool:
+    """Whether to read only what is on this machine: a directory, or the cache if the hub does not answer."""
+    return Path(_path(name)).is_dir() or not is_hub_there()
 
 
 def _path(name: str) -> str:

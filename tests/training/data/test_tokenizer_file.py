@@ -98,24 +98,32 @@ def test_a_file_of_the_hub_is_found_in_its_cache(
     path = tmp_path / "tokenizer.json"
     path.write_bytes(trained.file)
     asked = []
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names: asked.append(names) or str(path))
+
+    def download(*names: str, local_files_only: bool) -> str:
+        asked.append((*names, local_files_only))
+        return str(path)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: False)
     found = find_tokenizer("hub:some/model")
     assert found is not None
     assert found.identity == trained.identity
-    assert asked == [("some/model", "tokenizer.json")]
+    assert asked == [("some/model", "tokenizer.json", True)]
 
 
 def test_a_hub_that_does_not_have_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def fail(*names: str) -> str:
+    def fail(*names: str, local_files_only: bool) -> str:
         raise LocalEntryNotFoundError("no connection\nand more")
 
+    monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: True)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(ConfigError, match=r"--tokenizer hub:a/b: no tokenizer.json found \(no connection\)"):
         find_tokenizer("hub:a/b")
     monkeypatch.undo()
+    monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: True)
     with pytest.raises(ConfigError, match=r"hub:not a name"):
         find_tokenizer("hub:not a name")
 

@@ -36,7 +36,7 @@ def estimate(settings: Settings, params: str | None, as_json: bool, **given: str
     """Estimate what a run will cost on your link.
 
     Prints bytes and seconds of a round, of gossip and of joining, and the memory; then what to change, if anything.
-    Connects to nobody. Assumes that all peers have a link like yours.
+    Connects to no peer. Assumes that all peers have a link like yours.
 
     \b
     GPT-2 small among eight peers, at 100 Mbit/s and 60 ms:

@@ -49,8 +49,8 @@ AT_REST, IN_A_ROUND = 4.0, 3.7
 # Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
 LIBRARIES_BYTES = 420_000_000
 # What we advise. Landing 5 of 25 steps late cost 0.04 nats (simulated); a tenth is a guess. docs/choosing.md gives a
-# quarter of an uplink to gossip.
-SHARE_OF_INTERVAL, SHARE_OF_UPLINK = 0.1, 0.25
+# quarter of the slower direction of a link to gossip. A change that saves less than a tenth of a round is not advised.
+SHARE_OF_INTERVAL, SHARE_OF_LINK, NOTABLY = 0.1, 0.25, 0.9
 # The next codec to try, from those that did not raise the loss (docs/choosing.md).
 SMALLER = {"none": "int8", "fp16": "int8", "int8": "int4"}
 
@@ -194,7 +194,7 @@ def transfer_s(size_bytes: int, rate_bytes_s: float, rtt_s: float, connections: 
 def fragment_size(run: RunConfig, num_blocks: int) -> int:
     """Bytes of the fragment of one step."""
     walk = Walk.of(run.fragment_fraction)
-    return codec(run.fragment_codec).size_bytes(num_blocks * walk.per_step // walk.num_slots)
+    return codec(run.fragment_codec).size_bytes(max(1, num_blocks * walk.per_step // walk.num_slots))
 
 
 def steps_in_a_push(fragment_bytes: int, step_s: float) -> int:
@@ -227,21 +227,22 @@ def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator
         yield f"H = {run.sync_every} suits this link: {event} takes at most a tenth of its interval from {steps} on"
     for name, value in alternatives(run, link):
         other = estimate_run(dataclasses.replace(run, **{name: value}), params, link)
-        if other.round_s < found.round_s:
+        if other.round_s < NOTABLY * found.round_s:
             yield (
                 f"with --{name.replace('_', '-')} {value} {event} takes {seconds(other.round_s)} instead of "
                 f"{seconds(found.round_s)}, so --sync-every {fewest_steps(other.round_s, link.step_s)} is enough"
             )
     is_too_large = found.fragment_bytes > MAX_PAYLOAD_BYTES
-    if is_too_large or found.gossip_bytes_s > SHARE_OF_UPLINK * link.up_bytes_s:
+    slower_bytes_s, slower = _slower(link)
+    if is_too_large or found.gossip_bytes_s > SHARE_OF_LINK * slower_bytes_s:
         # At every step, so that it holds with a larger gossip budget too.
-        allowed = SHARE_OF_UPLINK * link.up_bytes_s * link.step_s / receivers(run, link.peers)
+        allowed = SHARE_OF_LINK * slower_bytes_s * link.step_s / receivers(run, link.peers)
         most = _rounded_down(run.fragment_fraction * min(MAX_PAYLOAD_BYTES, allowed) / found.fragment_bytes)
         yield f"give --fragment-fraction {_plain(most)} or less: " + (
             f"a fragment of {size(found.fragment_bytes)} does not fit into a frame of {size(MAX_PAYLOAD_BYTES)}, and "
             "p2ptrain join refuses it"
             if is_too_large
-            else "gossip then takes at most a quarter of the uplink"
+            else f"gossip then takes at most a quarter of the {slower}"
         )
     if found.transfer_s > run.round_timeout_s / 2:
         least = math.ceil(2 * found.transfer_s / 100) * 100
@@ -267,6 +268,7 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
         f"{link.rate_up_mbit or link.rate_mbit:g} up, {link.rtt_ms:g} ms round trip, {link.step_ms:g} ms a step"
     )
     event, round_trips = event_of(run)
+    slower_bytes_s, slower = _slower(link)
     others = link.peers - run.max_contributors if found.taken_over_bytes else 0
     is_limited = (
         found.gossip_bytes_s > 0
@@ -279,11 +281,11 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
              f"{round_trips} round trips, {seconds(found.compute_s)} of compute"),
         ("", f"{_percent(found.share)} of an interval of {run.sync_every} steps, {seconds(found.interval_s)}; training "
              "goes on meanwhile"),
-        *((("", f"{run.max_contributors} peers contribute; each of the other {others} then downloads "
+        *((("", f"{run.max_contributors} peers contribute; {_each_other(others)} then downloads "
                 f"{size(found.taken_over_bytes)} from partners, so {size(found.passed_on_bytes)} up per peer "
                 "on average"),) if others > 0 else ()),
         ("gossip", f"{size(found.gossip_bytes_s)} a second up and down, "
-                   f"{_percent(found.gossip_bytes_s / link.up_bytes_s)} of the uplink"
+                   f"{_percent(found.gossip_bytes_s / slower_bytes_s)} of the {slower}"
                    + every * is_limited),
         ("joining", f"{size(found.state_bytes)} down, {seconds(found.joining_s)}"),
         ("memory", f"{size(found.at_rest_bytes + found.in_a_round_bytes)} in a round, plus the batch; of that "
@@ -296,6 +298,15 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
 def seconds(value: float) -> str:
     """`0.3 s`, `24 s`, `12 min`."""
     return f"{value:.1f} s" if value < 9.95 else duration(value)
+
+
+def _slower(link: Link) -> tuple[float, str]:
+    """The slower direction of a link, in bytes a second, and its name."""
+    return min((link.up_bytes_s, "uplink"), (link.down_bytes_s, "downlink"), key=lambda pair: pair[0])
+
+
+def _each_other(others: int) -> str:
+    return "the other one" if others == 1 else f"each of the other {others}"
 
 
 def _percent(share: float) -> str:

@@ -203,6 +203,11 @@ class PeerConfig:
         help="Steps between two evaluations on held-out text.",
         why="An evaluation of the demo model takes about six of its steps, so 100 costs near 5 %. For other models a "
         "guess.")
+    eval_tokens: int | None = setting(None, count(1), default_text="from the model", metavar="N",
+        help="Held-out tokens to evaluate on, rounded to windows.",
+        why="As many as 16 inner steps of the model train on (4096 for the demo's, a million for GPT-2), which costs "
+        "about 5 % at the default of eval_every; all held-out text if that is less. The same windows each time, and on "
+        "each peer with this number and the same held-out text.")
     checkpoint_minutes: float = setting(10.0, POSITIVE, metavar="MINUTES",
         help="Minutes between two checkpoints.",
         why="A guess: a swarm keeps the weights anyway, so one peer risks little. One more is written at the end.")

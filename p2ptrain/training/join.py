@@ -35,7 +35,15 @@ from p2ptrain.training.data.tokenizer import IDS
 from p2ptrain.training.data.tokenizer_file import TRAIN
 from p2ptrain.training.generation import generate_text
 from p2ptrain.training.loop import TrainingProgress, run_training
-from p2ptrain.training.models import PRESETS, batch_windows, build, check_name, context_length, count_parameters
+from p2ptrain.training.models import (
+    PRESETS,
+    batch_windows,
+    build,
+    check_name,
+    context_length,
+    count_parameters,
+    eval_tokens,
+)
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
 from p2ptrain.training.run_tokenizer import first_tokenizer, given_tokenizer, tokenizer_of
@@ -173,6 +181,7 @@ def join_run(
             model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens), seed=seed,
             spans=spans, tokenizer=tokenizer,
             micro_batch=None if config.micro_batch == "auto" else int(config.micro_batch),
+            eval_tokens=config.eval_tokens or eval_tokens(run.model, context),
             precision=choose_precision(config.dtype, device), compiled=config.compile == "on",
             read_ahead=device.type == "cuda" or isinstance(source, TokenFolder),
         )  # fmt: skip

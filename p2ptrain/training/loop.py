@@ -22,7 +22,7 @@ from p2ptrain.errors import CheckpointError, TransientError
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.trainer import Stopped, Trainer, never
 
 if TYPE_CHECKING:
     from p2ptrain.peer.peer import Peer
@@ -62,27 +62,41 @@ class StepDone:
     eval_loss: float | None
 
 
-def training_steps(peer: SteppingPeer, trainer: Trainer, *, eval_every: int) -> Generator[StepDone, None, None]:
-    """Train until the run's length is reached, yielding after each step. Never waits for the network."""
+def training_steps(
+    peer: SteppingPeer, trainer: Trainer, *, eval_every: int, stop: Callable[[], bool] = never
+) -> Generator[StepDone, None, None]:
+    """Train until the run's length is reached or `stop()`, yielding after each step. Never waits for the network.
+
+    A step in micro-batches, or an evaluation, that has begun when `stop()` becomes true is abandoned.
+    """
     total_steps = trainer.run.total_steps
-    while not peer.finished and (total_steps == 0 or peer.run_step < total_steps):
+    while not stop() and not peer.finished and (total_steps == 0 or peer.run_step < total_steps):
         before = peer.run_step
-        loss, tokens = trainer.step(before)
+        try:
+            loss, tokens = trainer.step(before, stop)
+        except Stopped:
+            return
         began_s = time.perf_counter()
         report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
         exchange_s = time.perf_counter() - began_s
         # At multiples of the run's steps, not this peer's, so that the curves of all peers share their x values.
         is_due = before // eval_every != peer.run_step // eval_every
-        eval_loss = record_evaluation(peer, trainer, eval_every) if is_due else None
+        eval_loss = record_evaluation(peer, trainer, eval_every, stop) if is_due else None
         yield StepDone(peer.run_step, loss, tokens, report, exchange_s, eval_loss)
 
 
-def record_evaluation(peer: SteppingPeer, trainer: Trainer, every: int) -> float:
+def record_evaluation(
+    peer: SteppingPeer, trainer: Trainer, every: int, stop: Callable[[], bool] = never
+) -> float | None:
     """Measure the loss on held-out text in nats, record it with a sample of the weights, and return it.
 
-    `every`: steps between two measurements; observers use it to group the samples of different peers.
+    Returns None, and records nothing, if `stop()` became true meanwhile. `every`: steps between two measurements;
+    observers use it to group the samples of different peers.
     """
-    loss = trainer.evaluate()
+    try:
+        loss = trainer.evaluate(stop)
+    except Stopped:
+        return None
     peer.record("eval", step=peer.run_step, loss=loss if math.isfinite(loss) else None)
     peer.record("sample", step=peer.run_step, every=every, values=trainer.sample_weights())
     return loss
@@ -131,19 +145,75 @@ def run_training(
 ) -> Literal["finished", "interrupted", "failed"]:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
-    Returns "finished" or "interrupted". Raises TransientError, after the checkpoint, if the network side has ended.
+    Returns "finished" or "interrupted". After an error, such as bad data, it also leaves and writes the checkpoint, and
+    then raises it; likewise TransientError if the network side has ended.
 
     Args:
         peer: has joined the run with the model of `trainer`.
         out: directory for checkpoints. If one cannot be written, an error is logged and training goes on.
-        stop: called after every step; true after a signal.
+        stop: true after a signal. Asked in and after every step and evaluation, and while the last round is awaited.
         on_progress: called every few seconds.
         on_sample_due: called every `config.sample_every` steps of the run.
         now: monotonic clock, in seconds.
     """
-    is_closed = config.network.key is not None
+    saved_at: tuple[int, int] | None = None
+
+    def save() -> None:
+        nonlocal saved_at
+        at = peer.run_step, peer.round
+        if at != saved_at and save_checkpoint(peer, trainer, out, is_closed=config.network.key is not None):
+            saved_at = at
+
+    try:
+        _train(peer, trainer, config, save, stop, on_progress, on_sample_due, now)
+    except Exception:
+        peer.leave("failed")
+        try:
+            save()
+        except Exception as second:  # what broke training, as a GPU that is lost, may break this too
+            logger.error("no checkpoint could be made: %s", second)
+        raise
+    interrupted = stop() and not peer.finished
+    # Ctrl-C also ends the libp2p daemon, which is no failure then.
+    failure = None if interrupted else peer.failure
+    reason: Literal["finished", "interrupted", "failed"]
+    reason = "interrupted" if interrupted else "failed" if failure else "finished"
+    if reason == "finished":
+        # First: leaving may take ten seconds, in which a signal may come. Other peers are served meanwhile.
+        save()
+        peer.leave(reason)
+    else:
+        # Other peers should not wait for this disk.
+        peer.leave(reason)
+        save()
+    if failure:
+        raise TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
+    return reason
+
+
+def _train(
+    peer: Peer,
+    trainer: Trainer,
+    config: PeerConfig,
+    save: Callable[[], None],
+    stop: Callable[[], bool],
+    on_progress: Callable[[TrainingProgress], None],
+    on_sample_due: Callable[[], None],
+    now: Callable[[], float],
+) -> None:
+    """Train until the run's end, a signal, or the end of the network side.
+
+    `save` writes a checkpoint, unless nothing has changed since the last one. Other arguments as of `run_training`.
+    """
     recent: list[StepDone] = []
-    eval_loss = record_evaluation(peer, trainer, config.eval_every)
+    eval_loss = math.nan
+
+    def evaluate() -> None:
+        nonlocal eval_loss
+        measured = record_evaluation(peer, trainer, config.eval_every, stop)
+        eval_loss = eval_loss if measured is None else measured
+
+    evaluate()
     line_s = saved_s = now()
     sampled = peer.run_step
     for done in _steps_to_the_end(peer, trainer, config, stop, now):
@@ -158,23 +228,12 @@ def run_training(
             on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
             recent, line_s = [], now()
         if now() - saved_s >= 60 * config.checkpoint_minutes:
-            save_checkpoint(peer, trainer, out, is_closed=is_closed)
+            save()
             saved_s = now()
     if not stop() and not peer.failure:
-        eval_loss = record_evaluation(peer, trainer, config.eval_every)
+        evaluate()
     if recent:
         on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
-    interrupted = stop() and not peer.finished
-    # Ctrl-C also ends the libp2p daemon, which is no failure then.
-    failure = None if interrupted else peer.failure
-    reason: Literal["finished", "interrupted", "failed"]
-    reason = "interrupted" if interrupted else "failed" if failure else "finished"
-    # Leave first: other peers should not wait for this disk.
-    peer.leave(reason)
-    save_checkpoint(peer, trainer, out, is_closed=is_closed)
-    if failure:
-        raise TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
-    return reason
 
 
 def save_checkpoint(peer: Peer, trainer: Trainer, out: Path, *, is_closed: bool) -> Path | None:
@@ -206,7 +265,7 @@ def _steps_to_the_end(
     """Train until the run's last round is resolved, yielding after each step."""
     is_put_back = True
     while is_put_back:
-        yield from training_steps(peer, trainer, eval_every=config.eval_every)
+        yield from training_steps(peer, trainer, eval_every=config.eval_every, stop=stop)
         is_put_back = _is_put_back(peer, stop, now)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.models import context_length
 
-# The windows are fixed, so a few suffice to compare curves; 4096 characters cost about six steps of the demo model.
-EVAL_TOKENS, EVAL_WINDOWS = 4096, 16
+# For the demo model and simulations: as much as 16 steps of 256 characters, which cost about six steps to evaluate.
+EVAL_TOKENS = 4096
+# Windows evaluated at once, or fewer where memory does not suffice.
 EVAL_BATCH = 16
 # Enough coordinates for a correlation to within a percent or two; 5 kB per line of the metrics file.
 SAMPLED_WEIGHTS = 512
@@ -32,6 +33,14 @@ SAMPLED_WEIGHTS = 512
 MAX_LOST_STEPS = 50
 
 logger = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A step or an evaluation was abandoned because `stop()` was true. The trainer is as it was before."""
+
+
+def never() -> bool:
+    return False
 
 
 def choose_device(name: str) -> torch.device:
@@ -81,6 +90,7 @@ class Trainer:
         spans: NDArray[np.int64] | None = None,
         tokenizer: Tokenizer | None = None,
         micro_batch: int | None = None,
+        eval_tokens: int = EVAL_TOKENS,
         precision: torch.dtype | None = None,
         compiled: bool = False,
         read_ahead: bool = False,
@@ -94,6 +104,7 @@ class Trainer:
             tokenizer: of the text, to count the bytes of what is evaluated.
             micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a
                 step at once, and half as many after each time that memory does not suffice.
+            eval_tokens: tokens to evaluate on, rounded to windows; all held-out text if that is less.
             precision: dtype of autocast; None for none.
             compiled: whether to train with torch.compile.
             read_ahead: whether to read the next batch in a thread.
@@ -101,7 +112,7 @@ class Trainer:
             spans: int64 (spans, 2), ranges of the training text to draw windows from (`Shards.spans`); None for all.
 
         Raises:
-            ConfigError: the text, or every span of it, is shorter than one window.
+            ConfigError: the text, or every span of it, is shorter than one window; or the held-out text is bad.
         """
         self.model = model
         self.run = run
@@ -109,26 +120,42 @@ class Trainer:
         context = context_length(model)
         windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
-        self._forward = torch.compile(model) if compiled else model
+        self._forward = cast(nn.Module, torch.compile(model)) if compiled else model
         self._precision = precision
         self._halves = micro_batch is None
         self._micro_batch = min(batch_size, micro_batch or batch_size)
-        eval_count = max(EVAL_WINDOWS, EVAL_TOKENS // context)
+        eval_count = max(1, round(eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
+        self._eval_batch = EVAL_BATCH
         self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])
         self.optimizer = InnerOptimizer(model, run)
         self._lost_steps = 0
         torch.manual_seed(seed)
 
-    def step(self, run_step: int) -> tuple[float, int]:
+    def step(self, run_step: int, stop: Callable[[], bool] = never) -> tuple[float, int]:
         """Take one optimizer step at the given step of the run. Returns the loss in nats and the number of tokens.
 
-        If the gradient is not finite, the weights stay as they are. Raises ConfigError if that happened MAX_LOST_STEPS
-        times in a row.
+        If the gradient is not finite, the weights stay as they are.
+
+        Args:
+            run_step: chooses the learning rate.
+            stop: asked after each micro-batch but the last.
+
+        Raises:
+            ConfigError: the gradient was not finite MAX_LOST_STEPS times in a row, the data is bad, or memory does not
+                suffice.
+            Stopped: `stop()` was true. The next step takes the same batch.
         """
         self.model.train()
+        position, random_state = self._windows.state_dict(), self._random_state()
         inputs, targets = self._windows.next_batch()
-        loss = self._accumulate(inputs, targets)
+        try:
+            loss = self._accumulate(inputs, targets, stop)
+        except Stopped:
+            self.optimizer.zero_grad()
+            self._windows.load_state_dict(position)
+            self._load_random_state(random_state)
+            raise
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.grad_clip or math.inf)
         if torch.isfinite(norm):
             self.optimizer.step(lr_share(self.run, run_step))
@@ -139,12 +166,29 @@ class Trainer:
         return loss, inputs.numel()
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss in nats on the fixed windows of held-out text."""
+    def evaluate(self, stop: Callable[[], bool] = never) -> float:
+        """Mean loss in nats on the fixed windows of held-out text.
+
+        Not compiled: torch.compile would compile the model once more for it. Raises Stopped if `stop()`, which is asked
+        before each batch, is true, and ConfigError if memory does not suffice for one window.
+        """
         self.model.eval()
-        batches = zip(*(torch.split(part, EVAL_BATCH) for part in self._eval_windows), strict=True)
-        total = sum(self._loss(inputs, targets).item() * len(inputs) for inputs, targets in batches)
-        return total / len(self._eval_windows[0])
+        count, done, total = len(self._eval_windows[0]), 0, 0.0
+        while done < count:
+            if stop():
+                raise Stopped
+            inputs, targets = (part[done : done + self._eval_batch] for part in self._eval_windows)
+            try:
+                total += self._loss(self.model, inputs, targets).item() * len(inputs)
+                done += len(inputs)
+                continue
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                if self._eval_batch == 1:
+                    raise ConfigError(f"evaluation: {self._device} is out of memory; train a smaller model") from error
+            self._eval_batch = self._halved(self._eval_batch, "to evaluate")
+        return total / count
 
     @torch.no_grad()
     def sample_weights(self) -> list[float]:
@@ -160,27 +204,43 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on except the weights."""
-        state = {**self.optimizer.state_dict(), "windows": self._windows.state_dict()}
-        if self._device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state(self._device)
-        return {**state, "torch_rng": torch.get_rng_state()}
+        return {
+            **self.optimizer.state_dict(), "windows": self._windows.state_dict(), **self._random_state(),
+            "micro_batch": self._micro_batch,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
         self._windows.load_state_dict(state["windows"])
+        self._load_random_state(state)
+        if self._halves:  # it fits, and sums in another order would be other sums
+            self._micro_batch = min(self._micro_batch, state.get("micro_batch", self._micro_batch))
+
+    def _random_state(self) -> dict[str, torch.Tensor]:
+        """The random states that dropout draws from. Batches depend on the stream's seed and position alone."""
+        state = {"torch_rng": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self._device)
+        elif self._device.type == "mps":
+            state["mps_rng"] = torch.mps.get_rng_state()
+        return state
+
+    def _load_random_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch_rng"])
         if self._device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state(state["cuda_rng"], self._device)
+        elif self._device.type == "mps" and "mps_rng" in state:
+            torch.mps.set_rng_state(state["mps_rng"])
 
-    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
         """Add up the gradients of a step's micro-batches. Returns the mean loss in nats.
 
         If memory does not suffice, tries again with half as many windows at once. Raises ConfigError if one is too
-        many, or the user fixed their number.
+        many, or the user fixed their number, and Stopped.
         """
         while True:
             try:
-                return self._backward(inputs, targets)
+                return self._backward(inputs, targets, stop)
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -190,25 +250,30 @@ class Trainer:
                     raise ConfigError(
                         f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
                     ) from error
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            self._micro_batch //= 2
-            logger.warning("out of memory: %d windows at once from now on (--micro-batch)", self._micro_batch)
+            self._micro_batch = self._halved(self._micro_batch, "(--micro-batch)")
 
-    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _halved(self, windows: int, purpose: str) -> int:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        logger.warning("out of memory: %d windows at once from now on %s", windows // 2, purpose)
+        return windows // 2
+
+    def _loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats of int64 (B, T) inputs and targets."""
         inputs = inputs.to(self._device, non_blocking=True)
         targets = targets.to(self._device, non_blocking=True)
         with self._autocast():
-            logits = self._forward(inputs)
+            logits = model(inputs)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def _backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
         """One try at it. A method of its own: after an error its variables, and so the graph, are gone."""
         total = torch.zeros((), device=self._device)
         parts = zip(*(torch.split(part, self._micro_batch) for part in (inputs, targets)), strict=True)
-        for some_inputs, some_targets in parts:
-            loss = self._loss(some_inputs, some_targets) * (len(some_inputs) / len(inputs))
+        for number, (some_inputs, some_targets) in enumerate(parts):
+            if number and stop():
+                raise Stopped
+            loss = self._loss(self._forward, some_inputs, some_targets) * (len(some_inputs) / len(inputs))
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total.item()

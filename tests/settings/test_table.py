@@ -92,6 +92,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "seed": ("5", 5),
     "shard": ("6", 6),
     "eval_every": ("11", 11),
+    "eval_tokens": ("65536", 65536),
     "checkpoint_minutes": ("2.5", 2.5),
     "dashboard": ("0.0.0.0:8081", "0.0.0.0:8081"),
     "host": ("0.0.0.0", "0.0.0.0"),

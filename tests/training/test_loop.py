@@ -9,14 +9,16 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from p2ptrain.errors import TransientError
+from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus
+from p2ptrain.training.data.token_files import TokenFile, TokenFiles
 from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, TrainingProgress, run_training, training_steps
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Trainer
@@ -31,10 +33,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _pair(total_steps: int = 12, **run_settings: int) -> tuple[FakePeer, Trainer]:
+def _pair(
+    total_steps: int = 12, *, corpus: Corpus = CORPUS, read_ahead: bool = False, **run_settings: int
+) -> tuple[FakePeer, Trainer]:
     run = RunConfig(total_steps=total_steps, sync_every=run_settings.pop("sync_every", 5), warmup_steps=2)
     model = GPT(GPTConfig(vocab_size=98, layers=1, heads=1, width=8, context=8))
-    return FakePeer(run), Trainer(model, CORPUS, run, batch_size=1, seed=0)
+    return FakePeer(run), Trainer(model, corpus, run, batch_size=1, seed=0, read_ahead=read_ahead)
 
 
 def _clock(step_s: float = 1.0) -> Callable[[], float]:
@@ -120,12 +124,88 @@ def test_a_signal_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
     assert reason == "finished"
 
 
-def test_it_leaves_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stops_at", "left"), [(100, None), (7, "interrupted")])
+def test_it_leaves_before_it_writes_unless_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: int, left: str | None
+) -> None:
+    """At the end of the run, leaving may take ten seconds, in which a signal may come."""
     peer, trainer = _pair()
     left_at_save: list[str | None] = []
     monkeypatch.setattr(checkpoint, "save", lambda out, saved: left_at_save.append(peer.left))
-    _run(peer, trainer, tmp_path)
-    assert left_at_save == ["finished"]
+    _run(peer, trainer, tmp_path, stop=lambda: peer.run_step >= stops_at)
+    assert left_at_save == [left]
+
+
+def test_a_checkpoint_is_not_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal while one is written ends training right after it."""
+    peer, trainer = _pair()
+    written: list[int] = []
+    monkeypatch.setattr(checkpoint, "save", lambda out, saved: written.append(saved.step) or out)
+    reason, _ = _run(peer, trainer, tmp_path, config=PeerConfig(checkpoint_minutes=0.01), stop=lambda: bool(written))
+    assert (reason, written) == ("interrupted", [1])
+
+
+class Signal:
+    """A signal that arrives at the `at`-th of some calls."""
+
+    def __init__(self, at: int) -> None:
+        self.calls, self.at = 0, at
+
+    def call(self, *arguments: object) -> None:
+        self.calls += 1
+
+    def __call__(self) -> bool:
+        return self.calls >= self.at
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 10])
+def test_a_signal_in_an_evaluation_ends_it(tmp_path: Path, at: int) -> None:
+    """In the first one, in one on the way, and in the last one."""
+    peer, trainer = _pair()
+    trainer._eval_batch = 4  # 12 windows of 8: three batches, at steps 0, 4, 8, 12 and 12
+    signal = Signal(at)
+    trainer.model.register_forward_pre_hook(lambda model, _: None if model.training else signal.call())
+    reason, _ = _run(peer, trainer, tmp_path, stop=signal)
+    assert signal.calls == at
+    assert (reason, peer.run_step) == ("interrupted", 4 * ((at - 1) // 3)) if at < 10 else ("finished", 12)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [f"checkpoint-{peer.run_step}"]
+    assert len([event for event, _ in peer.events if event == "eval"]) == at // 3
+
+
+def test_bad_data_is_an_error_after_the_checkpoint_and_its_batch_is_the_next_one(tmp_path: Path) -> None:
+    good = CORPUS.training
+    path = tmp_path / "train.bin"
+    bad = np.array(good, dtype="<u2")
+    bad[::7] = 98
+    bad.tofile(path)
+    tokens = TokenFiles([TokenFile(path, np.concatenate([good, bad]).astype("<u2"), 0)], 98)
+    for read_ahead in (False, True):
+        peer, trainer = _pair(corpus=Corpus(tokens, CORPUS.held_out), read_ahead=read_ahead)
+        with pytest.raises(
+            ConfigError, match=r"train\.bin, token [\d,]+ \(byte [\d,]+\): id 98 is beyond the vocabulary of 98"
+        ):
+            _run(peer, trainer, tmp_path / "out")
+        assert peer.left == "failed"
+        saved = checkpoint.load_newest(tmp_path / "out")
+        assert saved is not None
+        assert saved.step == peer.run_step == saved.state["trainer"]["windows"]["position"] == len(peer.losses)
+
+
+def test_an_error_that_spoils_the_checkpoint_too_is_the_one_that_is_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, trainer = _pair()
+
+    def lost(*arguments: object) -> None:
+        if peer.run_step == 3:
+            raise RuntimeError("CUDA error: device lost")
+
+    trainer.model.register_forward_pre_hook(lost)
+    trainer.state_dict = lambda: lost() or {}  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="device lost"):
+        _run(peer, trainer, tmp_path)
+    assert peer.left == "failed"
+    assert "no checkpoint could be made: CUDA error: device lost" in caplog.messages
 
 
 def test_checkpoints_are_written_on_the_way(tmp_path: Path) -> None:

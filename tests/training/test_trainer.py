@@ -18,7 +18,15 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus
 from p2ptrain.training.inner_optimizer import InnerOptimizer, hidden_matrices, lr_share
 from p2ptrain.training.models import GPT, GPTConfig, Llama, LlamaConfig
-from p2ptrain.training.trainer import MAX_LOST_STEPS, SAMPLED_WEIGHTS, Trainer, choose_device, choose_precision
+from p2ptrain.training.trainer import (
+    EVAL_BATCH,
+    MAX_LOST_STEPS,
+    SAMPLED_WEIGHTS,
+    Stopped,
+    Trainer,
+    choose_device,
+    choose_precision,
+)
 from tests.training.characters import encode
 
 CORPUS = Corpus(training=encode("to be, or not to be: that is the question. " * 200), held_out=encode("to be " * 50))
@@ -310,17 +318,20 @@ class Small(nn.Module):
 
     context = 16
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, dropout: float = 0.0, always: bool = False) -> None:
         super().__init__()
         self.model = GPT(TINY)
+        self.dropout = nn.Dropout(dropout)
         self.most = most
+        self.always = always
         self.seen: list[int] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen.append(len(tokens))
-        if self.training and len(tokens) > self.most:
+        logits: torch.Tensor = self.dropout(self.model(tokens))
+        if (self.training or self.always) and len(tokens) > self.most:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return self.model(tokens)  # type: ignore[no-any-return]
+        return logits
 
 
 def test_out_of_memory_halves_the_windows_at_once_and_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -367,6 +378,64 @@ def test_memory_that_backward_lacks_is_free_before_the_next_try() -> None:
     loss, tokens = Trainer(Late(most=100), CORPUS, RunConfig(total_steps=0), batch_size=4, seed=5).step(0)
     assert (tokens, len(alive)) == (4 * 16, 3)
     assert math.isfinite(loss)
+
+
+def test_a_stopped_step_changes_nothing_and_is_taken_again() -> None:
+    def trainer() -> Trainer:
+        return Trainer(_model(dropout=0.3), CORPUS, MUON, batch_size=4, seed=5, micro_batch=1, read_ahead=True)
+
+    whole, stopped = trainer(), trainer()
+    expected = [whole.step(step) for step in range(4)]
+    torch.manual_seed(5)
+    done = [stopped.step(step) for step in range(2)]
+    asked = iter([False, True])
+    with pytest.raises(Stopped):
+        stopped.step(2, lambda: next(asked))
+    assert next(asked, None) is None
+    assert stopped.state_dict()["windows"]["position"] == 2
+    assert [*done, *(stopped.step(step) for step in range(2, 4))] == expected
+
+
+def test_a_restart_after_out_of_memory_is_exact() -> None:
+    """It begins with as many windows at once as it had: a failed try would draw dropout's numbers once more."""
+
+    def trainer() -> Trainer:
+        torch.manual_seed(1)
+        return Trainer(Small(most=2, dropout=0.3), CORPUS, MUON, batch_size=4, seed=5)
+
+    whole = trainer()
+    losses = [whole.step(step)[0] for step in range(4)]
+    first = trainer()
+    assert [first.step(step)[0] for step in range(2)] == losses[:2]
+    state = copy.deepcopy(first.state_dict())
+    again = trainer()
+    again.model.load_state_dict(first.model.state_dict())
+    again.load_state_dict(state)
+    assert [again.step(step)[0] for step in range(2, 4)] == losses[2:]
+    assert again.model.seen == [2, 2, 2, 2]
+
+
+def test_the_evaluation_has_as_many_windows_as_it_is_given_tokens() -> None:
+    held_out = len(CORPUS.held_out)
+    for tokens, windows in ((1, 1), (16 * 5, 5), (10**9, (held_out - 1) // 16)):
+        seen: list[int] = []
+        trainer = _tiny_trainer(eval_tokens=tokens)
+        trainer.model.register_forward_pre_hook(lambda model, given, seen=seen: seen.append(len(given[0])))
+        trainer.evaluate()
+        assert sum(seen) == windows
+        assert max(seen) == min(windows, EVAL_BATCH)
+
+
+def test_out_of_memory_in_an_evaluation_halves_its_windows(caplog: pytest.LogCaptureFixture) -> None:
+    plain = _tiny_trainer(eval_tokens=160)
+    small = Small(most=3, always=True)
+    small.model = plain.model
+    trainer = Trainer(small, CORPUS, MUON, batch_size=2, seed=5, eval_tokens=160)
+    assert trainer.evaluate() == pytest.approx(plain.evaluate(), rel=1e-6)
+    assert small.seen == [10, 8, 4, 2, 2, 2, 2, 2]
+    small.most = 0
+    with pytest.raises(ConfigError, match=r"evaluation: cpu is out of memory; train a smaller model"):
+        trainer.evaluate()
 
 
 def test_memory_that_never_suffices_is_an_error() -> None:

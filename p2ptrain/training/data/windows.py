@@ -60,10 +60,12 @@ class RandomWindows:
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw inputs and targets, int64 (batch_size, context) each; the targets are one token ahead."""
         generator = np.random.default_rng((self._seed, self._position))
-        self._position += 1
         numbers = generator.integers(self._ends[-1], size=self._batch_size)
         starts = numbers + self._shifts[np.searchsorted(self._ends, numbers, side="right")]
-        return _batch(self._tokens, starts, self._context)
+        batch = _batch(self._tokens, starts, self._context)
+        # Only now: a batch that cannot be read is the next one after a restart with better data.
+        self._position += 1
+        return batch
 
     def state_dict(self) -> dict[str, int]:
         return {"seed": self._seed, "position": self._position}
@@ -74,11 +76,13 @@ class RandomWindows:
 
 
 def fixed_windows(tokens: Tokens, *, context: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `count` windows spread evenly over `tokens`: inputs and targets, int64 (count, context) each.
+    """Return `count` windows spread evenly over `tokens`, or fewer: as many as fit without overlap, at least one.
 
-    Raises ConfigError if `tokens` is shorter than one window.
+    A function of its arguments, so that all peers with the same held-out tokens evaluate on the same windows. Returns
+    inputs and targets, int64 (windows, context) each. Raises ConfigError if `tokens` is shorter than one window.
     """
     _check_length(tokens, context, "hold out")
+    count = min(count, (len(tokens) - 1) // context)
     starts = np.linspace(0, len(tokens) - context - 1, count).astype(np.int64)
     return _batch(tokens, starts, context)
 

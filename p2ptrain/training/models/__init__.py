@@ -9,6 +9,7 @@ from p2ptrain.training.models.registry import (
     check_name,
     context_length,
     count_parameters,
+    eval_tokens,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "check_name",
     "context_length",
     "count_parameters",
+    "eval_tokens",
 ]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -43,6 +48,24 @@ def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
         for number in ours:
             if signal.getsignal(number) is handle:
                 signal.signal(number, _interrupt)
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """Run `work` in a thread, and return its result or raise its exception. A signal does not wait for it.
+
+    Python handles signals between two instructions of the main thread. A call into native code, such as tokenizing a
+    large text, is one instruction, and may take minutes. The thread ends with the process at the latest.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="p2ptrain-interruptible", daemon=True).start()
+    return result.result()
 
 
 @contextmanager

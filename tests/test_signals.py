@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from p2ptrain.signals import SIGNALS, interrupt_on_signals, stop_on_signals
+from p2ptrain.signals import SIGNALS, interrupt_on_signals, interruptible, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -103,3 +104,30 @@ def test_what_was_started_to_ignore_ctrl_c_goes_on_doing_so() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_signal_does_not_wait_for_native_code() -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    release, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        release.wait()
+        ended.set()
+
+    try:
+        interrupt_on_signals()
+        with pytest.raises(KeyboardInterrupt):
+            interruptible(work)
+        assert not ended.is_set()
+    finally:
+        release.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.wait(60)
+
+
+def test_what_is_interruptible_gives_its_result_or_its_error() -> None:
+    assert interruptible(lambda: 42) == 42
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda: 1 // 0)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
 from p2ptrain.settings.peer_config import NetworkConfig, parse_endpoint
 from p2ptrain.settings.table import Settings
-from p2ptrain.signals import stop_on_signals
+from p2ptrain.signals import interruptible, stop_on_signals
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, Shards
 from p2ptrain.training.data.source import open_source
@@ -99,7 +100,7 @@ def join_run(
     if config.init_from:
         check_weights(Path(config.init_from))
     source = open_source(config.data)
-    tokenizer = given_tokenizer(config.tokenizer, source)
+    tokenizer = interruptible(partial(given_tokenizer, config.tokenizer, source))
     if tokenizer is not None:
         settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
 
@@ -140,7 +141,7 @@ def join_run(
             logger.info("this peer's id is %s", session.network.peer_id)
             found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
         if found is None and ours is None and tokenizer is None:
-            tokenizer = first_tokenizer(config.tokenizer, source, say)
+            tokenizer = interruptible(partial(first_tokenizer, config.tokenizer, source, say))
             settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
         run = settle_run(settings, found, ours, out)
         if session.knows_others and not found and not saved:
@@ -156,7 +157,7 @@ def join_run(
         if others := settings.preset_differences(run):
             say(f"--preset {config.preset}: not used, because run {run_id!r} has started with {', '.join(others)}")
         tokenizer = tokenizer_of(run, tokenizer, source, out, partial(_ask_tokenizer, session, run, say))
-        corpus = source.corpus(tokenizer)
+        corpus = interruptible(partial(source.corpus, tokenizer))
         known = count_parameters(run.model, vocab_size=run.vocab_size) if run.model in PRESETS else None
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
@@ -220,7 +221,8 @@ def join_run(
 
         def sample() -> None:
             try:
-                text = "".join(generate_text(model, tokenizer, "\n", length=SAMPLE_TOKENS, temperature=0.8, seed=0))
+                written = generate_text(model, tokenizer, "\n", length=SAMPLE_TOKENS, temperature=0.8, seed=0)
+                text = "".join(takewhile(lambda _: not stop(), written))
             except Exception as error:  # a text is not worth a run
                 logger.warning("no sample at step %d: %s", peer.run_step, error)
             else:

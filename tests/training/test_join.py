@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import shutil
+import signal
 import socket
 import sys
 import types
@@ -25,6 +27,7 @@ from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import RunKey, make_key_file
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.ticket import Ticket, ticket_text
+from p2ptrain.signals import SIGNALS, interrupt_on_signals
 from p2ptrain.training import checkpoint, join
 from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
@@ -620,3 +623,31 @@ def test_muon_and_its_schedule_are_settings_of_the_run(session: type[FakeNetwork
         _join(inner_optimizer="adamw")
     with pytest.raises(ConfigError, match=r"--inner-moments 'averaged': must be local with .*'muon'"):
         _join(out="other", inner_optimizer="muon", inner_moments="averaged", round_codec="none")
+
+
+@pytest.mark.parametrize("stage", ["find_run", "find_tokenizer", "enter"])
+def test_a_signal_while_it_joins_ends_it_and_closes_the_network(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    session.live = replace(LIVE, tokenizer="ab" * 32, vocab_size=300)
+    session.tokenizer = None
+    closed: list[str] = []
+    monkeypatch.setattr(session, "__exit__", lambda self, *exception: closed.append(stage))
+
+    def interrupted(*arguments: object, **given: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if stage == "enter":
+        session.live = LIVE
+    monkeypatch.setattr(session, stage, interrupted)
+    try:
+        interrupt_on_signals()
+        with pytest.raises(KeyboardInterrupt):
+            _join(initial_peers=MADDR)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert closed == [stage]
+    assert not checkpoint.checkpoints(Path("p2ptrain-r"))
+    assert Path("p2ptrain-r").is_dir()

@@ -23,9 +23,15 @@ class Arrivals:
         return genesis.founder if genesis is not None else ""
 
     async def land(self, kind: LandingKind, reason: str, run_step: int | None = None, *, founded: bool = False) -> None:
-        """Land our new head, and wait until it has taken effect; kind "write" replaces the weights by the anchor."""
+        """Land our new head, and wait until it has taken effect; kind "write" replaces the weights by the anchor.
+
+        `run_step`: where weights from a checkpoint are; None for those of the head.
+        """
         context, head, run = self._engine.context, self._engine.head, self._engine.context.run
         run_step = head.run_step if run_step is None else run_step
+        # The interval that a checkpoint interrupted goes on: its round is due after the rest of it, at once if it was
+        # due. Steps in pairs have no head that says when the last one was.
+        since = 0 if run.is_pairwise else max(0, min(run_step - head.run_step, run.sync_every))
         self._record(
             "adopt",
             founded=founded,
@@ -43,9 +49,9 @@ class Arrivals:
             buffer=context.state.anchor_tensor() if kind == "write" else None,
             epoch=Epoch(head.lineage, head.round),
             sync_every=run.sync_every,
-            run_step=run_step,
+            run_step=run_step - since,
             included_tokens=0,
-            snapshot_steps=None,
+            snapshot_steps=context.exchange.steps - since if since else None,
             report=None,
             finished=0 < run.total_steps <= head.run_step,
         )

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -651,3 +652,53 @@ def test_a_signal_while_it_joins_ends_it_and_closes_the_network(
     assert closed == [stage]
     assert not checkpoint.checkpoints(Path("p2ptrain-r"))
     assert Path("p2ptrain-r").is_dir()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_was_interrupted_ends_as_if_it_was_not(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, optimizer: str
+) -> None:
+    """Weights, optimizer, position in the data, random states, micro-batch and schedule, by the same command."""
+    np.arange(9000, dtype="<u2").__mod__(251).tofile(tmp_path / "train.bin")
+    (tmp_path / "drops.py").write_text(
+        "import torch\nfrom p2ptrain.training.models import GPT, GPTConfig\n"
+        "def model():\n"
+        "    gpt = GPT(GPTConfig(vocab_size=251, layers=1, heads=2, width=16, context=16))\n"
+        "    model = torch.nn.Sequential(gpt, torch.nn.Dropout(0.2))\n"
+        "    model.context = 16\n"
+        "    return model\n",
+        encoding="utf-8",
+    )
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    step, stops_at = FakePeer.step, set[int]()
+
+    def stopped(self: FakePeer, **given: Any) -> object:
+        if self.run_step + 1 in stops_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, **given)
+
+    monkeypatch.setattr(FakePeer, "step", stopped)
+    losses = dict[str, list[float | None]]()
+    try:
+        for out, stops in (("whole", ()), ("halves", (5, 9))):
+            stops_at |= set(stops)
+            losses[out] = []
+            for run_step in (*stops, 12):
+                lines = _join(
+                    steps="12", out=out, data="train.bin", tokenizer="ids:251", model="drops:model", seed="7",
+                    inner_optimizer=optimizer, micro_batch="2", eval_every="4",
+                )  # fmt: skip
+                assert session.peer is not None
+                assert lines[-1].startswith(f"{'finished' if run_step == 12 else 'interrupted'} at step {run_step}")
+                losses[out] += session.peer.losses
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+    finally:
+        sys.modules.pop("drops", None)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert losses["halves"] == losses["whole"]
+    whole, halves = (checkpoint.load(Path(out) / "checkpoint-12", ["model", "trainer"]) for out in losses)
+    assert halves.state["trainer"]["windows"] == whole.state["trainer"]["windows"]
+    for name, tensor in whole.state["model"].items():
+        assert torch.equal(halves.state["model"][name], tensor)

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -20,6 +21,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.signals import interruptible
 from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, write_meta
 from p2ptrain.training.data.tokenizer import Tokenizer, token_dtype
@@ -170,7 +172,7 @@ def _tokenizer(
     if begun.get("name") == name and (made := read_tokenizer(out, begun.get("tokenizer", ""), 2)) is not None:
         return made
     say(f"making a tokenizer of {size:,} ids")
-    return train_tokenizer(_sample(units, field, split), size)
+    return interruptible(partial(train_tokenizer, _sample(units, field, split), size))
 
 
 def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:

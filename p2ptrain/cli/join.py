@@ -134,9 +134,10 @@ def format_progress(progress: TrainingProgress, pairs: Counter[str] | None = Non
     left = "" if progress.left_s is None or progress.left_s < 1 else f", {duration(progress.left_s)} left"
     perplexity = math.exp(min(progress.eval_loss, 99.0))
     in_bits = "" if progress.bits_per_byte is None else f", {progress.bits_per_byte:.2f} bits a byte"
+    of_peak = "" if progress.mfu is None else f", {100 * progress.mfu:.1f} % MFU"
     return (
         f"step {progress.run_step}{length}{left} · loss {progress.loss:.3f}, held-out {progress.eval_loss:.3f}"
-        f" (perplexity {perplexity:.1f}{in_bits}) · {progress.tokens_per_s:,.0f} tokens/s, "
+        f" (perplexity {perplexity:.1f}{in_bits}) · {progress.tokens_per_s:,.0f} tokens/s{of_peak}, "
         f"{100 * progress.exchange:.1f} % exchange · peers {progress.peers} · {outer} · "
         f"fragments {progress.sent} out, {progress.merged} in, {skipped} skipped"
     )

@@ -112,6 +112,7 @@ class TrainingProgress:
         peers: live peers, including this one.
         loss, eval_loss: this peer's mean training loss and its newest loss on held-out text, in nats.
         bits_per_byte: the latter for a byte of text, which compares tokenizers; None if the text is not known.
+        mfu: share of the GPU's peak that the model's arithmetic took; None if it is not known, as on a CPU.
         exchange: share of the time for which the exchange held training.
         left_s: seconds to the end of the run at this speed; None if it has no end.
         sent, merged, skipped: fragments; the skipped ones by reason.
@@ -125,6 +126,7 @@ class TrainingProgress:
     eval_loss: float
     bits_per_byte: float | None
     tokens_per_s: float
+    mfu: float | None
     exchange: float
     left_s: float | None
     sent: int
@@ -286,6 +288,7 @@ def _summary(
     peer: Peer, trainer: Trainer, recent: Sequence[StepDone], eval_loss: float, seconds: float
 ) -> TrainingProgress:
     seconds = max(seconds, 1e-9)
+    tokens_per_s = sum(done.tokens for done in recent) / seconds
     left = max(0, peer.run.total_steps - peer.run_step)
     in_bits = trainer.bytes_per_token and eval_loss / math.log(2) / trainer.bytes_per_token
     return TrainingProgress(
@@ -296,7 +299,8 @@ def _summary(
         loss=sum(done.loss for done in recent) / len(recent),
         eval_loss=eval_loss,
         bits_per_byte=in_bits,
-        tokens_per_s=sum(done.tokens for done in recent) / seconds,
+        tokens_per_s=tokens_per_s,
+        mfu=trainer.utilisation and trainer.utilisation * tokens_per_s,
         exchange=sum(done.exchange_s for done in recent) / seconds,
         # Of the run's steps, not of ours: a slow peer is not its measure.
         left_s=left * seconds / max(1, recent[-1].run_step - recent[0].run_step + 1) if peer.run.total_steps else None,

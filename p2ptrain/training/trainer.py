@@ -21,6 +21,7 @@ from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
 from p2ptrain.training.data.read_ahead import ReadAhead
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
+from p2ptrain.training.mfu import utilisation_of
 from p2ptrain.training.models import context_length
 
 # For the demo model and simulations: as much as 16 steps of 256 characters, which cost about six steps to evaluate.
@@ -77,6 +78,7 @@ class Trainer:
 
     Attributes:
         bytes_per_token: bytes of UTF-8 in a token of what is evaluated; None if that is not known.
+        utilisation: share of the GPU's peak that one token a second takes (`mfu`); None if that is not known.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Trainer:
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self._eval_batch = EVAL_BATCH
         self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])
+        self.utilisation = utilisation_of(model, self._device)
         self.optimizer = InnerOptimizer(model, run)
         self._lost_steps = 0
         torch.manual_seed(seed)

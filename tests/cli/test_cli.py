@@ -286,7 +286,8 @@ def test_join_checks_its_files_before_torch_is_imported(
 def test_progress_is_one_line() -> None:
     progress = TrainingProgress(
         run_step=340, total_steps=0, round=1, peers=4, loss=2.71, eval_loss=2.8, bits_per_byte=4.04,
-        tokens_per_s=5120.4, exchange=0.0123, left_s=None, sent=120, merged=118, skipped={"stale": 1, "epoch": 1},
+        tokens_per_s=5120.4, mfu=None, exchange=0.0123, left_s=None, sent=120, merged=118,
+        skipped={"stale": 1, "epoch": 1},
     )  # fmt: skip
     assert format_progress(progress) == (
         "step 340 · loss 2.710, held-out 2.800 (perplexity 16.4, 4.04 bits a byte) · 5,120 tokens/s, 1.2 % exchange"
@@ -296,6 +297,8 @@ def test_progress_is_one_line() -> None:
     assert format_progress(ending).startswith(
         "step 340/2000, 13 min left · loss 2.710, held-out 2.800 (perplexity 16.4) · 5,120"
     )
+    on_a_gpu = dataclasses.replace(progress, mfu=0.4123)
+    assert "· 5,120 tokens/s, 41.2 % MFU, 1.2 % exchange ·" in format_progress(on_a_gpu)
     steps = PairSteps()
     steps.write("start", run=RunConfig().to_dict())
     assert steps.by_status is None

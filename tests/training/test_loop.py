@@ -109,6 +109,14 @@ def test_progress_sums_up_what_happened_since_the_last_line(tmp_path: Path) -> N
     assert first.loss == pytest.approx(sum(peer.losses[: first.run_step]) / first.run_step)
     assert first.tokens_per_s > 0
     assert math.isfinite(first.eval_loss)
+    assert first.mfu is None
+
+
+def test_progress_has_the_share_of_a_known_gpus_peak(tmp_path: Path) -> None:
+    peer, trainer = _pair()
+    trainer.utilisation = 1e-6
+    _, lines = _run(peer, trainer, tmp_path)
+    assert [line.mfu for line in lines] == [pytest.approx(1e-6 * line.tokens_per_s) for line in lines]
 
 
 def test_a_signal_stops_it_after_the_step(tmp_path: Path) -> None:

@@ -73,19 +73,22 @@ def prepare(
 
 @data.command()
 @click.argument("directory", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--tokenizer", metavar="NAME", help="chars, bytes, FILE.json or hub:NAME: shows text, checks ids.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--check", is_flag=True, help="Read everything: hashes of prepared files, and ids within the vocabulary.")
-def info(directory: Path, as_json: bool, check: bool) -> None:
-    """Say what is in a directory of token files: tokens, documents, tokenizer, and how the text begins.
+def info(directory: Path, tokenizer: str | None, as_json: bool, check: bool) -> None:
+    """Say what is in a directory of token files: tokens, documents, tokenizer, and how the texts begin.
 
-    DIR is what `p2ptrain data prepare` wrote, or holds .bin files of nanoGPT, llm.c or modded-nanogpt.
+    DIR is what `p2ptrain data prepare` wrote, or holds .bin files of nanoGPT, llm.c or modded-nanogpt. Those do not say
+    their tokenizer: name it, and see whether the text is text.
 
     \b
         p2ptrain data info fineweb-gpt2 --check
+        p2ptrain data info nanoGPT/data/openwebtext --tokenizer hub:gpt2
     """
     from p2ptrain.training.data.token_info import describe
 
-    found = describe(directory, check=check)
+    found = describe(directory, check=check, tokenizer_name=tokenizer)
     if as_json:
         click.echo(json.dumps(found.to_dict(), indent=2, ensure_ascii=False))
     else:

@@ -60,6 +60,8 @@ def main() -> None:
     """Entry point of the command; ends the process."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("p2ptrain").setLevel(logging.INFO)
+    # It has a handler of its own: its lines, such as retries of a download, would appear twice.
+    logging.getLogger("huggingface_hub").propagate = False
     # Containers and service managers stop programs with SIGTERM: treat it as Ctrl-C from the start.
     interrupt_on_signals()
     try:

@@ -19,6 +19,7 @@ import zstandard
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.extras import require_extra
+from p2ptrain.training.hub import is_hub_there
 
 UNIT_BYTES = 64 * 2**20
 # Plain text has no documents: it is cut at line ends, so that some of it can be held out.
@@ -260,12 +261,15 @@ def _dataset(source: str, split: str) -> Any:
     try:
         if source.startswith(DATASET):
             name, _, config = source.removeprefix(DATASET).partition(":")
+            if not Path(name).is_dir() and not is_hub_there():
+                raise ConnectionError("the hub does not answer")
             return datasets.load_dataset(name, config or None, split=split, streaming=True)
         found = datasets.load_from_disk(str(Path(source).expanduser()))
         return (found[split] if isinstance(found, datasets.DatasetDict) else found).to_iterable_dataset()
     except Exception as error:  # the library and its loaders raise anything
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{source}, split {split}: cannot be loaded ({text}); check the name and --split") from error
+        check = "the name, --split and the connection" if source.startswith(DATASET) else "--split"
+        raise ConfigError(f"{source}, split {split}: cannot be loaded ({text}); check {check}") from error
 
 
 def _of_record(record: dict[str, Any], field: str, place: str) -> Document:

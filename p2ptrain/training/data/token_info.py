@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.formatting import count
 from p2ptrain.training.data.meta import META_FILE, read_meta
 from p2ptrain.training.data.token_files import TokenFile, open_tokens
-from p2ptrain.training.data.tokenizer import IDS
+from p2ptrain.training.data.tokenizer import IDS, Tokenizer
+from p2ptrain.training.data.tokenizer_file import TRAIN, find_tokenizer
 
 # Ids read at once.
 CHECKED_IDS = 2**22
@@ -28,7 +29,7 @@ class TokenInfo:
     Attributes:
         tokenizer: identity of the tokenizer, or "ids" if it is not known; `name`: what the user called it.
         documents: None if the files do not say it.
-        begins: how the training text begins; empty without a tokenizer.
+        begins, held_out_begins: how the texts begin; empty without a tokenizer.
         checked: whether everything was read.
     """
 
@@ -43,6 +44,7 @@ class TokenInfo:
     documents: int | None
     bytes_per_token: int
     begins: str
+    held_out_begins: str
     checked: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -50,26 +52,36 @@ class TokenInfo:
 
     def lines(self) -> Iterator[str]:
         """For the terminal."""
-        known = self.tokenizer if self.tokenizer != IDS else "not known; taken as GPT-2's, or as --tokenizer says"
-        named = f"{self.name} ({known[:12]})" if self.name not in ("", known) else known
+        known = self.tokenizer if self.tokenizer != IDS else self.name or "not known (GPT-2's? see --tokenizer)"
+        named = known if self.name in ("", known) or self.tokenizer == IDS else f"{self.name} ({known[:12]})"
         yield f"{self.directory}: tokenizer {named}, {self.vocab_size:,} ids of {self.bytes_per_token} bytes"
         documents = "" if self.documents is None else f", {self.documents:,} documents in all"
         train_files, held_out_files = count(self.train_files, "file"), count(self.held_out_files, "file")
         yield f"  train     {self.train_tokens:>15,} tokens in {train_files}"
-        yield f"  held out  {self.held_out_tokens:>15,} tokens in {held_out_files}{documents}"
         if self.begins:
-            yield f"  begins    {self.begins!r}"
+            yield f"    begins  {self.begins!r}"
+        yield f"  held out  {self.held_out_tokens:>15,} tokens in {held_out_files}{documents}"
+        if self.held_out_begins:
+            yield f"    begins  {self.held_out_begins!r}"
         if self.checked:
             yield "  checked   all files were read, and are as they should be"
 
 
-def describe(directory: Path, *, check: bool) -> TokenInfo:
-    """Look into a directory of token files; with `check`, read all of them. Raises ConfigError if one is bad."""
+def describe(directory: Path, *, check: bool, tokenizer_name: str | None = None) -> TokenInfo:
+    """Look into a directory of token files; with `check`, read all of them.
+
+    `tokenizer_name`: what the user takes for the tokenizer that made them. Raises ConfigError if a file is bad, or
+    another tokenizer made them.
+    """
     folder = open_tokens(str(directory))
     if folder is None:
         raise ConfigError(
             f"{directory}: holds no token files; give a directory of p2ptrain data prepare, or of .bin files"
         )
+    tokenizer = folder.tokenizer() if tokenizer_name is None else _named(tokenizer_name)
+    vocab_size = folder.vocab_size if tokenizer is None else tokenizer.vocab_size
+    if tokenizer is not None:
+        folder.check_tokenizer(tokenizer)
     path = directory.expanduser()
     meta = read_meta(path) if (path / META_FILE).is_file() else None
     if check:
@@ -77,18 +89,30 @@ def describe(directory: Path, *, check: bool) -> TokenInfo:
             if _sha256(path / shard.file) != shard.sha256:
                 raise ConfigError(f"{path / shard.file}: was changed since it was prepared; copy or prepare it again")
         for file in (*folder.training, *folder.held_out):
-            _check_ids(file, folder.vocab_size)
-    tokenizer = folder.tokenizer()
-    start = folder.training[0].ids[:SHOWN_TOKENS].tolist()
+            _check_ids(file, vocab_size)
+
+    def begin(file: TokenFile) -> str:
+        shown = replace(file, ids=file.ids[:SHOWN_TOKENS])
+        _check_ids(shown, vocab_size)
+        is_text = tokenizer is not None and tokenizer.identity != IDS
+        return tokenizer.decode(shown.ids.tolist()) if tokenizer is not None and is_text else ""
+
     return TokenInfo(
-        directory=str(directory), tokenizer=folder.identity, name="" if meta is None else meta.name,
-        vocab_size=folder.vocab_size,
+        directory=str(directory), tokenizer=folder.identity if tokenizer is None else tokenizer.identity,
+        name=tokenizer_name or ("" if meta is None else meta.name), vocab_size=vocab_size,
         train_tokens=_tokens(folder.training), train_files=len(folder.training),
         held_out_tokens=_tokens(folder.held_out), held_out_files=len(folder.held_out),
         documents=None if meta is None else sum(shard.documents for shard in meta.shards),
         bytes_per_token=folder.training[0].ids.itemsize,
-        begins="" if tokenizer is None else tokenizer.decode(start), checked=check,
+        begins=begin(folder.training[0]), held_out_begins=begin(folder.held_out[0]), checked=check,
     )  # fmt: skip
+
+
+def _named(name: str) -> Tokenizer:
+    tokenizer = find_tokenizer(name)
+    if tokenizer is None:
+        raise ConfigError(f"--tokenizer {name}: {TRAIN}N makes a new one; give the tokenizer that made the tokens")
+    return tokenizer
 
 
 def _tokens(files: Sequence[TokenFile]) -> int:
@@ -101,7 +125,8 @@ def _check_ids(file: TokenFile, vocab_size: int) -> None:
         worst = int(part.argmax())
         if part[worst] >= vocab_size:
             raise ConfigError(
-                f"{file.place(first + worst)}: id {part[worst]} is beyond the vocabulary of {vocab_size:,}"
+                f"{file.place(first + worst)}: id {part[worst]} is beyond the vocabulary of {vocab_size:,}; another "
+                f"tokenizer made these files"
             )
 
 

@@ -197,7 +197,10 @@ def _from_hub(name: str) -> bytes:
         found = huggingface_hub.hf_hub_download(name, "tokenizer.json", local_files_only=not is_hub_there())
         return Path(found).read_bytes()
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        is_offline = isinstance(error, LocalEntryNotFoundError)
+        reason = "the hub cannot be reached, and it is not in the cache" if is_offline else lines[0]
         raise ConfigError(
-            f"--tokenizer {HUB}{name}: no tokenizer.json found ({str(error).splitlines()[0]}); check the "
-            f"name and the connection, or give the file"
+            f"--tokenizer {HUB}{name}: no tokenizer.json found ({reason}); check the name and the connection, or give "
+            f"the file"
         ) from error

@@ -107,8 +107,32 @@ def test_a_saved_dataset_is_read_by_its_split(tmp_path: Path) -> None:
         text for text in TEXTS if text not in _texts(_corpus(tmp_path / "out").held_out)
     )
     datasets.DatasetDict(saved).save_to_disk(tmp_path / "both")
-    with pytest.raises(ConfigError, match=r"split dev: cannot be loaded \('dev'\); check the name and --split"):
+    with pytest.raises(ConfigError, match=r"split dev: cannot be loaded \('dev'\); check --split"):
         _prepare([tmp_path / "both"], tmp_path / "other", split="dev")
+
+
+def test_a_dataset_of_the_hub_is_streamed_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here from a directory, which the library opens as it opens a repository of the hub."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "name").mkdir()
+    for number, part in enumerate((TEXTS[:150], TEXTS[150:])):
+        datasets.Dataset.from_dict({"text": part}).to_parquet(
+            tmp_path / "name" / f"train-{number:05d}-of-00002.parquet"
+        )
+    source = f"hub:{tmp_path / 'name'}"
+    units = find_units((source,), "train")
+    assert [(unit.kind, unit.start, unit.end) for unit in units] == [("dataset", 0, 2), ("dataset", 1, 2)]
+    assert [d.text for unit in units for d in read_documents(unit, "text", "train")] == TEXTS
+    with pytest.raises(ConfigError, match=r"has no field 'body'; give --field with one of: text"):
+        _prepare([source], tmp_path / "out", field="body")
+
+    monkeypatch.setattr(documents, "is_hub_there", lambda: False)
+    with pytest.raises(
+        ConfigError,
+        match=r"hub:name:part, split train: cannot be loaded \(the hub does not answer\); check the name, --split and "
+        r"the connection",
+    ):
+        _prepare(["hub:name:part"], tmp_path / "other")
 
 
 def test_plain_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +324,11 @@ def test_what_is_in_a_directory_is_said(tmp_path: Path) -> None:
     lines = list(info.lines())
     assert lines[0].endswith("300 ids of 2 bytes")
     assert "tokenizer train:300 (" in lines[0]
-    assert "300 documents in all" in lines[2]
+    assert "300 documents in all" in lines[3]
     assert info.begins.startswith("document ")
+    assert info.held_out_begins.startswith("document ")
+    with pytest.raises(ConfigError, match=r"was prepared with tokenizer .*, not bytes"):
+        describe(tmp_path / "out", check=False, tokenizer_name="bytes")
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(ConfigError, match=r"holds no token files"):
         describe(tmp_path / "text.txt", check=False)

@@ -11,6 +11,7 @@ import pytest
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data import Characters, RandomWindows
 from p2ptrain.training.data.token_files import TokenFile, TokenFiles, TokenFolder, open_tokens
+from p2ptrain.training.data.token_info import describe
 from p2ptrain.training.data.tokenizer import Bytes, Ids
 
 
@@ -42,6 +43,32 @@ def test_nanogpts_folder_is_read_as_it_is(tmp_path: Path) -> None:
     corpus = folder.corpus(Ids(50257))
     assert len(corpus.training) == 1000
     assert corpus.held_out[np.array([[0, 99], [1, 2]])].tolist() == [[500, 599], [501, 502]]
+
+
+def test_a_named_tokenizer_shows_whether_it_made_the_files(tmp_path: Path) -> None:
+    _plain(tmp_path / "train.bin", Bytes().encode(["the text to train on"])[0])
+    _plain(tmp_path / "val.bin", Bytes().encode(["what is held out"])[0])
+    unknown = describe(tmp_path, check=False)
+    assert next(unknown.lines()) == (
+        f"{tmp_path}: tokenizer not known (GPT-2's? see --tokenizer), 50,257 ids of 2 bytes"
+    )
+    assert (unknown.begins, unknown.held_out_begins) == ("", "")
+    assert list(describe(tmp_path, check=True, tokenizer_name="bytes").lines()) == [
+        f"{tmp_path}: tokenizer bytes, 257 ids of 2 bytes",
+        "  train                  20 tokens in 1 file",
+        "    begins  'the text to train on'",
+        "  held out               16 tokens in 1 file",
+        "    begins  'what is held out'",
+        "  checked   all files were read, and are as they should be",
+    ]
+    (first, *_) = describe(tmp_path, check=False, tokenizer_name="ids:300").lines()
+    assert first == f"{tmp_path}: tokenizer ids:300, 300 ids of 2 bytes"
+    for name, fault in (
+        ("chars", r"train\.bin, token 6 \(byte 12\): id 120 is beyond the vocabulary of 98; another tokenizer made"),
+        ("train:300", "--tokenizer train:300: train:N makes a new one; give the tokenizer that made the tokens"),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            describe(tmp_path, check=False, tokenizer_name=name)
 
 
 def test_sharded_files_with_a_header_follow_each_other(tmp_path: Path) -> None:

@@ -115,13 +115,19 @@ def test_a_hub_that_does_not_have_it_is_named(monkeypatch: pytest.MonkeyPatch) -
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def fail(*names: str, local_files_only: bool) -> str:
-        raise LocalEntryNotFoundError("no connection\nand more")
-
     monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: True)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(ConfigError, match=r"--tokenizer hub:a/b: no tokenizer.json found \(no connection\)"):
-        find_tokenizer("hub:a/b")
+    for error, reason in (
+        (LocalEntryNotFoundError("a long text"), "the hub cannot be reached, and it is not in the cache"),
+        (OSError("disk full\nand more"), "disk full"),
+        (OSError(), "OSError"),
+    ):
+
+        def fail(*names: str, local_files_only: bool, error: Exception = error) -> str:
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+        with pytest.raises(ConfigError, match=rf"--tokenizer hub:a/b: no tokenizer.json found \({reason}\); check the"):
+            find_tokenizer("hub:a/b")
     monkeypatch.undo()
     monkeypatch.setattr(tokenizer_file, "is_hub_there", lambda: True)
     with pytest.raises(ConfigError, match=r"hub:not a name"):

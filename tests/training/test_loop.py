@@ -262,6 +262,22 @@ def test_the_last_round_is_waited_for_but_not_for_ever(tmp_path: Path, caplog: p
         assert len(caplog.messages) == warnings
 
 
+def test_a_signal_ends_the_wait_for_the_last_round(tmp_path: Path) -> None:
+    class Waiting(FakePeer):
+        waits = 0
+        finished = False
+
+        def wait_finished(self, timeout_s: float) -> bool:
+            self.waits += 1
+            return False
+
+    _, trainer = _pair()
+    peer = Waiting(trainer.run)
+    assert _run(peer, trainer, tmp_path, stop=lambda: peer.waits == 2)[0] == "interrupted"
+    assert (peer.waits, peer.left) == (2, "interrupted")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-12"]
+
+
 def test_a_fast_peer_that_a_round_puts_back_trains_on(tmp_path: Path) -> None:
     class Fast(FakePeer):
         puts_back = 1

@@ -22,7 +22,8 @@ from p2ptrain.peer.process_group import device_of
 from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import RunConfig, resolve_run
-from p2ptrain.settings.peer_config import NetworkConfig
+from p2ptrain.settings.extras import require_extra
+from p2ptrain.settings.peer_config import NetworkConfig, PageConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
 
@@ -131,6 +132,7 @@ def join(
     deny: str | Path | None = None,
     metrics: str | Path | None = None,
     prometheus: int | str | None = None,
+    dashboard: int | str | None = None,
     resume: dict[str, Any] | None = None,
     on_status: Callable[[str], None] | None = None,
     process_group: ProcessGroup | None = None,
@@ -169,6 +171,8 @@ def join(
         deny: file of peer ids to refuse, one per line; read again when it changes.
         metrics: file to append the metrics stream to.
         prometheus: port (on loopback), or "HOST:PORT", for Prometheus metrics; None: do not serve them.
+        dashboard: port (on loopback), or "HOST:PORT", for the web page of the run; 0 takes any free port. Its address,
+            with a token if other machines can reach it, is `peer.dashboard`. None: do not serve it.
         resume: the `peer.state_dict()` of before a restart; restore the model and its optimizer yourself.
         on_status: called with a text when the status of the joining peer changes. Exceptions in it are logged.
         process_group: the torch.distributed processes that form this one peer. All of them call this with the same
@@ -213,6 +217,7 @@ def join(
     def enter() -> Peer:
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
+            show = None if dashboard is None else _take_port(str(dashboard), failing)
             key = None
             if run_key is not None:
                 key = read_key(Path(run_key).expanduser())
@@ -240,10 +245,20 @@ def join(
                 model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
                 resume_state=resume, on_status=on_status,
             )  # fmt: skip
-            failing.pop_all()  # from here on the peer closes them
-        peer.on_leave(session.close)
+            failing.callback(peer.leave, "could not join")
+            if show is not None:
+                peer.dashboard = show(peer)
+                logger.info("run %r is shown at %s", run.run_id, peer.dashboard)
+            peer.on_leave(failing.pop_all().close)  # from here on the peer closes them
         return peer
 
     if process_group is None:
         return enter()
     return GroupPeer(model, process_group, enter, device=device_of(process_group, model))
+
+
+def _take_port(endpoint: str, stack: ExitStack) -> Callable[[Peer], str]:
+    require_extra("dashboard", f"dashboard = {endpoint!r}")
+    from p2ptrain.monitor.dashboard.from_peer import take_port
+
+    return take_port(endpoint, PageConfig(), stack)

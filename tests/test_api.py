@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import socket
 
 import pytest
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 import p2ptrain
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.extras import EXTRAS
 from tests.fakes import MADDR, FakeNetworkSession
 
 WARNING = "no peers found for run 'x'; starting it (run_id= chooses another run)"
@@ -49,6 +51,32 @@ def test_what_a_joiner_gives_need_not_go_together_with_the_defaults(monkeypatch:
     # And each by itself always.
     with pytest.raises(ConfigError, match=r"outer_momentum = 2\.0: must be at least 0 and below 1"):
         p2ptrain.join(nn.Linear(2, 2), run_id="x", initial_peers=[MADDR], diloco=p2ptrain.DiLoCo(outer_momentum=2.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("127.0.0.1:{}", r"cannot serve the page on 127\.0\.0\.1, port {}: .*in use; choose another port"),
+        ("80:80:80", "dashboard = '80:80:80': must be PORT or HOST:PORT"),
+        ("192.0.2.1:0", r"cannot serve the page on 192\.0\.2\.1, port 0: .*, or an address of this machine"),
+    ],
+)
+def test_a_dashboard_that_cannot_be_is_refused_before_the_network_is_opened(
+    given: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = type("NetworkSession", (FakeNetworkSession,), {})
+    monkeypatch.setattr("p2ptrain.api.NetworkSession", session)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=message.format(port)):
+            p2ptrain.join(nn.Linear(2, 2), run_id="x", dashboard=given.format(port))
+    assert session.opened is None
+
+
+def test_a_dashboard_without_its_extra_is_refused_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXTRAS, "dashboard", ("no_such_package",))
+    with pytest.raises(ConfigError, match=r"dashboard = '8080' needs no_such_package; .* 'p2ptrain\[dashboard\]'"):
+        p2ptrain.join(nn.Linear(2, 2), run_id="x", dashboard=8080)
 
 
 def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:

@@ -61,6 +61,7 @@ class Peer:
         data_seed: a seed for this peer's share of the data, the same after a restart with the same identity.
         founded: whether this peer founded the run: no other peer had a state, and it had no checkpoint.
         run_founder: id of the peer that founded the run.
+        dashboard: address of the page that this peer serves, with its token if it has one; "" without a page.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Peer:
         self._records = Sinks([records, self._event_log])
         self._on_leave: Callable[[], None] = lambda: None
         self._left = self.founded = False
-        self.run_founder = ""
+        self.run_founder = self.dashboard = ""
         self._record_s = 0.0
         self._status = ""
         self._errors = ErrorLog(logger)

@@ -25,7 +25,7 @@ from p2ptrain.peer.sinks import Sink
 from p2ptrain.protocol.membership.reachability import best_first
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.initial_peers import join_line, ticket_line, write_addresses
-from p2ptrain.settings.peer_config import NetworkConfig, parse_endpoint
+from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.table import Settings
 from p2ptrain.signals import interruptible, stop_on_signals
 from p2ptrain.training import checkpoint
@@ -110,7 +110,11 @@ def join_run(
             prometheus = stack.enter_context(closing(PrometheusSink(config.prometheus)))
             watching.append(prometheus)
             say(f"Prometheus metrics at {prometheus.url}")
-        show = None if config.dashboard is None else _page_server(config.dashboard, settings, stack)
+        show = None
+        if config.dashboard is not None:
+            from p2ptrain.monitor.dashboard.from_peer import take_port  # only with its extra
+
+            show = take_port(config.dashboard, settings.page_config(), stack)
         out = stack.enter_context(claim_out(config.out, run_id, joins=bool(config.network.initial_peers)))
         identity = Path(config.network.identity or out / IDENTITY_FILE)
         saved = _saved(out)
@@ -262,28 +266,6 @@ def _say_ticket(
         say(line)
     if network.key is not None and network.run_key is None and shared is None:
         say("FILE is the run's key file; with --share-key a ticket is printed that holds the key, and needs no file")
-
-
-def _page_server(endpoint: str, settings: Settings, stack: ExitStack) -> Callable[[Peer], str]:
-    """Take the port of the dashboard, so that one in use is found before the run is joined.
-
-    Returns what serves a peer's dashboard there, until `stack` is closed, and gives its address.
-    """
-    from p2ptrain.monitor.dashboard.page_state import PageState
-    from p2ptrain.monitor.dashboard.server import listen, showing
-
-    page, parsed = settings.page_config(), parse_endpoint(endpoint)
-    assert parsed is not None
-    host, port = parsed
-    page = dataclasses.replace(page, host=host if ":" in endpoint else page.host, port=port)
-    listener = stack.enter_context(listen(page))
-
-    def show(peer: Peer) -> str:
-        watch = peer.watch()
-        stack.callback(watch.stop)
-        return stack.enter_context(showing(PageState(peer.run.run_id, watch), page, listener))
-
-    return show
 
 
 def _saved(out: Path) -> checkpoint.Checkpoint | None:

@@ -7,7 +7,10 @@ import math
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +81,14 @@ def same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
     records = tmp_path / "a.jsonl"
-    with p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, metrics=records, prometheus=0, **RUN) as a:
+    with p2ptrain.join(cnn_a := cnn(0), diloco=DILOCO, metrics=records, prometheus=0, dashboard=0, **RUN) as a:
         assert all(maddr.endswith(f"/p2p/{a.peer_id}") for maddr in a.maddrs)
         first = Loop(cnn_a, a)
         train_until(lambda: a.round >= 2, first)
         assert all(report.status == "solo" for report in first.rounds)
         assert a.alive == []
+        with urllib.request.urlopen(f"{a.dashboard}api/state") as page:
+            assert [json.loads(line[6:])["run_id"] for line in islice(page, 2) if line.startswith(b"data")] == ["cnn"]
 
         with p2ptrain.join(cnn_b := cnn(1), initial_peers=a.maddrs, **RUN) as b:
             # The settings, weights, position and buffers of the run, as a joiner finds them.
@@ -107,6 +112,8 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
             train_until(lambda: same_tensors(a.anchor_state_dict(), b.anchor_state_dict()), first, second)
             train_until(lambda: any(report.merged for report in first.reports), first, second)
         train_until(lambda: a.alive == [], first)
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(a.dashboard)
 
     anchors = [{(r.lineage, r.round): r.anchor_hash for r in loop.rounds} for loop in (first, second)]
     shared = anchors[0].keys() & anchors[1].keys()

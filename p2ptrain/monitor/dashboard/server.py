@@ -102,7 +102,9 @@ def listen(page: PageConfig) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(page.host, page.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"--host {page.host}: {error.strerror or error}; give an address of this machine") from None
+        raise ConfigError(
+            f"cannot serve the page on {page.host}: {error.strerror or error}; give an address of this machine"
+        ) from None
     try:
         if os.name == "posix":
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

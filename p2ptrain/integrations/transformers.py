@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.integrations.position import set_position
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
 
@@ -116,11 +116,7 @@ class P2PCallback(TrainerCallback):
         # One more than are left, as the run's position may advance by less than one per step of this peer.
         state.max_steps = state.global_step + length - position + 1
         control.should_training_stop |= position >= length
-        if isinstance(scheduler, LambdaLR) and scheduler.last_epoch != position:
-            scheduler.load_state_dict(
-                scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1}
-            )
-            scheduler.step()
+        set_position(scheduler, position)
 
     def _resume(self, file: Path, model: torch.nn.Module) -> None:
         """Restore the peer's state after the Trainer has overwritten the run's weights with a checkpoint."""

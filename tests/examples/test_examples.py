@@ -69,6 +69,40 @@ def test_two_peers_of_a_gpt2_under_the_trainer_of_transformers(swarm: Swarm) -> 
 
 
 @pytest.mark.long
+def test_two_peers_under_the_trainer_of_lightning(swarm: Swarm) -> None:
+    command = f"python {EXAMPLES / 'lightning_module.py'} --steps 100000 {LOOPBACK}"
+    first = swarm.start(command, terminal=True)
+    line = swarm.until(lambda: line_after("others join by:", first))
+    second = swarm.start(f"{line} {LOOPBACK}", terminal=True)
+    two = [first, second]
+    swarm.until(lambda: all("peers 2" in peer.output for peer in two))
+    checkpoint = first.directory / "lightning" / "last.ckpt"
+    swarm.until(checkpoint.exists)
+    for peer in two:
+        peer.refused = True  # Lightning ends with status 1 after Ctrl-C
+        peer.press(CTRL_C)
+    assert [peer.wait() for peer in two] == [1, 1], swarm.report()
+    assert "Traceback" not in first.output + second.output
+    again = swarm.start(f"{command} --resume {checkpoint}", terminal=True)
+    steps = swarm.until(lambda: re.findall(r"step (\d+), loss", again.output))
+    assert int(steps[0]) >= 50
+    again.refused = True
+    again.press(CTRL_C)
+    again.wait()
+
+
+@pytest.mark.long
+def test_the_processes_that_accelerate_launches_are_one_peer(swarm: Swarm) -> None:
+    script = f"{EXAMPLES / 'accelerate_loop.py'} --steps 300 {LOOPBACK}"
+    peer = swarm.start(f"accelerate launch --multi_gpu --num_processes 2 {script}")  # on CPUs too
+    assert peer.wait() == 0, swarm.report()
+    assert line_after("others join by:", peer)
+    ranks = re.findall(r"rank (.) of 2: (step 300, norm of the weights [\d.]+)\n", peer.output)
+    assert {rank for rank, _ in ranks} == {"0", "1"}
+    assert len({where for _, where in ranks}) == 1, ranks
+
+
+@pytest.mark.long
 def test_the_processes_of_a_group_peer_end_with_the_same_weights(swarm: Swarm) -> None:
     group_peer = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'process_group_ddp.py'} --steps 1200 {LOOPBACK}")
     assert group_peer.wait() == 0, swarm.report()

@@ -265,9 +265,10 @@ def test_the_program_on_choosing_prints_the_table_beside_it(capsys: pytest.Captu
     assert rows in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
 
 
-def test_the_estimates_on_their_page_are_what_the_command_prints() -> None:
-    blocks = [text for _, text in read("docs/estimate.md").fences if text.startswith("$ p2ptrain estimate ")]
-    assert len(blocks) >= 3
+def test_the_estimates_on_pages_are_what_the_command_prints() -> None:
+    pages = ("docs/estimate.md", "examples/pretrain_gpt2.md")
+    blocks = [text for page in pages for _, text in read(page).fences if text.startswith("$ p2ptrain estimate ")]
+    assert len(blocks) >= 4
     for block in blocks:
         command, _, printed = block.partition("\n")
         result = CliRunner().invoke(cli, shlex.split(command)[2:], catch_exceptions=False)

@@ -37,6 +37,7 @@ def _mounts(service: str) -> dict[str, tuple[str, str]]:
 def _settings(service: str) -> Settings:
     """The settings of a service, read as its container reads them."""
     environment = dict(_services()[service]["environment"])
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     source, _ = _mounts(service)[environment.pop(CONFIG_VARIABLE)]
     return merge({}, environment, str(PEERS / source))
 
@@ -101,10 +102,27 @@ def test_the_page_is_for_browsers_on_this_machine() -> None:
     assert dashboard["environment"] == _services()["worker"]["environment"]
 
 
-@pytest.mark.parametrize("service", ["bootstrap", "worker", "dashboard"])
+def test_the_worker_on_a_gpu_trains_in_the_same_run_and_starts_only_on_demand() -> None:
+    worker, on_gpu = _services()["worker"], _services()["worker-gpu"]
+    assert on_gpu["profiles"] == ["gpu"]
+    assert not any("profiles" in _services()[service] for service in ("bootstrap", "worker", "dashboard"))
+    assert _settings("worker-gpu").values | {"device": "cpu"} == _settings("worker").values
+    assert _settings("worker-gpu").values["device"] == "cuda"
+    assert {**on_gpu["environment"], **worker["environment"]} == on_gpu["environment"]
+    for same in ("volumes", "depends_on", "healthcheck", "tmpfs", "cap_drop"):
+        assert on_gpu[same] == worker[same], same
+    (device,) = on_gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    # An image of its own: that of the others may have a CPU build of torch.
+    assert on_gpu["image"] not in {_services()[service]["image"] for service in ("bootstrap", "worker", "dashboard")}
+    assert on_gpu["build"]["args"] == {"GPU": "1", "TORCH_INDEX": "${GPU_TORCH_INDEX-}"}
+    assert re.findall(r"^ARG GPU=$", _dockerfile(), re.MULTILINE) == ["ARG GPU="] * 2  # of both stages
+
+
+@pytest.mark.parametrize("service", ["bootstrap", "worker", "worker-gpu", "dashboard"])
 def test_a_service_is_a_command_with_a_check_and_time_to_leave(service: str) -> None:
     definition = _services()[service]
-    assert definition["command"][0] == {"worker": "join"}.get(service, service)
+    assert definition["command"][0] == {"worker": "join", "worker-gpu": "join"}.get(service, service)
     assert definition["stop_grace_period"] == "20s"
     script = definition["healthcheck"]["test"][2]
     assert f"COPY peers/healthcheck.py {script}\n" in _dockerfile()

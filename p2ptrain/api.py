@@ -73,7 +73,7 @@ class DiLoCo:
         averaging: "parts", each peer averages one part; "gather", every peer averages everything; or
             "pairwise", random pairs average (NoLoCo), and peers are close, not equal. The last takes other defaults
             of the outer optimizer: "sgdm" with 0.7 and 0.5.
-        codec: codec of the outer gradients: "int8", "int4", "fp16", "none" or "topk".
+        codec: codec of the outer gradients: "int8", "int4", "int2", "fp16", "none" or "topk".
         density: share of the values that "topk" sends.
         prune_fraction: share of the values that "int8" leaves out, by sign.
         weights: how outer gradients are weighted: by "tokens", "equal", or by size of the "shard".

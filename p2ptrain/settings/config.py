@@ -133,8 +133,8 @@ class RunConfig:
         why="In parts, each member averages one part for all, and its bytes do not grow with the number of members. "
         "Gather suits two or three peers, and topk. Pairwise (NoLoCo) is experimental: random pairs, no rounds but the "
         "last, and peers that are close, not equal. With it, the outer optimizer, its learning rate and its momentum "
-        "default to those of the preset noloco; int4, topk and means other than weighted are refused.")
-    round_codec: str = setting("int8", choice("int8", "int4", "fp16", "none", "topk"),
+        "default to those of the preset noloco; int4, int2, topk and means other than weighted are refused.")
+    round_codec: str = setting("int8", choice("int8", "int4", "int2", "fp16", "none", "topk"),
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
         "large models.")
@@ -233,8 +233,8 @@ class RunConfig:
 
     def _check_pairwise(self) -> None:
         """Raises ConfigError unless pairwise steps can have the other settings."""
-        # Partners send their weights themselves, which int4, topk and pruning would spoil. The mean of two is plain, so
-        # that a robust one would promise what only the last round holds.
+        # Partners send their weights themselves, which int4, int2, topk and pruning would spoil. The mean of two is
+        # plain, so that a robust one would promise what only the last round holds.
         for name, allowed in (
             ("outer_optimizer", ("sgdm",)), ("round_codec", ("int8", "fp16", "none")), ("prune_fraction", (0,)),
             ("sync_schedule", ("fixed",)), ("outer_lr_schedule", ("constant",)), ("inner_moments", ("local",)),

@@ -34,7 +34,7 @@ def _completed(line: str) -> list[str]:
         ("p2ptrain join --init", ["plain,--initial-peers", "plain,--init-from"]),
         ("p2ptrain join --model gpt2", ["plain,gpt2-124m"]),
         ("p2ptrain join --preset ", ["plain,diloco", "plain,sparta-124m", "plain,noloco"]),
-        ("p2ptrain join --round-codec i", ["plain,int8", "plain,int4"]),
+        ("p2ptrain join --round-codec i", ["plain,int8", "plain,int4", "plain,int2"]),
         ("p2ptrain doctor --device cu", ["plain,cuda"]),
         ("p2ptrain join --data st", ["plain,stdlib"]),
         ("p2ptrain join --data ../te", ["file,../te"]),

@@ -88,7 +88,9 @@ def whole_round(
     if all(conclusion.grams):  # empty if no peer has all outer gradients
         whole = np.sum(conclusion.grams, axis=0).reshape(3, 3)
         exact = factor**2 * np.array([[float((x * y).sum()) for y in vectors.values()] for x in vectors.values()])
-        np.testing.assert_allclose(whole, exact, rtol=0.1, atol=0.02 * exact.max())
+        # Of normal values, three levels have 0.814 of the squares.
+        rtol = 0.2 if run.round_codec == "int2" else 0.1
+        np.testing.assert_allclose(whole, exact, rtol=rtol, atol=0.02 * exact.max())
     record = Record(
         "0-g", "0-g", 1, "", CONTRIBUTORS, conclusion.parts, "nesterov", 0.7, 0.9, 20, 100, (), 0.0, 0.0
     )  # fmt: skip
@@ -119,14 +121,15 @@ def test_gather_is_the_mean_of_what_was_sent_and_nothing_is_lost(mean: str) -> N
     assert decoded(run, "b").tobytes() == np.concatenate(reference).tobytes()  # whoever received it
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "fp16", "none", "topk"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "int2", "fp16", "none", "topk"])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_strategy_gives_about_the_mean_with_every_codec(name: str, codec: str) -> None:
     run = dataclasses.replace(RUNS[name], round_codec=codec, round_density=0.5)
     total = sum(WEIGHTS.values())
     mean = sum(np.float32(WEIGHTS[peer] / total) * values for peer, values in gradients().items())
     error = np.abs(decoded(run) - mean).max()
-    assert error < {"none": 1e-6, "fp16": 2e-3, "int8": 0.06, "int4": 0.9, "topk": 0.7}[codec]
+    most = {"none": 1e-6, "fp16": 2e-3, "int8": 0.06, "int4": 0.9, "int2": 3.0, "topk": 0.7}
+    assert error < most[codec]
 
 
 @pytest.mark.parametrize("mean", ROUND_MEANS)

@@ -23,7 +23,7 @@ def contribution_of(weights: np.ndarray, **buffers: np.ndarray) -> OwnContributi
     return OwnContribution(Snapshot(Epoch(), torch.from_numpy(weights.copy()), 0, 0, 0, False, 0.0), **buffers)
 
 
-@pytest.mark.parametrize("name", [name for name in CODECS if name != "topk"])
+@pytest.mark.parametrize("name", [name for name in CODECS if not codec(name).error_decay])
 def test_chunks_take_no_memory_of_their_own(name: str) -> None:
     anchor, weights, coding = values(1), values(2), codec(name)
     own = contribution_of(weights)
@@ -36,7 +36,8 @@ def test_chunks_take_no_memory_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("name", CODECS)
 def test_what_lands_is_the_change_of_the_anchor_and_what_was_sent(name: str) -> None:
     anchor, weights, change, coding = values(1), values(2), values(3), codec(name)
-    keeps_error = name == "topk"
+    keeps_error = coding.error_decay > 0
+    assert keeps_error == (name in ("int2", "topk"))
     own = contribution_of(weights, **{n: np.zeros_like(anchor) for n in ("error", "next_error") if keeps_error})
     own.encode(anchor, coding, BOUNDS)
     added = {start: anchor[start:stop] - weights[start:stop] for start, stop in BOUNDS}
@@ -51,3 +52,15 @@ def test_what_lands_is_the_change_of_the_anchor_and_what_was_sent(name: str) -> 
         assert np.array_equal(landed[middle - start :], averaged[: stop - middle])
     assert own.is_whole
     assert not any(own.chunks.values())
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if codec(name).error_decay])
+def test_what_a_coarse_codec_does_not_send_is_kept_for_the_next_round(name: str) -> None:
+    anchor, weights, error, coding = values(1), values(2), values(3), codec(name)
+    own = contribution_of(weights, error=error, next_error=np.zeros_like(anchor))
+    own.encode(anchor, coding, BOUNDS)
+    assert own.next_error is not None
+    for start, stop in BOUNDS:
+        sent = coding.decode(own.chunks[start], stop - start)
+        known = anchor[start:stop] - weights[start:stop] + np.float32(0.95) * error[start:stop]
+        assert np.array_equal(own.next_error[start:stop], known - sent)

@@ -35,7 +35,7 @@ def chunks_of(run: RunConfig) -> Chunks:
 
 @pytest.mark.parametrize(
     ("mean", "codec"),
-    [*itertools.product(MERGES, ["int8", "int4", "fp16"]), ("weighted", "topk"), ("disjoint", "topk")],
+    [*itertools.product(MERGES, ["int8", "int4", "int2", "fp16"]), ("weighted", "topk"), ("disjoint", "topk")],
 )
 def test_it_has_the_bytes_of_the_mean_that_is_made_at_once(mean: str, codec: str) -> None:
     run = dataclasses.replace(RunConfig(), round_mean=mean, round_codec=codec)

@@ -88,8 +88,8 @@ def test_a_partners_weights_are_taken_in_order_and_checked() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("outer_optimizer", "nesterov"), ("round_codec", "int4"), ("round_codec", "topk"), ("prune_fraction", 0.5),
-        ("sync_schedule", "grow"), ("outer_lr_schedule", "cosine"), ("round_mean", "trimmed"),
+        ("outer_optimizer", "nesterov"), ("round_codec", "int4"), ("round_codec", "int2"), ("round_codec", "topk"),
+        ("prune_fraction", 0.5), ("sync_schedule", "grow"), ("outer_lr_schedule", "cosine"), ("round_mean", "trimmed"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_pairs_are_refused(name: str, value: Any) -> None:

@@ -230,7 +230,7 @@ def test_an_endpoint_in_toml_may_be_a_number(tmp_path: Path) -> None:
         ("dashboard", "[::1", f"--dashboard: '[::1' must be {ENDPOINT.text}"),
         ("dashboard", "abc", f"--dashboard: 'abc' must be {ENDPOINT.text}"),
         ("steps", "-3", "--steps: -3 must be a whole number, 0 or more (0: the run has no end)"),
-        ("round_codec", "int3", "--round-codec: 'int3' must be one of int8, int4, fp16, none, topk"),
+        ("round_codec", "int3", "--round-codec: 'int3' must be one of int8, int4, int2, fp16, none, topk"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_origin_value_and_rule(name: str, text: str, message: str) -> None:

@@ -24,7 +24,7 @@ Unpack = Callable[[npt.NDArray[np.uint8]], Steps]
 SCALE_BYTES = 2
 INF_BITS = np.uint32(0x7F80_0000)
 # The bfloat16 pattern of the smallest normal number.
-_SCALE_MIN = 0x0080
+SCALE_MIN = 0x0080
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepWidth:
             raise ValueError("a value is not finite")
         bits = ((peaks.view(np.float32) / self.most).view(np.uint32) + np.uint32(0xFFFF)) >> 16
         # `np.clip` and `np.where` take longer than these, and a small fragment takes as long as its calls.
-        np.minimum(np.maximum(bits, _SCALE_MIN, out=bits), self.scale_max, out=bits)
+        np.minimum(np.maximum(bits, SCALE_MIN, out=bits), self.scale_max, out=bits)
         bits *= peaks > 0
         scales[:] = bits
         scale = (bits << 16).view(np.float32)
@@ -55,13 +55,13 @@ class StepWidth:
 
     def check(self, scales: Scales) -> None:
         """Raises WireError on a scale that `quantise` does not make. Every step is possible."""
-        if not np.all((scales == 0) | ((scales >= _SCALE_MIN) & (scales <= self.scale_max))):
+        if not np.all((scales == 0) | ((scales >= SCALE_MIN) & (scales <= self.scale_max))):
             raise WireError("a scale is negative, subnormal, too large or not finite")
 
     def dequantise(self, scales: Scales, steps: Steps) -> Blocks:
         """(n, 64) step · scale. Raises WireError on a scale that `quantise` does not make."""
         self.check(scales)
-        return np.multiply(steps, _scale_values(scales)[:, None], dtype=np.float32)
+        return np.multiply(steps, scale_values(scales)[:, None], dtype=np.float32)
 
 
 # -128 · 2^121 and -8 · 2^125 would not be finite.
@@ -69,7 +69,7 @@ EIGHT_BITS = StepWidth(np.float32(127), 0x7BFF)
 FOUR_BITS = StepWidth(np.float32(7), 0x7DFF)
 
 
-def _scale_values(bits: Scales) -> npt.NDArray[np.float32]:
+def scale_values(bits: Scales) -> npt.NDArray[np.float32]:
     """(n,) bfloat16 patterns as float32: a bfloat16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -98,7 +98,7 @@ def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: 
         width.check(scales)
         steps = unpack(packed).astype(np.float32)
         of_steps: npt.NDArray[np.float32] = np.einsum("ij,ij->i", steps, steps)
-        return np.square(_scale_values(scales).astype(np.float64)) * of_steps
+        return np.square(scale_values(scales).astype(np.float64)) * of_steps
 
     def check(data: memoryview, num_blocks: int) -> None:
         width.check(np.frombuffer(data, "<u2", num_blocks))

@@ -1,7 +1,7 @@
 """Top-k: only the largest values of each chunk, with their positions.
 
 As in SparseLoCo (Sarfi et al., 2025), which keeps 1 to 3 % of each chunk. There the sender remembers what was left out
-and sends it later (error feedback); that is not part of the codec.
+and sends it later (error feedback): `error_decay`; the buffer is `rounds/contribution.py`'s.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Blocks, Codec, chunks
+from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, ERROR_DECAY, Blocks, Codec, chunks
 from p2ptrain.algorithms.codec.scaled import EIGHT_BITS, INF_BITS, SCALE_BYTES
 from p2ptrain.errors import ConfigError, WireError
 
@@ -42,7 +42,7 @@ def topk(density: float) -> Codec:
             data = data[size:]
         return blocks
 
-    return Codec("topk", size_bytes, encode, decode)
+    return Codec("topk", size_bytes, encode, decode, error_decay=ERROR_DECAY)
 
 
 def _kept(num_blocks: int, density: float) -> int:

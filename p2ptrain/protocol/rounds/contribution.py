@@ -14,8 +14,6 @@ from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.grid import num_chunks
 from p2ptrain.protocol.rounds.os_memory import release_pages
 
-# Decay per round of values that top-k did not send (SparseLoCo: error feedback with a moving average).
-ERROR_DECAY = np.float32(0.95)
 # Chunks encoded per call of the worker thread: 1 MiB of int8.
 CHUNKS_PER_VISIT = 16
 
@@ -64,7 +62,7 @@ class OwnContribution:
                 release_pages(place[len(encoded) :])
             else:
                 weights[start:stop] = gradient
-                gradient += ERROR_DECAY * self.error[start:stop]
+                gradient += np.float32(codec.error_decay) * self.error[start:stop]
                 _check(gradient, gradient)
                 encoded = codec.encode(gradient)
                 self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))

@@ -129,8 +129,9 @@ def guarded(
     Norms of honest members differ. They grow with the steps of an interval, about with their square root and at most in
     proportion, and intervals give fast members more steps. So a member with more tokens than the median has a limit
     higher by their square root, up to `MOST_TOKENS_ALLOWED` times the tokens: they are a claim. A newcomer's optimizer
-    is cold, and its first gradients are up to two or three times as large. Codecs change a norm by little, and pruning
-    and top-k, which remove values, only make it smaller. Where moments are averaged too, they do not count.
+    is cold, and its first gradients are up to two or three times as large. Codecs change a norm by little, and
+    pruning, top-k and int2, which remove values, only make it smaller. Where moments are averaged too, they do not
+    count.
 
     If at most half of the members lie, the others stay: the median is within the norms of honest ones, or above them if
     exactly half lie. A reducer that reports false norms can have fewer than half of the members left out, and can hide

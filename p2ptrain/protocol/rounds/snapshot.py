@@ -50,8 +50,8 @@ class SnapshotTaker:
         self.sent = False
         self._context = context
         self._start_soon = start_soon
-        # Values that top-k has not sent. With other codecs the error stays in the weights and the next gradient.
-        self._error = np.zeros_like(context.state.anchor) if context.run.round_codec == "topk" else None
+        # Values that a coarse codec has not sent. With others the error stays in the weights and the next gradient.
+        self._error = np.zeros_like(context.state.anchor) if context.codec.error_decay else None
         self._skipped: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
@@ -126,7 +126,7 @@ class SnapshotTaker:
                 raise RoundFailedError(self.sits_out) from None
 
     def note_included(self) -> None:
-        """Our contribution is in the mean: keep the error of top-k for the next round."""
+        """Our contribution is in the mean: keep the error of a coarse codec for the next round."""
         if self.own is not None and self.own.next_error is not None:
             self._error = self.own.next_error
 

@@ -19,7 +19,7 @@ from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS
+from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS, muon_defaults
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
 from p2ptrain.settings.setting import ENV_PREFIX, Setting, Value, settings_of, shortened
 from p2ptrain.settings.ticket import Ticket
@@ -27,7 +27,9 @@ from p2ptrain.settings.ticket import Ticket
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
 PRESET = "preset"
+# Sources of defaults that depend on another setting.
 WITH_PAIRS = "averaging pairwise"
+WITH_MUON = "inner_optimizer muon"
 BUILTIN_DATA = "stdlib"
 
 RUN_SETTINGS = tuple(settings_of(RunConfig))
@@ -50,8 +52,8 @@ class Settings:
 
     Attributes:
         values: every setting of the table, by name.
-        sources: source of each value: "default", "preset NAME", "averaging pairwise", a flag, a variable, or
-            "FILE: key".
+        sources: source of each value: "default", "preset NAME", "averaging pairwise", "inner_optimizer muon", a flag,
+            a variable, or "FILE: key".
         ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
         from_files: settings of the run that follow from files that the user gave, by field name of `RunConfig`.
     """
@@ -63,7 +65,7 @@ class Settings:
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
-        return self.sources[name] not in (DEFAULT, WITH_PAIRS) and not self.from_preset(name)
+        return self.sources[name] not in (DEFAULT, WITH_PAIRS, WITH_MUON) and not self.from_preset(name)
 
     def from_preset(self, name: str) -> bool:
         """Whether the value of this setting comes from the chosen preset."""
@@ -170,17 +172,24 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
             continue
         values[name], sources[name] = setting.parse(given, source), source
     # Pairs that the user gave come before a preset, whose outer optimizer may be for rounds.
-    implied = {WITH_PAIRS: PAIR_DEFAULTS} if values["averaging"] == "pairwise" else {}
+    if values["averaging"] == "pairwise":
+        _imply(values, sources, WITH_PAIRS, PAIR_DEFAULTS)
     if (preset := values[PRESET]) is not None:
-        implied[f"{PRESET} {preset}"] = PRESETS[str(preset)]
-    for source, defaults in implied.items():
-        for name, value in defaults.items():
-            if sources[name] == DEFAULT:
-                values[name], sources[name] = value, source
+        _imply(values, sources, f"{PRESET} {preset}", PRESETS[str(preset)])
+    _imply(values, sources, WITH_MUON, muon_defaults(values))
     if values["run_key"] is not None:
         check_key_file(str(values["run_key"]))
         warn_if_shared(Path(str(values["run_key"])).expanduser())
     return Settings(values, sources, _use_ticket(values, sources))
+
+
+def _imply(
+    values: dict[str, Value], sources: dict[str, str], source: str, defaults: Mapping[str, str | int | float]
+) -> None:
+    """Replace the values that nobody gave by these."""
+    for name, value in defaults.items():
+        if sources[name] == DEFAULT:
+            values[name], sources[name] = value, source
 
 
 def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | None:

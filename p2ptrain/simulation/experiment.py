@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.setting import POSITIVE, Rule, as_float, check, check_settings, count, number, setting
 from p2ptrain.settings.table import did_you_mean, read_toml
 from p2ptrain.simulation.fault_injection import KINDS, RandomFault, draw_faults
@@ -101,7 +101,7 @@ class Experiment:
                 raise ConfigError(f"unknown setting {name!r}; {did_you_mean(name, {'steps', *own, *of_run})}")
         run["run_seed"] = values.get("seed", 0)
         run["data"] = "stdlib" if values.get("data", "stdlib") == "stdlib" else "text"
-        return cls(run=RunConfig.from_dict(run), **values)
+        return cls(run=resolve_run(run, None), **values)
 
     @property
     def directory(self) -> str:

@@ -197,7 +197,10 @@ def test_what_an_unstated_setting_means_never_changes() -> None:
 
 
 def test_only_what_differs_is_stated_and_hashed() -> None:
-    assert RunConfig().stated() == {"run_id": "p2ptrain", "protocol_version": PROTOCOL_VERSION}
+    # The last default has changed since the baseline.
+    always = {"run_id": "p2ptrain", "protocol_version": PROTOCOL_VERSION, "outer_momentum": 0.6}
+    assert RunConfig().stated() == always
+    assert RunConfig.from_stated({"run_id": "p2ptrain"}).outer_momentum == 0.9
     run = RunConfig(run_id="r", lr=0.5, model_layout="ab", outer_momentum=0.0)
     assert run.stated() == {
         "run_id": "r", "protocol_version": PROTOCOL_VERSION, "lr": 0.5, "model_layout": "ab", "outer_momentum": 0.0

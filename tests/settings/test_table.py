@@ -343,6 +343,21 @@ def test_pairs_alone_have_the_outer_optimizer_that_they_need() -> None:
     assert merge({"averaging": "gather"}, {}).resolve_run(None).outer_optimizer == RunConfig.outer_optimizer
 
 
+def test_rounds_are_int4_with_muon_inside_unless_something_else_is_given() -> None:
+    merged = merge({"inner_optimizer": "muon"}, {})
+    assert (merged.values["round_codec"], merged.sources["round_codec"]) == ("int4", "inner_optimizer muon")
+    assert merged.resolve_run(None).round_codec == resolve_run({"inner_optimizer": "muon"}, None).round_codec == "int4"
+    # Given was only the inner optimizer: a run with another codec is joined.
+    live = RunConfig(inner_optimizer="muon", round_codec="fp16", model="gpt-demo", data="stdlib")
+    assert merged.resolve_run(live) == live
+    for flags, codec in (
+        ({"round_codec": "int8"}, "int8"), ({"prune_fraction": "0.5"}, "int8"), ({"averaging": "pairwise"}, "int8"),
+        ({"preset": "noloco"}, "int8"), ({"preset": "diloco"}, "int4"), ({"inner_optimizer": "adamw"}, "int8"),
+    ):  # fmt: skip
+        merged = merge({"inner_optimizer": "muon", **flags}, {})
+        assert merged.values["round_codec"] == merged.resolve_run(None).round_codec == codec
+
+
 def test_settings_that_do_not_go_together_are_called_as_the_user_gave_them(tmp_path: Path) -> None:
     path = _toml(tmp_path / "c.toml", 'round_codec = "topk"')
     with pytest.raises(ConfigError) as caught:

@@ -61,6 +61,11 @@ def test_a_mistake_is_named(settings: dict[str, Any], message: str) -> None:
         Experiment.of(**{"steps": 10, **settings})
 
 
+def test_defaults_that_depend_on_other_settings_hold_here_too() -> None:
+    assert Experiment.of(steps=10, inner_optimizer="muon").run.round_codec == "int4"
+    assert Experiment.of(steps=10, averaging="pairwise").run.outer_optimizer == "sgdm"
+
+
 def test_a_schedule_says_who_is_there_when() -> None:
     experiment = Experiment.of(peers=2, steps=10, schedule=["3:join:3", "2:crash:0", "5:join:0", "4:join:1"])
     assert experiment.schedule[0] == ScheduledEvent(3, "join", 3)

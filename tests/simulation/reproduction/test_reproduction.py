@@ -74,6 +74,8 @@ def test_a_shipped_experiment_has_claims_and_takes_minutes(name: str) -> None:
     work = sum(arm.peers * arm.run.total_steps * arm.batch_size / 4 for arm in reproduction.variants)
     assert work <= 36_000  # at 6.5 ms a step on each of two cores: two minutes
     assert all(claim.paper for claim in reproduction.claims)
+    # The papers' momentum, not ours.
+    assert {arm.run.outer_momentum for arm in reproduction.variants} == {0.9}
 
 
 def test_the_headline_rows_are_marked() -> None:

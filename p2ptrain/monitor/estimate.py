@@ -23,6 +23,7 @@ from p2ptrain.monitor.formatting import count, duration, size
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.interval import SHARE_OF_INTERVAL, fewest_steps
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Attempt, Join
 from p2ptrain.settings.config import RunConfig
@@ -48,9 +49,9 @@ PUSH_S, PUSH_BYTE_S = 2.5e-3, 30e-9
 AT_REST, IN_A_ROUND = 4.0, 3.7
 # Memory of a peer with the demo model (measured: 421 MB), nearly all of it libraries.
 LIBRARIES_BYTES = 420_000_000
-# What we advise. Landing 5 of 25 steps late cost 0.04 nats (simulated); a tenth is a guess. docs/choosing.md gives a
-# quarter of the slower direction of a link to gossip. A change that saves less than a tenth of a round is not advised.
-SHARE_OF_INTERVAL, SHARE_OF_LINK, NOTABLY = 0.1, 0.25, 0.9
+# What we advise. docs/choosing.md gives a quarter of the slower direction of a link to gossip. A change that saves less
+# than a tenth of a round is not advised.
+SHARE_OF_LINK, NOTABLY = 0.25, 0.9
 # The next codec to try, from those that did not raise the loss (docs/choosing.md).
 SMALLER = {"none": "int8", "fp16": "int8", "int8": "int4"}
 
@@ -112,6 +113,11 @@ def in_a_round_bytes(params: int) -> int:
     return round(4 * IN_A_ROUND * params) + LIBRARIES_BYTES
 
 
+def vectors_more(run: RunConfig) -> int:
+    """Vectors that a peer holds beyond `in_a_round_bytes`: one in pairs; error buffers before and after a round."""
+    return 1 if run.is_pairwise else 2 if gradient_codec(run).error_decay else 0
+
+
 def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
     """What this run costs one of its peers, with a model of so many parameters."""
     num_blocks = -(-params // BLOCK)
@@ -151,7 +157,7 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         state_bytes=state_bytes,
         joining_s=joining_s,
         at_rest_bytes=at_rest_bytes(params),
-        in_a_round_bytes=in_a_round_bytes(params) + run.is_pairwise * 4 * params,
+        in_a_round_bytes=in_a_round_bytes(params) + vectors_more(run) * 4 * params,
     )
 
 
@@ -203,6 +209,14 @@ def steps_in_a_push(fragment_bytes: int, step_s: float) -> int:
     return max(1, min(fit, math.ceil(MIN_PUSH_INTERVAL_S / step_s)))
 
 
+def codecs_of(run: RunConfig, link: Link) -> str:
+    """The codec of outer gradients, and that of their mean if it is another one."""
+    if run.is_pairwise or not averaging_of(run).reduces:
+        return run.round_codec
+    mean = mean_codec(run, min(link.peers, run.max_contributors)).name
+    return run.round_codec if mean == run.round_codec else f"{run.round_codec}, the mean as {mean}"
+
+
 def receivers(run: RunConfig, peers: int) -> int:
     """How many peers get each fragment: in pairs and groups, where one may be left over, at most."""
     own, *others = (str(i) for i in range(peers))
@@ -211,11 +225,6 @@ def receivers(run: RunConfig, peers: int) -> int:
         len(partners(run.topology, own, others, fan_out=run.fan_out, seed=run.run_seed, step=step, rng=rng))
         for step in range(8)
     )
-
-
-def fewest_steps(round_s: float, step_s: float) -> int:
-    """The least H with which a round takes at most a tenth of its interval."""
-    return math.ceil(round_s / SHARE_OF_INTERVAL / step_s - 1e-9)
 
 
 def advice(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[str]:
@@ -276,7 +285,7 @@ def texts(run: RunConfig, params: int, link: Link, found: Estimate) -> Iterator[
     )
     every = f"; a push every {seconds(found.push_every_s)} by --gossip-budget {link.gossip_budget:g}"
     rows = (
-        (event, f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({run.round_codec})"),
+        (event, f"{size(found.round_up_bytes)} up, {size(found.round_down_bytes)} down ({codecs_of(run, link)})"),
         ("", f"{seconds(found.round_s)}: {seconds(found.transfer_s)} for the bytes, {seconds(found.round_trips_s)} for "
              f"{round_trips} round trips, {seconds(found.compute_s)} of compute"),
         ("", f"{_percent(found.share)} of an interval of {run.sync_every} steps, {seconds(found.interval_s)}; training "

@@ -11,7 +11,8 @@ import pytest
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.monitor.estimate import advice, estimate_run, fewest_steps, receivers, round_bytes, texts, transfer_s
+from p2ptrain.monitor.estimate import advice, estimate_run, receivers, round_bytes, texts, transfer_s
+from p2ptrain.protocol.rounds.interval import fewest_steps
 from p2ptrain.protocol.wire.messages import KINDS, Contribution, Fragment, Mean, PairAnswer, PairWeights
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.link import Link, parse_params
@@ -98,6 +99,17 @@ def test_a_joiner_of_a_pairwise_run_copies_the_anchor_of_one_peer_and_holds_a_ve
     # The first vector as with rounds, the second at the uplink of the donor: 496 MB at 2.5 MB a second.
     assert pairs.joining_s == pytest.approx(rounds.joining_s / 2 + 4 * GPT2 / 2.5e6, rel=0.01)
     assert pairs.in_a_round_bytes == rounds.in_a_round_bytes + 4 * GPT2
+
+
+def test_int2_rounds_have_a_finer_mean_and_two_error_buffers() -> None:
+    run, link = dataclasses.replace(RUN, round_codec="int2"), Link(peers=8)
+    found, plain = (estimate_run(each, GPT2, link) for each in (run, RUN))
+    # 18 and 34 bytes of 64 values, where int8 has 66 twice.
+    assert found.round_up_bytes == pytest.approx(plain.round_up_bytes * (18 + 34) / 132, rel=0.01)
+    assert found.in_a_round_bytes == plain.in_a_round_bytes + 8 * GPT2
+    assert "down (int2, the mean as int4)" in "\n".join(texts(run, GPT2, link, found))
+    gathered = dataclasses.replace(run, averaging="gather")
+    assert "down (int2)" in "\n".join(texts(gathered, GPT2, link, estimate_run(gathered, GPT2, link)))
 
 
 @pytest.mark.parametrize(("topology", "expected"), [("push", 2), ("pairs", 1), ("groups", 2), ("all", 8)])

@@ -180,6 +180,11 @@ class Exchange:
         return self._position.at_length if self._is_pairwise else self._position.due
 
     @property
+    def sync_every(self) -> int:
+        """This peer's own H until the next round."""
+        return self._position.sync_every
+
+    @property
     def of_interval(self) -> float:
         """Completed fraction of the interval between two outer steps; above 1 if this one is overdue."""
         return self._position.of_interval

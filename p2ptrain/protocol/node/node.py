@@ -30,6 +30,7 @@ from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
+from p2ptrain.protocol.rounds.interval import IntervalWatch
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
@@ -40,6 +41,8 @@ from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
+# Simulations, where all peers would say the same, turn it off.
+interval_logger = logging.getLogger("p2ptrain.protocol.rounds.interval")
 
 FRAGMENTS_EVENT_S = 2.0
 # Other members that one Beat names; with many links, as many Beats are sent, one of these is enough.
@@ -120,6 +123,7 @@ class Node:
             self.peer_id, incarnation, run, prover, self.links, self.state, exchange, compute, errors, host=self
         )
         engine = self.engine = RoundDriver(context, rng)
+        self._interval = IntervalWatch(run.sync_every)
         rounds = RoundPeers(
             engine.is_candidate, engine.may_be_candidate,
             in_round=lambda: engine.round_state.member is not None or engine.committer.resolving,
@@ -234,6 +238,10 @@ class Node:
         who = f", contributors: {len(report.contributors)}" if report.contributors else ""
         why = f": {report.reason}" if report.reason else ""
         logger.info("round %d %s%s%s", report.round, report.status, who, why)
+        if report.status == "committed" and not report.late and not self._exchange.finished:
+            exchange = self._exchange
+            if told := self._interval.note(report.wall_s, exchange.sync_every, exchange.step_s, trio.current_time()):
+                interval_logger.warning("%s", told)
 
     def fall_behind(self, reason: str) -> None:
         """Replace the whole state by the swarm's."""

@@ -17,7 +17,7 @@ def told(watch: IntervalWatch, rounds_s: list[float], now: float = 0.0, own: int
 def test_a_round_may_take_a_tenth_of_its_interval() -> None:
     assert told(IntervalWatch(200), [2.0] * 5) == []
     (text,) = told(IntervalWatch(200), [2.5] * 5)
-    assert text.startswith("a round takes 2.5 s, 12 % of an interval of 200 steps of 100 ms")
+    assert text.startswith("a round takes 2.5 s, 12 % of an interval of 200 steps of 0.1 s")
     assert "keeps its H = 200; give the next one --sync-every 250 or more" in text
 
 

@@ -69,6 +69,7 @@ def test_a_setting_of_rounds_changes_what_is_learnt_and_all_agree(plain: Records
         ({"round_codec": "none"}, 3.9),
         ({"round_codec": "fp16"}, 1.9),
         ({"round_codec": "int4"}, 0.55),
+        ({"round_codec": "int2"}, 0.39),
         ({"round_codec": "topk", "round_density": 0.03, "outer_optimizer": "sgd", "outer_lr": 1.0}, 0.17),
         ({"prune_fraction": 0.5}, 0.85),
     ],

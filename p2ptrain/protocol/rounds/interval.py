@@ -48,6 +48,6 @@ class IntervalWatch:
         enough = fewest_steps(usual_s, interval_s / self._sync_every)
         return (
             f"a round takes {usual_s:.2g} s, {100 * usual_s / interval_s:.0f} % of an interval of {own_sync_every} "
-            f"steps of {1000 * step_s:.4g} ms, and its result lands late, which costs loss. This run keeps its H = "
-            f"{self._sync_every}; give the next one --sync-every {enough} or more, or a smaller --round-codec"
+            f"steps of {step_s:.2g} s, and its result lands late, which costs loss. This run keeps its H = "
+            f"{self._sync_every}; give the next one --sync-every {enough} or more, or a --round-codec with fewer bytes"
         )

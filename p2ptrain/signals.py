@@ -85,9 +85,15 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: received
     finally:
-        if not received:
-            for number, handler in before.items():
+        for number, handler in before.items():
+            if signal.getsignal(number) is handle:
                 signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """From now on ignore them: this process is ending anyway, and has something to say before it does."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

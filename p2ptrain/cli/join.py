@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from p2ptrain.cli.options import settings_command
+from p2ptrain.cli.options import SettingsCommand, settings_command
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.access import Access
 from p2ptrain.settings.extras import require_extra
 from p2ptrain.settings.table import NETWORK_SETTINGS, RUN_SETTINGS, TRAINING_SETTINGS, Settings
+from p2ptrain.settings.torchrun import launch_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +25,19 @@ if TYPE_CHECKING:
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
 
 
-@settings_command(*SETTINGS)
+class JoinCommand(SettingsCommand):
+    """Under torchrun rank 0 runs the command. The other ranks only parse it, and do what rank 0 tells them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        launch = launch_of(os.environ)
+        if launch.rank == 0:
+            return super().invoke(ctx)
+        from p2ptrain.training.follow import follow
+
+        return follow(launch)
+
+
+@settings_command(*SETTINGS, kind=JoinCommand)
 @click.option("--plain", is_flag=True, help="Print lines instead of a live view; default without a terminal.")
 @click.option("--share-key", is_flag=True, help="Put the run key into the printed ticket, which is then a secret.")
 def join(settings: Settings, plain: bool, share_key: bool) -> None:
@@ -42,6 +55,8 @@ def join(settings: Settings, plain: bool, share_key: bool) -> None:
         p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --threads 1
     Start a run with your own text and model, for 10,000 steps:
         p2ptrain join --run-id novels --data texts/ --model mymodels:small_gpt --steps 10000
+    Be one peer with all 8 GPUs of a machine, in 8 processes:
+        torchrun --nproc-per-node 8 -m p2ptrain join p2pt1…
     """
     for name in ("dashboard", "prometheus"):
         if settings.values[name] is not None:
@@ -63,6 +78,7 @@ def join(settings: Settings, plain: bool, share_key: bool) -> None:
             on_progress=lambda progress: _say(format_progress(progress, pairs.by_status)),
             sinks=[pairs],
             share_key=share_key,
+            launch=launch_of(os.environ),
         )
 
 
@@ -93,6 +109,7 @@ def _join_live(settings: Settings, console: Console, share_key: bool) -> None:
             on_status=view.say_status,
             sinks=[view],
             share_key=share_key,
+            launch=launch_of(os.environ),
             on_peer=lambda peer: view.follow(peer, join_line(peer.maddrs, peer.run.run_id, peer.run.model, run_key)),
         )
 

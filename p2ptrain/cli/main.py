@@ -67,6 +67,8 @@ def main() -> None:
     try:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:
+        if _rank():
+            return  # rank 0 was given the same, and says it
         # click gives no context if an option of a command lacks its value.
         names = [name for name in sys.argv[1:2] if name in cli.commands]
         command = error.ctx.command_path if error.ctx else " ".join(["p2ptrain", *names])
@@ -86,5 +88,11 @@ def main() -> None:
 
 
 def _fail(message: str, status: int = 2) -> None:
-    click.echo(f"p2ptrain: error: {without_secrets(message)}", err=True)
+    origin = f"error of rank {_rank()}" if _rank() else "error"
+    click.echo(f"p2ptrain: {origin}: {without_secrets(message)}", err=True)
     sys.exit(status)
+
+
+def _rank() -> int:
+    """The number of this process among those of its peer; 0 unless torchrun started several."""
+    return int(os.environ.get("RANK", 0)) if "TORCHELASTIC_RUN_ID" in os.environ else 0

@@ -74,7 +74,9 @@ def _warn_of_process_list(given: Sequence[str]) -> None:
         )
 
 
-def settings_command(*names: str) -> Callable[[Callable[..., None]], SettingsCommand]:
+def settings_command(
+    *names: str, kind: type[SettingsCommand] = SettingsCommand
+) -> Callable[[Callable[..., None]], SettingsCommand]:
     """Make a command with `-c` and an option for each of these settings; its function is called with `settings`."""
 
     def decorate(function: Callable[..., None]) -> SettingsCommand:
@@ -110,6 +112,6 @@ def settings_command(*names: str) -> Callable[[Callable[..., None]], SettingsCom
             shell_complete=complete_files,
         )(decorated)
         epilog = EVERY_WAY.format(preset=" preset," if "preset" in names else "")
-        return click.command(cls=SettingsCommand, epilog=epilog)(decorated)
+        return click.command(cls=kind, epilog=epilog)(decorated)
 
     return decorate

@@ -34,6 +34,14 @@ class ProcessGroup:
             self._group.allreduce([self._carried(summed)]).wait()
             return [float(number) for number in summed.tolist()]
 
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, which must have one shape and dtype."""
+        rows = torch.zeros(self._group.size(), *tensor.shape, dtype=tensor.dtype, device=self._device)
+        rows[self._group.rank()] = tensor
+        with self._lost_ranks_told():
+            self._group.allreduce([self._carried(rows)]).wait()
+        return list(rows.clone())
+
     def copy(self, tensor: torch.Tensor) -> None:
         """Set the values of a tensor to those on rank 0."""
         tensor = tensor.detach()

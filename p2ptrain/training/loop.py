@@ -25,6 +25,7 @@ from p2ptrain.training import checkpoint
 from p2ptrain.training.trainer import Stopped, Trainer, never
 
 if TYPE_CHECKING:
+    from p2ptrain.peer.group_peer import GroupPeer
     from p2ptrain.peer.peer import Peer
 
 # Guesses: seconds between progress lines, and the longest wait for the run's last round.
@@ -135,7 +136,7 @@ class TrainingProgress:
 
 
 def run_training(
-    peer: Peer,
+    peer: Peer | GroupPeer,
     trainer: Trainer,
     config: PeerConfig,
     *,
@@ -154,6 +155,7 @@ def run_training(
         peer: has joined the run with the model of `trainer`.
         out: directory for checkpoints. If one cannot be written, an error is logged and training goes on.
         stop: true after a signal. Asked in and after every step and evaluation, and while the last round is awaited.
+            Several ranks are given the same answers (`Ranks.agreed`), as by `now`.
         on_progress: called every few seconds.
         on_sample_due: called every `config.sample_every` steps of the run.
         now: monotonic clock, in seconds.
@@ -171,7 +173,8 @@ def run_training(
     except Exception:
         peer.leave("failed")
         try:
-            save()
+            if trainer.ranks.size == 1:  # other ranks may not be there to add their part
+                save()
         except Exception as second:  # what broke training, as a GPU that is lost, may break this too
             logger.error("no checkpoint could be made: %s", second)
         raise
@@ -189,12 +192,14 @@ def run_training(
         peer.leave(reason)
         save()
     if failure:
-        raise TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
+        raise trainer.ranks.once(
+            TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
+        )
     return reason
 
 
 def _train(
-    peer: Peer,
+    peer: Peer | GroupPeer,
     trainer: Trainer,
     config: PeerConfig,
     save: Callable[[], None],
@@ -238,8 +243,8 @@ def _train(
         on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
 
 
-def save_checkpoint(peer: Peer, trainer: Trainer, out: Path, *, is_closed: bool) -> Path | None:
-    """Write a checkpoint of model, trainer and peer. Returns its directory, or None (logged) if writing fails.
+def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_closed: bool) -> bool:
+    """All ranks: write a checkpoint of model, trainer and peer, on rank 0. Returns False (logged) if that fails.
 
     `is_closed`: whether the run has a key, without which it must not be continued.
     """
@@ -252,17 +257,19 @@ def save_checkpoint(peer: Peer, trainer: Trainer, out: Path, *, is_closed: bool)
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict(), "peer": peer.state_dict()}
-    try:
-        path = checkpoint.save(out, checkpoint.Checkpoint(step=peer.run_step, info=info, state=state))
-    except CheckpointError as error:
-        logger.error("%s; training goes on without this checkpoint", error)
-        return None
-    logger.info("wrote checkpoint %s", path)
-    return path
+    is_written = False
+    if trainer.ranks.is_first:
+        try:
+            path = checkpoint.save(out, checkpoint.Checkpoint(step=peer.run_step, info=info, state=state))
+            logger.info("wrote checkpoint %s", path)
+            is_written = True
+        except CheckpointError as error:
+            logger.error("%s; training goes on without this checkpoint", error)
+    return trainer.ranks.any(is_written)
 
 
 def _steps_to_the_end(
-    peer: Peer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
+    peer: Peer | GroupPeer, trainer: Trainer, config: PeerConfig, stop: Callable[[], bool], now: Callable[[], float]
 ) -> Generator[StepDone, None, None]:
     """Train until the run's last round is resolved, yielding after each step."""
     is_put_back = True
@@ -271,7 +278,7 @@ def _steps_to_the_end(
         is_put_back = _is_put_back(peer, stop, now)
 
 
-def _is_put_back(peer: Peer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
+def _is_put_back(peer: Peer | GroupPeer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:
     """Wait for the run's last round. Returns True if a round has set this peer back, so that it must train on."""
     deadline_s = now() + LAST_ROUND_TIMEOUT_S
     while not peer.finished and not peer.failure and not stop():
@@ -285,22 +292,23 @@ def _is_put_back(peer: Peer, stop: Callable[[], bool], now: Callable[[], float])
 
 
 def _summary(
-    peer: Peer, trainer: Trainer, recent: Sequence[StepDone], eval_loss: float, seconds: float
+    peer: Peer | GroupPeer, trainer: Trainer, recent: Sequence[StepDone], eval_loss: float, seconds: float
 ) -> TrainingProgress:
     seconds = max(seconds, 1e-9)
-    tokens_per_s = sum(done.tokens for done in recent) / seconds
     left = max(0, peer.run.total_steps - peer.run_step)
+    # Of all ranks: each has its own text.
+    loss, tokens = trainer.ranks.total(sum(done.loss for done in recent), float(sum(done.tokens for done in recent)))
     in_bits = trainer.bytes_per_token and eval_loss / math.log(2) / trainer.bytes_per_token
     return TrainingProgress(
         run_step=peer.run_step,
         total_steps=peer.run.total_steps,
         round=peer.round,
         peers=1 + len(peer.alive),
-        loss=sum(done.loss for done in recent) / len(recent),
+        loss=loss / len(recent) / trainer.ranks.size,
         eval_loss=eval_loss,
         bits_per_byte=in_bits,
-        tokens_per_s=tokens_per_s,
-        mfu=trainer.utilisation and trainer.utilisation * tokens_per_s,
+        tokens_per_s=tokens / seconds,
+        mfu=trainer.utilisation and trainer.utilisation * tokens / seconds / trainer.ranks.size,
         exchange=sum(done.exchange_s for done in recent) / seconds,
         # Of the run's steps, not of ours: a slow peer is not its measure.
         left_s=left * seconds / max(1, recent[-1].run_step - recent[0].run_step + 1) if peer.run.total_steps else None,

@@ -23,6 +23,8 @@ from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.mfu import utilisation_of
 from p2ptrain.training.models import context_length
+from p2ptrain.training.parallel import average_gradients, without_averaging, wrap
+from p2ptrain.training.ranks import Ranks
 
 # For the demo model and simulations: as much as 16 steps of 256 characters, which cost about six steps to evaluate.
 EVAL_TOKENS = 4096
@@ -30,6 +32,9 @@ EVAL_TOKENS = 4096
 EVAL_BATCH = 16
 # Enough coordinates for a correlation to within a percent or two; 5 kB per line of the metrics file.
 SAMPLED_WEIGHTS = 512
+# Of several ranks, steps in which the micro-batch may be halved. Memory that suffices for the second one, which has the
+# optimizer's state, does for all.
+PROBED_STEPS = 2
 # Guess: after so many steps in a row without a finite gradient, training does not recover.
 MAX_LOST_STEPS = 50
 
@@ -96,13 +101,14 @@ class Trainer:
         precision: torch.dtype | None = None,
         compiled: bool = False,
         read_ahead: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """
         Args:
             model: maps int64 tokens (B, T) to logits (B, T, V); already on its device.
             corpus: text to train and to evaluate on.
             run: gives the inner optimizer, its rates and schedule, and the gradient's limit.
-            batch_size: windows of text per step.
+            batch_size: windows of text per step, of this rank.
             tokenizer: of the text, to count the bytes of what is evaluated.
             micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a
                 step at once, and half as many after each time that memory does not suffice.
@@ -112,20 +118,26 @@ class Trainer:
             read_ahead: whether to read the next batch in a thread.
             seed: seeds this peer's windows and torch's global generator (dropout).
             spans: int64 (spans, 2), ranges of the training text to draw windows from (`Shards.spans`); None for all.
+            ranks: train the model together, each on windows of its own; all call every method but `sample_weights`.
+                None: there is one.
 
         Raises:
             ConfigError: the text, or every span of it, is shorter than one window; or the held-out text is bad.
         """
         self.model = model
         self.run = run
+        self.ranks = ranks or Ranks()
+        self._seed = seed
         self._device = next(model.parameters()).device
         context = context_length(model)
         windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
-        self._forward = cast(nn.Module, torch.compile(model)) if compiled else model
+        self._parallel = wrap(model, self.ranks)
+        self._forward = cast(nn.Module, torch.compile(self._parallel)) if compiled else self._parallel
         self._precision = precision
         self._halves = micro_batch is None
         self._micro_batch = min(batch_size, micro_batch or batch_size)
+        self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 else 0
         eval_count = max(1, round(eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self._eval_batch = EVAL_BATCH
@@ -176,22 +188,28 @@ class Trainer:
         before each batch, is true, and ConfigError if memory does not suffice for one window.
         """
         self.model.eval()
-        count, done, total = len(self._eval_windows[0]), 0, 0.0
-        while done < count:
+        rank, size, count = self.ranks.rank, self.ranks.size, len(self._eval_windows[0])
+        own = [part[rank::size] for part in self._eval_windows]
+        done, total = 0, 0.0
+        while done < math.ceil(count / size):  # as many batches on each rank
             if stop():
                 raise Stopped
-            inputs, targets = (part[done : done + self._eval_batch] for part in self._eval_windows)
+            inputs, targets = (part[done : done + self._eval_batch] for part in own)
+            loss, fits = 0.0, True
             try:
-                total += self._loss(self.model, inputs, targets).item() * len(inputs)
-                done += len(inputs)
-                continue
+                if len(inputs):
+                    loss = self._loss(self.model, inputs, targets).item() * len(inputs)
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
                 if self._eval_batch == 1:
                     raise ConfigError(f"evaluation: {self._device} is out of memory; train a smaller model") from error
-            self._eval_batch = self._halved(self._eval_batch, "to evaluate")
-        return total / count
+                fits = False
+            if self.ranks.any(not fits):
+                self._eval_batch = self._halved(self._eval_batch, "to evaluate")
+            else:
+                total, done = total + loss, done + self._eval_batch
+        return self.ranks.total(total)[0] / count
 
     @torch.no_grad()
     def sample_weights(self) -> list[float]:
@@ -206,16 +224,23 @@ class Trainer:
         return [float(f"{value:.6g}") for value in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """All state that the next step depends on except the weights."""
+        """All state that the next step of each rank depends on except the weights."""
+        random_state = self._random_state()
+        gathered = {name: self.ranks.gather(state) for name, state in random_state.items()}
+        others = [{name: states[rank] for name, states in gathered.items()} for rank in range(1, self.ranks.size)]
         return {
-            **self.optimizer.state_dict(), "windows": self._windows.state_dict(), **self._random_state(),
-            "micro_batch": self._micro_batch,
+            **self.optimizer.state_dict(), "windows": self._windows.state_dict(), **random_state,
+            "micro_batch": self._micro_batch, "other_ranks": others,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue what `state_dict` gave on rank 0. Ranks that were not there then draw what their seeds say."""
         self.optimizer.load_state_dict(state)
-        self._windows.load_state_dict(state["windows"])
-        self._load_random_state(state)
+        rank, windows = self.ranks.rank, state["windows"]
+        self._windows.load_state_dict(windows if rank == 0 else {**windows, "seed": self._seed})
+        ranks = [state, *state.get("other_ranks", ())]
+        if rank < len(ranks):
+            self._load_random_state(ranks[rank])
         if self._halves:  # it fits, and sums in another order would be other sums
             self._micro_batch = min(self._micro_batch, state.get("micro_batch", self._micro_batch))
 
@@ -236,24 +261,36 @@ class Trainer:
             torch.mps.set_rng_state(state["mps_rng"])
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
-        """Add up the gradients of a step's micro-batches. Returns the mean loss in nats.
+        """Add up the gradients of a step's micro-batches, and average them over the ranks.
 
-        If memory does not suffice, tries again with half as many windows at once. Raises ConfigError if one is too
-        many, or the user fixed their number, and Stopped.
+        If memory does not suffice, tries again with half as many windows at once. Several ranks do so together, and
+        only in the first steps: in later ones they average while they compute, and cannot try again alone. Raises
+        ConfigError if one window is too many, or their number is fixed, and Stopped. Returns this rank's mean loss in
+        nats.
         """
-        while True:
+        probing, fits, loss = self._probes_left > 0, False, 0.0
+        while not fits:
             try:
-                return self._backward(inputs, targets, stop)
+                # What ranks ask each other must not depend on which of them have memory.
+                loss = self._backward(inputs, targets, never if probing else stop)
+                fits = True
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                self.optimizer.zero_grad()
-                if not self._halves or self._micro_batch == 1:
+                if not self._halves or self._micro_batch == 1 or (self.ranks.size > 1 and not probing):
                     fix = "train a smaller model" if self._micro_batch == 1 else "give --micro-batch auto, or fewer"
                     raise ConfigError(
                         f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
                     ) from error
-            self._micro_batch = self._halved(self._micro_batch, "(--micro-batch)")
+            if probing:
+                fits = not self.ranks.any(not fits)
+            if not fits:
+                self.optimizer.zero_grad()
+                self._micro_batch = self._halved(self._micro_batch, "(--micro-batch)")
+        if probing:
+            average_gradients(self.model.parameters(), self._parallel)
+            self._probes_left -= 1
+        return loss
 
     def _halved(self, windows: int, purpose: str) -> int:
         if self._device.type == "cuda":
@@ -272,12 +309,15 @@ class Trainer:
     def _backward(self, inputs: torch.Tensor, targets: torch.Tensor, stop: Callable[[], bool]) -> float:
         """One try at it. A method of its own: after an error its variables, and so the graph, are gone."""
         total = torch.zeros((), device=self._device)
-        parts = zip(*(torch.split(part, self._micro_batch) for part in (inputs, targets)), strict=True)
-        for number, (some_inputs, some_targets) in enumerate(parts):
-            if number and stop():
+        parts = list(zip(*(torch.split(part, self._micro_batch) for part in (inputs, targets)), strict=True))
+        for number, (some_inputs, some_targets) in enumerate(parts, 1):
+            if number > 1 and stop():
                 raise Stopped
-            loss = self._loss(self._forward, some_inputs, some_targets) * (len(some_inputs) / len(inputs))
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Averaged once, while the last backward pass computes.
+            averages = number == len(parts) and not self._probes_left
+            with nullcontext() if averages else without_averaging(self._parallel):
+                loss = self._loss(self._forward, some_inputs, some_targets) * (len(some_inputs) / len(inputs))
+                loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total.item()
 
@@ -290,10 +330,11 @@ class Trainer:
         self._lost_steps += 1
         logger.warning("step %d: the gradient is not finite; update skipped", run_step)
         if self._lost_steps == MAX_LOST_STEPS:
-            raise ConfigError(
+            error = ConfigError(
                 f"lr = {self.run.lr}: the gradient was not finite for {MAX_LOST_STEPS} steps in a row; "
                 f"start a run with a lower --lr"
             )
+            raise self.ranks.once(error)
 
 
 def _bytes_per_token(tokenizer: Tokenizer | None, windows: torch.Tensor) -> float | None:

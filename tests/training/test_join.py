@@ -29,7 +29,7 @@ from p2ptrain.settings.run_key import RunKey, make_key_file
 from p2ptrain.settings.table import merge
 from p2ptrain.settings.ticket import Ticket, ticket_text
 from p2ptrain.signals import SIGNALS, interrupt_on_signals
-from p2ptrain.training import checkpoint, join
+from p2ptrain.training import checkpoint, job
 from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
 from p2ptrain.training.join import join_run
@@ -367,17 +367,17 @@ def test_noted_addresses_that_are_none_are_skipped_with_a_warning(
 
 
 class _Seen:
-    """Replaces `join.Trainer` and records the spans that it was given."""
+    """Replaces `job.Trainer` and records the spans that it was given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spans: list[np.ndarray | None] = []
-        make = join.Trainer
+        make = job.Trainer
 
         def trainer(*arguments: object, spans: np.ndarray | None, **named: object) -> Trainer:
             self.spans.append(spans)
             return make(*arguments, spans=spans, **named)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(join, "Trainer", trainer)
+        monkeypatch.setattr(job, "Trainer", trainer)
 
 
 def test_peers_train_on_shards_that_share_nothing(

@@ -98,10 +98,10 @@ def count_parameters(name: str, *, vocab_size: int) -> int:
     return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
 
 
-def batch_windows(name: str, context: int, tokens: int | None) -> int:
-    """Windows of one peer in an inner step: for about `tokens`, or for the default of the model."""
+def batch_windows(name: str, context: int, tokens: int | None, ranks: int = 1) -> int:
+    """Windows of each rank of a peer in an inner step: together for about `tokens`, or for the default of the model."""
     wanted = _BATCH_TOKENS.get(name, _BATCH_WINDOWS * context) if tokens is None else tokens
-    return max(1, round(wanted / context))
+    return max(1, round(wanted / context / ranks))
 
 
 def eval_tokens(name: str, context: int) -> int:

@@ -1,0 +1,41 @@
+"""Whether torchrun started this process, and as which of the processes of one peer. Known without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from p2ptrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that are one peer.
+
+    Attributes:
+        rank: its number; rank 0 is on the network and prints.
+        size: how many there are.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+
+ONE_PROCESS = Launch()
+
+
+def launch_of(environ: Mapping[str, str]) -> Launch:
+    """Read torchrun's variables; one process if torchrun did not start this one.
+
+    Raises ConfigError if torchrun started processes on several machines.
+    """
+    # Other programs set RANK and WORLD_SIZE too; the first one is torchrun's alone.
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return ONE_PROCESS
+    rank, size, here = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if here != size:
+        raise ConfigError(
+            f"torchrun: {size} processes, and {here} of them on this machine; start torchrun --nproc-per-node on each "
+            f"machine by itself, without --nnodes: each machine is a peer"
+        )
+    return Launch(rank, size)

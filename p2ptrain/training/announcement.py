@@ -1,0 +1,57 @@
+"""What a peer says once it has joined: the run, its addresses, and the commands with which others join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from p2ptrain.protocol.membership.reachability import best_first
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.initial_peers import join_line, ticket_line
+from p2ptrain.settings.peer_config import NetworkConfig
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.peer import Peer
+
+
+def announce(
+    peer: Peer, run: RunConfig, network: NetworkConfig, *, processes: int, continues: bool, share_key: bool,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Say what a peer trains and how others join it.
+
+    Args:
+        processes: how many processes this peer has.
+        continues: whether it continues from a checkpoint.
+        share_key: put the run key into the ticket.
+        say: prints one line.
+    """
+    verb = "continuing" if continues else "started" if peer.founded else "joined"
+    length = f"{run.total_steps or 'endless'} steps"
+    several = f" of {processes} processes" if processes > 1 else ""
+    say(f"{verb} run {run.run_id!r} (model {run.model}, {length}) as peer {peer.peer_id}{several}")
+    for maddr in peer.maddrs:
+        say(f"listening on {maddr}")
+    say("other peers join with:")
+    say(join_line(peer.maddrs, run.run_id, run.model, network.key_file))
+    _say_ticket(peer, run, network, share_key, say)
+
+
+def _say_ticket(
+    peer: Peer, run: RunConfig, network: NetworkConfig, share_key: bool, say: Callable[[str], None]
+) -> None:
+    shared = network.key if share_key else None
+    line = ticket_line(
+        best_first(peer.maddrs),
+        run.run_id,
+        run.model,
+        founder=peer.run_founder,
+        run_key=network.key_file,
+        shared=shared,
+    )
+    if line is not None:
+        note = "; it holds the run key: whoever has it can join, so send it over a safe channel" if shared else ""
+        say(f"or with this ticket{note}:")
+        say(line)
+    if network.key is not None and network.run_key is None and shared is None:
+        say("FILE is the run's key file; with --share-key a ticket is printed that holds the key, and needs no file")

@@ -1,0 +1,169 @@
+"""Which run a peer trains, and with which settings: those of the live run, of its checkpoint, or of a new run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.errors import CheckpointError, ConfigError, RunMismatchError
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import PeerConfig
+from p2ptrain.settings.table import Settings
+from p2ptrain.signals import interruptible
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data.corpus import TextFiles
+from p2ptrain.training.data.token_files import TokenFolder
+from p2ptrain.training.data.tokenizer import Tokenizer
+from p2ptrain.training.data.tokenizer_file import TRAIN
+from p2ptrain.training.run_tokenizer import first_tokenizer, tokenizer_of
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.session import NetworkSession
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A run that this peer can train.
+
+    Attributes:
+        run: its settings.
+        tokenizer: its tokenizer.
+        is_live: whether other peers train it already.
+    """
+
+    run: RunConfig
+    tokenizer: Tokenizer
+    is_live: bool
+
+
+def read_saved(out: Path, settings: Settings, config: PeerConfig) -> checkpoint.Checkpoint | None:
+    """Load the newest undamaged checkpoint in `out`; None without checkpoints.
+
+    Raises ConfigError if all are damaged, or they are of another run or of one that this peer may not continue.
+    """
+    try:
+        saved = checkpoint.load_newest(out)
+    except CheckpointError as error:
+        raise ConfigError(f"--out {error}; move them away to start anew") from error
+    if saved is None:
+        return None
+    ours, run_id = RunConfig.from_stated(saved.info["run"]), settings.values["run_id"]
+    if settings.explicit("run_id") and ours.run_id != run_id:
+        raise ConfigError(f"--out {out}: holds run {ours.run_id!r}, not {run_id!r}; give another --out")
+    if saved.info.get("is_closed") and config.network.key is None:
+        raise ConfigError(
+            f"run {ours.run_id!r} in {out} is closed: give --run-key FILE, or a ticket that holds the key"
+        )
+    return saved
+
+
+def check_pins(session: NetworkSession, settings: Settings, config: PeerConfig, *, continues: bool) -> str | None:
+    """Return what the user should know of the run that `--founder` or `--anchor` pin this peer to, if anything.
+
+    Raises ConfigError if no peer of that run is known. `continues`: whether there is a checkpoint.
+    """
+    network = config.network
+    if not session.pins.allows_founding(session.network.peer_id) and not session.knows_others and not continues:
+        flag = "--anchor" if network.anchor else "--founder"
+        raise ConfigError(f"{flag}: no peer of that run is known; add --initial-peers or a ticket")
+    if network.founder in ("", session.network.peer_id):
+        return None
+    by_ticket = settings.ticket is not None and settings.ticket.founder == network.founder
+    origin = "the ticket" if by_ticket else "--founder"
+    return f"pinned by {origin} to the run that {network.founder} founded: no other run is joined or started"
+
+
+def choose_run(
+    session: NetworkSession,
+    settings: Settings,
+    config: PeerConfig,
+    source: TextFiles | TokenFolder,
+    given: Tokenizer | None,
+    saved: checkpoint.Checkpoint | None,
+    *,
+    out: Path,
+    say: Callable[[str], None],
+) -> Chosen | None:
+    """Find the run, or start one, and get its tokenizer. Returns None, and says so, if the run is finished.
+
+    Args:
+        given: the tokenizer that the user gave; it is among `settings`.
+        saved: the peer's checkpoint in `out`.
+
+    Raises:
+        ConfigError: as `settle_run` and `tokenizer_of`.
+    """
+    run_id, tokenizer = str(settings.values["run_id"]), given
+    ours = RunConfig.from_stated(saved.info["run"]) if saved else None
+    found = None
+    if session.knows_others:
+        # Early, so that it can be copied for an owner who has to allow it.
+        logger.info("this peer's id is %s", session.network.peer_id)
+        found = session.find_run(run_id, explicit=settings.explicit_run(), ours=ours)
+    if found is None and ours is None and tokenizer is None:
+        tokenizer = interruptible(partial(first_tokenizer, config.tokenizer, source, say))
+        settings = settings.with_tokenizer(tokenizer.identity, tokenizer.vocab_size)
+    run = settle_run(settings, found, ours, out)
+    if session.knows_others and not found and not saved:
+        say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")
+    if saved and found is None and 0 < run.total_steps <= saved.step:
+        say(f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out")
+        return None
+    if config.tokenizer and config.tokenizer.startswith(TRAIN) and (found or saved):
+        since = "has started" if found else "is continued"
+        say(f"--tokenizer {config.tokenizer}: not used, because run {run_id!r} {since} with its own")
+    if others := settings.preset_differences(run):
+        say(f"--preset {config.preset}: not used, because run {run_id!r} has started with {', '.join(others)}")
+    tokenizer = tokenizer_of(run, tokenizer, source, out, partial(_ask_tokenizer, session, run, say))
+    return Chosen(run, tokenizer, is_live=found is not None)
+
+
+def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | None, out: Path) -> RunConfig:
+    """Choose the run's settings: those of the live run (`found`), else of the checkpoint (`ours`), else of a new run.
+
+    Raises:
+        ConfigError: the checkpoint contradicts the live run, or the run needs an option that the user did not give.
+        RunMismatchError: the user's settings contradict the run's.
+    """
+    if found and ours and found != ours:
+        raise ConfigError(
+            f"--out {out}: its checkpoint has other settings than the live run "
+            f"({_differences(ours, found)}); give another --out"
+        )
+    try:
+        run = settings.resolve_run(found or ours)
+    except RunMismatchError as error:
+        if found is None:
+            raise RunMismatchError(f"{error}. The run's settings come from the checkpoint in {out}") from error
+        raise
+    if not run.model or not run.data:
+        raise ConfigError(
+            f"run {run.run_id!r} was started from Python; join it from Python with p2ptrain.join(model, run_id=…)"
+        )
+    if ":" in run.model and not settings.explicit("model") and found:
+        # Another peer must not choose which code runs on this machine.
+        raise ConfigError(
+            f"run {run.run_id!r} trains model {run.model}, which is code that you must have: add --model {run.model}"
+        )
+    if settings.explicit("sharding") and run.num_shards == 0:
+        raise ConfigError(f"--sharding {run.sharding}: has no meaning without shards; add --num-shards N")
+    if run.data == "text" and not settings.explicit("data"):
+        raise ConfigError(f"run {run.run_id!r} trains on text that every peer brings: add --data FILE or DIR")
+    return run
+
+
+def _ask_tokenizer(session: NetworkSession, run: RunConfig, say: Callable[[str], None]) -> bytes | None:
+    say(f"asking the peers of run {run.run_id!r} for its tokenizer")
+    return session.find_tokenizer(run)
+
+
+def _differences(ours: RunConfig, theirs: RunConfig) -> str:
+    mine, live = ours.to_dict(), theirs.to_dict()
+    changed = [name for name in mine if mine[name] != live[name]]
+    return ", ".join(f"{name}: {mine[name]!r} in the checkpoint, {live[name]!r} in the run" for name in changed)

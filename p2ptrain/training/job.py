@@ -1,0 +1,149 @@
+"""What one process of a peer trains: model, data and settings. All ranks build the same from what rank 0 tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.peer_config import PeerConfig
+from p2ptrain.settings.setting import settings_of
+from p2ptrain.settings.torchrun import Launch
+from p2ptrain.signals import interruptible
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import Corpus, Shards
+from p2ptrain.training.data.corpus import TextFiles
+from p2ptrain.training.data.source import open_source
+from p2ptrain.training.data.token_files import TokenFolder
+from p2ptrain.training.data.tokenizer import Ids, Tokenizer
+from p2ptrain.training.data.tokenizer_file import read_tokenizer
+from p2ptrain.training.device import device_of
+from p2ptrain.training.models import batch_windows, build, context_length, eval_tokens
+from p2ptrain.training.ranks import Ranks
+from p2ptrain.training.sharding import choose_shard, make_shards
+from p2ptrain.training.trainer import Trainer, choose_precision
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a peer trains.
+
+    Attributes:
+        run: the run's settings.
+        config: this machine's.
+        peer_id: the peer's, which seeds its data.
+        source: the text.
+        tokenizer: the run's.
+        out: the peer's directory, which has the tokenizer's file.
+        saved: the checkpoint to continue from; None to start from the initial weights.
+        device: this rank's.
+    """
+
+    run: RunConfig
+    config: PeerConfig
+    peer_id: str
+    source: TextFiles | TokenFolder
+    tokenizer: Tokenizer
+    out: Path
+    saved: checkpoint.Checkpoint | None
+    device: torch.device
+
+    def tell(self, ranks: Ranks) -> None:
+        """Rank 0: give the job to the other ranks, which call `be_told`. Secrets of the network stay here."""
+        ranks.tell({
+            "run": self.run.to_dict(),
+            "config": {s.field_name: getattr(self.config, s.field_name) for s in settings_of(PeerConfig)},
+            "peer_id": self.peer_id,
+            "out": str(self.out),
+            "checkpoint": None if self.saved is None else checkpoint.name_of(self.saved.step),
+        })  # fmt: skip
+
+
+def be_told(ranks: Ranks, launch: Launch) -> Job | None:
+    """The job of rank 0, on another rank; waits for it. None if there is nothing to train any more.
+
+    Reads the data, and of the checkpoint only the trainer's state.
+
+    Raises ConfigError if the data or the checkpoint cannot be read here.
+    """
+    told = ranks.tell()
+    if not told:
+        return None
+    run, config, out = RunConfig.from_dict(told["run"]), PeerConfig(**told["config"]), Path(told["out"])
+    saved = None if told["checkpoint"] is None else checkpoint.load(out / told["checkpoint"], ("trainer",))
+    tokenizer = read_tokenizer(out, run.tokenizer, run.vocab_size) or Ids(run.vocab_size)
+    source = open_source(config.data)
+    return Job(run, config, told["peer_id"], source, tokenizer, out, saved, device_of(config.device, launch))
+
+
+def build_model(job: Job) -> nn.Module:
+    """The model on the CPU, with the weights of the checkpoint, or the initial ones. Raises ConfigError.
+
+    Other ranks get the weights of rank 0 later.
+    """
+    model = build(job.run.model, vocab_size=job.run.vocab_size, seed=job.run.run_seed)
+    if job.saved and "model" in job.saved.state:
+        try:
+            model.load_state_dict(job.saved.state["model"])
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the checkpoint does not fit model {job.run.model}: {error}; give another --out"
+            ) from error
+    return model
+
+
+def build_trainer(
+    job: Job, model: nn.Module, ranks: Ranks, say: Callable[[str], None]
+) -> tuple[Trainer, Shards | None, int]:
+    """All ranks: what trains the model, with the state of the checkpoint; and the run's shards with this peer's number.
+
+    Blocks while data is read and cut. Raises ConfigError if it cannot be trained on.
+    """
+    run, config = job.run, job.config
+    corpus = interruptible(partial(job.source.corpus, job.tokenizer))
+    shards, shard = _shards(job, corpus, model, say) if ranks.is_first else (None, 0)
+    # Of rank 0: with clusters, ranks on other GPUs might cut otherwise.
+    told = ranks.tell({"spans": None if shards is None else shards.spans(shard).tolist()})
+    context = context_length(model)
+    trainer = Trainer(
+        model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
+        seed=_seed(job, ranks.rank), spans=None if told["spans"] is None else np.array(told["spans"], dtype=np.int64),
+        tokenizer=job.tokenizer, micro_batch=None if config.micro_batch == "auto" else int(config.micro_batch),
+        eval_tokens=config.eval_tokens or eval_tokens(run.model, context),
+        precision=choose_precision(config.dtype, job.device), compiled=config.compile == "on",
+        read_ahead=job.device.type == "cuda" or isinstance(job.source, TokenFolder), ranks=ranks,
+    )  # fmt: skip
+    if job.saved:
+        trainer.load_state_dict(job.saved.state["trainer"])
+    return trainer, shards, shard
+
+
+def _seed(job: Job, rank: int) -> int:
+    """Seed of a rank's text and dropout: other text on each."""
+    if rank == 0:
+        return job.run.data_seed(job.peer_id) if job.config.seed is None else job.config.seed
+    return job.run.data_seed(f"{job.peer_id if job.config.seed is None else job.config.seed}/{rank}")
+
+
+def _shards(job: Job, corpus: Corpus, model: nn.Module, say: Callable[[str], None]) -> tuple[Shards | None, int]:
+    """Compute the run's shards and this peer's shard number; (None, 0) without shards. `model` is only read."""
+    run, given = job.run, job.config.shard
+    if run.num_shards == 0 and given is None:
+        return None, 0
+    shard = choose_shard(given, run, job.peer_id)
+    if run.sharding == "clusters":
+        say(f"sorting the text into {run.num_shards} clusters; this takes a while")
+    shards = make_shards(run, corpus, context=context_length(model), device=job.device)
+    assert shards is not None
+    say(
+        f"training on shard {shard} of {run.num_shards} ({run.sharding}): {shards.sizes[shard]:,} of "
+        f"{sum(shards.sizes):,} tokens; partition {shards.digest[:12]}, the same on peers with the same text"
+    )
+    return shards, shard

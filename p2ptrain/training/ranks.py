@@ -1,0 +1,181 @@
+"""The processes that train as one peer: this one, or all that torchrun started on this machine.
+
+The training loop reads the same in both cases: with one process, each method returns what it was given. With several,
+every method is collective: all ranks must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from p2ptrain.errors import ConfigError, PeerLostError, TransientError
+from p2ptrain.peer.process_group import ProcessGroup
+from p2ptrain.settings.torchrun import Launch
+from p2ptrain.signals import ignore_signals
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.group_peer import GroupPeer
+    from p2ptrain.peer.peer import Peer
+
+# The other ranks wait as long for rank 0 while it joins, which is as long as the download of the model takes. A process
+# that ends is noticed at once, and torchrun then ends the others.
+JOIN_TIMEOUT = datetime.timedelta(days=1)
+# In a step: far longer than steps of one machine differ. A process that hangs is given up after it.
+STEP_TIMEOUT = datetime.timedelta(minutes=10)
+# torchrun notices that a process has ended, and so frees its number, within a tenth of a second.
+GONE_TIMEOUT_S, GONE_POLL_S = 2.0, 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Ranks:
+    """The ranks of one peer. Without a group there is one.
+
+    Attributes:
+        rank, size: number of this process, and number of processes.
+        group: of all ranks; None if there is one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        # Gloo, also where GPUs train: what ranks tell each other is small, and lies in the CPU's memory.
+        self._several = None if group is None else ProcessGroup(group, torch.device("cpu"))
+        self._pids = [int(pid) for pid in self.gather(torch.tensor([os.getpid()]))]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that is on the network, prints, and writes files."""
+        return self.rank == 0
+
+    def total(self, *numbers: float) -> list[float]:
+        """The sum of each number over all ranks."""
+        return list(numbers) if self._several is None else self._several.total(*numbers)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any rank."""
+        return self.total(float(flag))[0] > 0
+
+    def tell(self, message: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The message of rank 0, of JSON values. Other ranks leave it out."""
+        return (message or {}) if self._several is None else self._several.tell(message or {})
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, which have the same shape and dtype. The result is on the CPU."""
+        return [tensor] if self._several is None else self._several.gather(tensor)
+
+    def once(self, error: ConfigError) -> BaseException:
+        """What to raise for an error that all ranks have met: the others end without a word, as rank 0 says it."""
+        return error if self.is_first else SystemExit(0)
+
+    def agreed(self, stop: Callable[[], bool]) -> tuple[Callable[[], bool], Callable[[], float]]:
+        """Make `stop` true on all ranks when it is true on any, and return it with a clock that is the same on all.
+
+        The clock is in seconds, and stands still between two calls of `stop`.
+        """
+        if self._several is None:
+            return stop, time.monotonic
+        now_s = 0.0
+
+        def agreed_stop() -> bool:
+            nonlocal now_s
+            stops, now_s = self.total(float(stop()), time.monotonic() if self.is_first else 0.0)
+            return stops > 0
+
+        agreed_stop()
+        return agreed_stop, lambda: now_s
+
+    @contextmanager
+    def lost_ranks_said(self, *, first_speaks: bool = False) -> Iterator[None]:
+        """Raise TransientError with the number of a rank whose end has made this block fail.
+
+        Only one rank does; the others wait for its end, and then end without a word.
+
+        Args:
+            first_speaks: whether rank 0 says by itself why it ends, as it does before training.
+        """
+        try:
+            yield
+        except (RuntimeError, PeerLostError) as error:
+            if self._several is None:
+                raise
+            ignore_signals()  # torchrun ends all processes when one has ended
+            if not (lost := self._gone()):
+                raise
+            speaker = next(rank for rank in range(self.size) if rank not in lost)
+            if speaker != self.rank or (first_speaks and 0 in lost):
+                self._await_end(speaker)
+                raise SystemExit(0) from error
+            numbers = " and ".join(f"{rank} (process {self._pids[rank]})" for rank in lost)
+            raise TransientError(
+                f"rank {numbers} of the {self.size} processes of this peer has ended; start them again with the same "
+                f"command, as torchrun --max-restarts 3 does: they continue from the newest checkpoint"
+            ) from error
+
+    def _gone(self) -> list[int]:
+        """The ranks whose processes have ended, once there is one; empty if all are there after GONE_TIMEOUT_S."""
+        deadline_s = time.monotonic() + GONE_TIMEOUT_S
+        while not (lost := [rank for rank, pid in enumerate(self._pids) if not _is_there(pid)]):
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(GONE_POLL_S)
+        return lost
+
+    def _await_end(self, rank: int) -> None:
+        while rank != self.rank and _is_there(self._pids[rank]):
+            time.sleep(GONE_POLL_S)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextmanager
+def open_ranks(launch: Launch) -> Iterator[Ranks]:
+    """Connect the processes that torchrun has started; blocks until all are there. Nothing to do for one process."""
+    if launch.size == 1:
+        yield Ranks()
+        return
+    # NCCL averages gradients on GPUs.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=JOIN_TIMEOUT)
+    try:
+        assert dist.group.WORLD is not None
+        yield Ranks(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def join_ranks(model: nn.Module, ranks: Ranks, peer: Peer | None = None) -> Peer | GroupPeer:
+    """All ranks: the peer that they are together. The weights of the others become those of rank 0.
+
+    Args:
+        model: of this rank.
+        ranks: all of them.
+        peer: what has joined the run with the model of rank 0; left out on the others.
+    """
+    if ranks.group is None:
+        assert peer is not None
+        return peer
+    from p2ptrain.peer.group_peer import GroupPeer  # imports hivemind, which takes a second
+
+    def joined() -> Peer:
+        assert peer is not None  # called on rank 0 only
+        return peer
+
+    return GroupPeer(model, ranks.group, joined, device=torch.device("cpu"))

@@ -1,0 +1,69 @@
+"""The training itself, once the peer is in the run: the same on all of its ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from p2ptrain.signals import stop_on_signals
+from p2ptrain.training.data.tokenizer import IDS
+from p2ptrain.training.generation import generate_text
+from p2ptrain.training.job import Job
+from p2ptrain.training.loop import TrainingProgress, run_training
+from p2ptrain.training.ranks import Ranks
+from p2ptrain.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from p2ptrain.peer.group_peer import GroupPeer
+    from p2ptrain.peer.peer import Peer
+
+SAMPLE_TOKENS = 100
+
+logger = logging.getLogger(__name__)
+
+
+def take_part(
+    job: Job,
+    trainer: Trainer,
+    ranks: Ranks,
+    member: Peer | GroupPeer,
+    *,
+    say: Callable[[str], None],
+    on_progress: Callable[[TrainingProgress], None],
+) -> str:
+    """All ranks: train until the run ends or the user stops it. Returns why it ended, as `run_training` does.
+
+    Args:
+        job: what is trained.
+        trainer: trains the model that has joined.
+        ranks: of this peer.
+        member: what has joined with the model of `trainer`.
+        say: prints one line; called on rank 0.
+        on_progress: called every few seconds on rank 0.
+
+    Raises ConfigError and TransientError as `run_training`.
+    """
+    with stop_on_signals() as received, ranks.lost_ranks_said():
+        stop, now = ranks.agreed(received)
+        config, tokenizer = job.config, job.tokenizer
+
+        def sample() -> None:
+            if not ranks.is_first:
+                return
+            try:
+                written = generate_text(trainer.model, tokenizer, "\n", length=SAMPLE_TOKENS, temperature=0.8, seed=0)
+                text = "".join(takewhile(lambda _: not received(), written))
+            except Exception as error:  # a text is not worth a run
+                logger.warning("no sample at step %d: %s", member.run_step, error)
+            else:
+                say(f"sample at step {member.run_step}: {text!r}")
+
+        if config.sample_every and tokenizer.identity == IDS:
+            say("--sample-every: not used, because the run's tokenizer is not here; give it with --tokenizer")
+            config = dataclasses.replace(config, sample_every=0)
+        return run_training(
+            member, trainer, config, out=job.out, stop=stop, now=now, on_progress=on_progress, on_sample_due=sample
+        )

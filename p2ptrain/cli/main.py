@@ -64,6 +64,8 @@ def main() -> None:
     logging.getLogger("huggingface_hub").propagate = False
     # Containers and service managers stop programs with SIGTERM: treat it as Ctrl-C from the start.
     interrupt_on_signals()
+    if _rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end); rank 0 prints
     try:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:
@@ -80,7 +82,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("p2ptrain: interrupted", err=True)
+        if not _rank():
+            click.echo("p2ptrain: interrupted", err=True)
         sys.exit(INTERRUPTED)
     finally:
         # Skip the garbage collection at exit: it would walk through all of torch (0.8 s of CPU).

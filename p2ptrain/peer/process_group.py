@@ -40,7 +40,8 @@ class ProcessGroup:
         rows[self._group.rank()] = tensor
         with self._lost_ranks_told():
             self._group.allreduce([self._carried(rows)]).wait()
-        return list(rows.clone())
+        # Copies, and no views of one tensor: torch.set_rng_state crashes with those.
+        return [row.clone() for row in rows]
 
     def copy(self, tensor: torch.Tensor) -> None:
         """Set the values of a tensor to those on rank 0."""

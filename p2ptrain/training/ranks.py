@@ -10,7 +10,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -153,12 +153,30 @@ def open_ranks(launch: Launch) -> Iterator[Ranks]:
         yield Ranks()
         return
     # NCCL averages gradients on GPUs.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=JOIN_TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend, store=_store(launch, os.environ), rank=launch.rank, world_size=launch.size, timeout=JOIN_TIMEOUT
+    )
     try:
         assert dist.group.WORLD is not None
         yield Ranks(dist.group.WORLD)
     finally:
         dist.destroy_process_group()
+
+
+def _store(launch: Launch, environ: Mapping[str, str]) -> Any:
+    """The store of torchrun's agent, in which ranks find each other.
+
+    The agent keeps its store when it restarts processes (pytorch issue 135712). Without a prefix for each start, a rank
+    may find the address of one that has ended, and then waits for it for ever.
+    """
+    is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    torch_distributed: Any = dist  # its stubs lack the stores
+    store = torch_distributed.TCPStore(
+        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), launch.size,
+        is_master=launch.rank == 0 and not is_agents, timeout=JOIN_TIMEOUT,
+    )  # fmt: skip
+    return torch_distributed.PrefixStore(f"p2ptrain/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def join_ranks(model: nn.Module, ranks: Ranks, peer: Peer | None = None) -> Peer | GroupPeer:

@@ -1,0 +1,135 @@
+"""One of two processes that torchrun starts: trainers whose ranks are real processes. The argument is a directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.torchrun import launch_of
+from p2ptrain.training import checkpoint
+from p2ptrain.training.data import Corpus, RandomWindows
+from p2ptrain.training.models import GPT, GPTConfig
+from p2ptrain.training.ranks import Ranks, open_ranks
+from p2ptrain.training.trainer import PROBED_STEPS, Trainer
+
+TEXT = b"to be, or not to be: that is the question. "
+CORPUS = Corpus(training=np.frombuffer(TEXT * 200, np.uint8), held_out=np.frombuffer(TEXT * 20, np.uint8))
+RUN = RunConfig(lr=1e-2, warmup_steps=0, total_steps=0, weight_decay=0.0, grad_clip=0.0)
+STEPS = PROBED_STEPS + 2
+WINDOWS = 5  # of each rank
+FOLDER = Path(sys.argv[1])
+
+
+class Model(nn.Module):
+    """A small GPT with dropout, on a device with memory for `most` windows."""
+
+    context = 16
+
+    def __init__(self, dropout: float = 0.0, most: int = 1000) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        gpt = GPT(GPTConfig(vocab_size=128, layers=1, heads=2, width=16, context=16))
+        self.layers = nn.Sequential(gpt, nn.Dropout(dropout))
+        self.most = most
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training and len(tokens) > self.most:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return self.layers(tokens)  # type: ignore[no-any-return]
+
+
+def trainer_of(model: Model, ranks: Ranks, *, micro_batch: int | None = 2, seed: int = 0) -> Trainer:
+    seed += ranks.rank
+    return Trainer(model, CORPUS, RUN, batch_size=WINDOWS, seed=seed, ranks=ranks, micro_batch=micro_batch)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def assert_equal_on_all(ranks: Ranks, values: torch.Tensor) -> None:
+    assert all(torch.equal(values, theirs) for theirs in ranks.gather(values))
+
+
+def a_step_is_that_of_all_windows_at_once(ranks: Ranks) -> None:
+    ours, alone = Model(), Model()
+    trainer = trainer_of(ours, ranks)
+    streams = [RandomWindows(CORPUS.training, context=16, batch_size=WINDOWS, seed=rank) for rank in range(2)]
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=RUN.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(STEPS):
+        loss, tokens = trainer.step(step)
+        batches = [stream.next_batch() for stream in streams]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        expected = functional.cross_entropy(alone(inputs).flatten(0, 1), targets.flatten())
+        expected.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert tokens == WINDOWS * 16
+        assert abs(ranks.total(loss)[0] / 2 - expected.item()) < 1e-5
+    torch.testing.assert_close(flat(ours), flat(alone), rtol=1e-3, atol=1e-4)
+    assert_equal_on_all(ranks, flat(ours))
+    # Each rank evaluates its share of the windows.
+    assert abs(trainer.evaluate() - trainer_of(ours, Ranks()).evaluate()) < 1e-5
+
+
+def a_state_goes_on_bit_for_bit(ranks: Ranks) -> None:
+    whole = trainer_of(Model(dropout=0.3), ranks)
+    first = trainer_of(Model(dropout=0.3), ranks)
+    # Ranks differ in what they draw: else one state would do for all.
+    drawn = ranks.gather(torch.rand(1))
+    assert drawn[0] != drawn[1]
+    trainer_of(Model(), ranks)  # seeds torch again
+    losses = [whole.step(step)[0] for step in range(2 * STEPS)]
+    trainer_of(Model(), ranks)
+    losses_again = [first.step(step)[0] for step in range(STEPS)]
+    state = {"trainer": first.state_dict(), "model": first.model.state_dict()}
+    if ranks.is_first:
+        checkpoint.save(FOLDER, checkpoint.Checkpoint(step=STEPS, info={}, state=state))
+    ranks.any(False)  # waits for it
+    saved = checkpoint.load(FOLDER / checkpoint.name_of(STEPS)).state
+    again = trainer_of(Model(dropout=0.3), ranks)
+    again.model.load_state_dict(saved["model"])
+    again.load_state_dict(saved["trainer"])
+    losses_again += [again.step(step)[0] for step in range(STEPS, 2 * STEPS)]
+    assert losses_again == losses
+    assert torch.equal(flat(again.model), flat(whole.model))
+
+
+def ranks_halve_together(ranks: Ranks) -> None:
+    whole = trainer_of(Model(), ranks)
+    short = trainer_of(Model(most=2 if ranks.rank else 1000), ranks, micro_batch=None)
+    for step in range(STEPS):
+        assert abs(short.step(step)[0] - whole.step(step)[0]) < 1e-5
+    assert [int(value) for value in ranks.gather(torch.tensor(short.state_dict()["micro_batch"]))] == [2, 2]
+    torch.testing.assert_close(flat(short.model), flat(whole.model), rtol=1e-3, atol=1e-4)
+
+
+def one_stops_all(ranks: Ranks) -> None:
+    signals = iter([False, False, ranks.rank == 1, False])
+    stop, now = ranks.agreed(lambda: next(signals))
+    began_s = now()
+    assert_equal_on_all(ranks, torch.tensor(began_s, dtype=torch.float64))
+    assert [stop(), stop(), stop()] == [False, True, False]
+    assert now() > began_s
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with open_ranks(launch_of(os.environ)) as ranks:
+        for check in (
+            a_step_is_that_of_all_windows_at_once, a_state_goes_on_bit_for_bit, ranks_halve_together, one_stops_all,
+        ):  # fmt: skip
+            check(ranks)
+            if ranks.is_first:
+                print(check.__name__, flush=True)
+
+
+if __name__ == "__main__":
+    main()

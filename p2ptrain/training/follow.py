@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 from contextlib import ExitStack
@@ -36,7 +37,8 @@ def follow(launch: Launch) -> None:
                 torch.set_num_threads(job.config.threads)
             model = build_model(job).to(job.device)
             trainer, _, _ = build_trainer(job, model, ranks, _say_nothing)
-            member = join_ranks(model, ranks)
+            job = dataclasses.replace(job, saved=None)  # free it
+            member, _ = join_ranks(model, ranks)
             stack.push(member)
         take_part(job, trainer, ranks, member, say=_say_nothing, on_progress=lambda progress: None)
 

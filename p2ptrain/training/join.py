@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.doctor.local import quick_look
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.monitor.trackers import open_tracker
@@ -112,6 +113,11 @@ def join_run(
             ranks.tell()  # there is no job
             return
         run = chosen.run
+        if ranks.size > 1 and run.inner_moments == "averaged":
+            raise ConfigError(
+                f"inner_moments = 'averaged': is not supported in several processes, and run {run_id!r} has it; start "
+                f"one process, without torchrun"
+            )
         known = count_parameters(run.model, vocab_size=run.vocab_size) if run.model in PRESETS else None
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
@@ -125,14 +131,13 @@ def join_run(
             model.to(device)
             # Before joining: this takes a second or more, and a member would delay rounds in that time.
             trainer, shards, shard = build_trainer(job, model, ranks, say)
-            peer = stack.enter_context(
-                session.enter(
-                    model, run, optimizer=trainer.optimizer.adamw, metrics=Path(config.metrics or out / METRICS_FILE),
-                    sinks=watching, resume_state=saved.state["peer"] if saved else None,
-                    tokenizer=chosen.tokenizer.file, on_status=on_status or say,
-                )
-            )  # fmt: skip
-            member = join_ranks(model, ranks, peer)
+            member, peer = join_ranks(model, ranks, partial(
+                session.enter, run=run, optimizer=trainer.optimizer.adamw,
+                metrics=Path(config.metrics or out / METRICS_FILE), sinks=watching,
+                resume_state=saved.state["peer"] if saved else None, tokenizer=chosen.tokenizer.file,
+                on_status=on_status or say,
+            ))  # fmt: skip
+            assert peer is not None  # this is rank 0
             stack.push(member)
             on_peer(peer)
             if config.network.write_addresses:

@@ -179,21 +179,40 @@ def _store(launch: Launch, environ: Mapping[str, str]) -> Any:
     return torch_distributed.PrefixStore(f"p2ptrain/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def join_ranks(model: nn.Module, ranks: Ranks, peer: Peer | None = None) -> Peer | GroupPeer:
-    """All ranks: the peer that they are together. The weights of the others become those of rank 0.
+def join_ranks(
+    model: nn.Module, ranks: Ranks, enter: Callable[[nn.Module], Peer] | None = None
+) -> tuple[Peer | GroupPeer, Peer | None]:
+    """All ranks: join a run as one peer. The weights and buffers of the others become those of rank 0.
 
     Args:
         model: of this rank.
         ranks: all of them.
-        peer: what has joined the run with the model of rank 0; left out on the others.
+        enter: joins the run with the model; called on rank 0, and left out on the others.
+
+    Returns:
+        The peer that all ranks are together; and on rank 0 what is on the network, which is the same if there is one.
+
+    Raises:
+        ConfigError: what `enter` raised on rank 0. The other ranks end without a word.
     """
     if ranks.group is None:
-        assert peer is not None
-        return peer
+        assert enter is not None
+        peer = enter(model)
+        return peer, peer
     from p2ptrain.peer.group_peer import GroupPeer  # imports hivemind, which takes a second
 
-    def joined() -> Peer:
-        assert peer is not None  # called on rank 0 only
-        return peer
+    refused: list[ConfigError] = []
 
-    return GroupPeer(model, ranks.group, joined, device=torch.device("cpu"))
+    def entered() -> Peer:
+        assert enter is not None  # called on rank 0 only
+        try:
+            return enter(model)
+        except ConfigError as error:
+            refused.append(error)
+            raise
+
+    try:
+        member = GroupPeer(model, ranks.group, entered, device=torch.device("cpu"))
+    except ConfigError as error:
+        raise ranks.once(refused[0] if refused else error) from None
+    return member, member.peer

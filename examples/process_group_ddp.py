@@ -6,8 +6,8 @@ sends the result to the other ranks. Start two processes, for a minute:
     torchrun --nproc-per-node 2 examples/process_group_ddp.py
 
 Paste the command that it prints into a second terminal: it starts a peer of one process, which trains in the same run.
-If a process dies, the others stop; torchrun --max-restarts 3 starts all of them again. Ctrl-C stops all of them; the
-traceback is from torchrun.
+If a process dies, the others stop; TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 starts all of them
+again (without the variable they may hang). Ctrl-C stops all of them; the traceback is from torchrun.
 """
 
 import argparse

@@ -7,7 +7,6 @@ every method is collective: all ranks must call it, in the same order.
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,8 +33,6 @@ JOIN_TIMEOUT = datetime.timedelta(days=1)
 STEP_TIMEOUT = datetime.timedelta(minutes=10)
 # torchrun notices that a process has ended, and so frees its number, within a tenth of a second.
 GONE_TIMEOUT_S, GONE_POLL_S = 2.0, 0.05
-
-logger = logging.getLogger(__name__)
 
 
 class Ranks:
@@ -118,8 +115,9 @@ class Ranks:
                 raise SystemExit(0) from error
             numbers = " and ".join(f"{rank} (process {self._pids[rank]})" for rank in lost)
             raise TransientError(
-                f"rank {numbers} of the {self.size} processes of this peer has ended; start them again with the same "
-                f"command, as torchrun --max-restarts 3 does: they continue from the newest checkpoint"
+                f"rank {numbers} of the {self.size} processes of this peer has ended; unless it has said an error, "
+                f"start them again with the same command, as torchrun --max-restarts 3 does: they continue from the "
+                f"newest checkpoint"
             ) from error
 
     def _gone(self) -> list[int]:
@@ -203,10 +201,10 @@ def join_ranks(
 
     refused: list[ConfigError] = []
 
-    def entered() -> Peer:
+    def entered(ours: Any = model) -> Peer:
         assert enter is not None  # called on rank 0 only
         try:
-            return enter(model)
+            return enter(ours)
         except ConfigError as error:
             refused.append(error)
             raise

@@ -23,7 +23,7 @@ import torch
 import trio
 
 from benchmarks.results import machine
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.memory_network.virtual_time import run_virtual
 from p2ptrain.monitor.run_audit import RunAudit
@@ -115,7 +115,7 @@ class _Peer:
         self._noise = [0.01 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
         self._start_s = STEP_S * rng.random()
         self.exchange = Exchange(
-            swarm.space, self._tensors, swarm.run, clock=trio.current_time, post=lambda work: work()
+            ParameterView(swarm.space, self._tensors), swarm.run, clock=trio.current_time, post=lambda work: work()
         )
         log = EventLog(trio.current_time)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +101,27 @@ class IndexSpace:
         return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), torch.from_numpy(index))
 
 
+class WeightView(Protocol):
+    """How an exchange reads and writes weights. The methods are described at `ParameterView`, which has the weights in
+    this process; a process group has others."""
+
+    @property
+    def space(self) -> IndexSpace: ...
+    def gather(self, plan: BlockPlan) -> torch.Tensor: ...
+    def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None: ...
+    def mix_clipped(
+        self,
+        plan: BlockPlan,
+        received: torch.Tensor,
+        weight: float | torch.Tensor,
+        max_rms: float | None,
+        own: torch.Tensor | None = None,
+    ) -> float: ...
+    def read(self, out: torch.Tensor) -> None: ...
+    def write(self, flat: torch.Tensor) -> None: ...
+    def add(self, flat: torch.Tensor) -> None: ...
+
+
 class ParameterView:
     """Reads and writes live parameters in the flat layout. Call it only from the training thread.
 
@@ -177,19 +198,8 @@ class ParameterView:
             finite.
         """
         own = self.gather(plan) if own is None else own
-        tails = [(p.rows.start, self.space.numels[p.tensor] % BLOCK) for p in plan.pieces if p.is_tail]
-        scratch, norm = torch.empty(min(len(own), _MIXED_ROWS), BLOCK), 0.0
-        for start in range(0, len(own), _MIXED_ROWS):
-            rows = slice(start, start + _MIXED_ROWS)
-            mixed, theirs = own[rows], received[rows]
-            difference = torch.sub(theirs, mixed, out=scratch[: len(mixed)])
-            for row, size in tails:
-                if start <= row < start + len(mixed):
-                    difference[row - start, size:] = 0
-            norm = math.hypot(norm, float(torch.linalg.vector_norm(difference)))
-            mixed.lerp_(theirs, weight if isinstance(weight, float) else weight[rows])
-        rms = norm / math.sqrt(max(1, plan.numel))
-        if math.isfinite(rms) and (max_rms is None or rms <= max_rms):
+        rms = mix(self.space, plan, own, received, weight)
+        if is_within(rms, max_rms):
             self.scatter(plan, own)
         return rms
 
@@ -265,3 +275,35 @@ def _tail(tensor: torch.Tensor) -> torch.Tensor:
 def rms_of(rows: torch.Tensor, plan: BlockPlan) -> float:
     """Root mean square of (n, 64) values whose padding is zero."""
     return float(torch.linalg.vector_norm(rows)) / math.sqrt(max(1, plan.numel))
+
+
+@torch.no_grad()
+def mix(
+    space: IndexSpace, plan: BlockPlan, own: torch.Tensor, received: torch.Tensor, weight: float | torch.Tensor
+) -> float:
+    """Mix blocks in memory, as `ParameterView.mix_clipped` does: own += weight · (received - own).
+
+    Args:
+        own: (n, 64) float32 CPU, the plan's blocks; changed in place.
+        received, weight: as there.
+
+    Returns:
+        rms(received - own) over the parameters in the plan, before.
+    """
+    tails = [(p.rows.start, space.numels[p.tensor] % BLOCK) for p in plan.pieces if p.is_tail]
+    scratch, norm = torch.empty(min(len(own), _MIXED_ROWS), BLOCK), 0.0
+    for start in range(0, len(own), _MIXED_ROWS):
+        rows = slice(start, start + _MIXED_ROWS)
+        mixed, theirs = own[rows], received[rows]
+        difference = torch.sub(theirs, mixed, out=scratch[: len(mixed)])
+        for row, size in tails:
+            if start <= row < start + len(mixed):
+                difference[row - start, size:] = 0
+        norm = math.hypot(norm, float(torch.linalg.vector_norm(difference)))
+        mixed.lerp_(theirs, weight if isinstance(weight, float) else weight[rows])
+    return norm / math.sqrt(max(1, plan.numel))
+
+
+def is_within(rms: float, max_rms: float | None) -> bool:
+    """Whether a difference is finite and not above the limit (None: any finite one)."""
+    return math.isfinite(rms) and (max_rms is None or rms <= max_rms)

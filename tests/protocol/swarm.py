@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import trio
 
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
@@ -137,7 +137,7 @@ class Swarm:
         run = run or self.run
         rng = random.Random(self._rng.randrange(2**31))
         exchange = Exchange(
-            IndexSpace(self.shapes), tensors, run, clock=trio.current_time, post=lambda work: work(),
+            ParameterView(IndexSpace(self.shapes), tensors), run, clock=trio.current_time, post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1
         incarnation = f"{peer_id}.{self._incarnations}"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
 from p2ptrain.protocol.exchange import inbox
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
@@ -40,7 +40,9 @@ class Bench:
         self.now = 100.0
         self.posted: list[Callable[[], object]] = []
         run = RunConfig(fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps)
-        self.exchange = Exchange(SPACE, self.tensors, run, clock=lambda: self.now, post=self.posted.append)
+        self.exchange = Exchange(
+            ParameterView(SPACE, self.tensors), run, clock=lambda: self.now, post=self.posted.append
+        )
         self.exchange.epoch = Epoch("L", 3)
 
     def step(self, samples: int = 16, *, took_s: float = STEP_S):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Landing, PushPlan, Snapshot, SnapshotWanted
 from p2ptrain.settings.config import RunConfig
@@ -37,7 +37,7 @@ class Sides:
         ticks = itertools.count()
         run = RunConfig(fragment_fraction=0.5, sync_every=SYNC_EVERY, total_steps=0)
         self.exchange = Exchange(
-            SPACE, [torch.zeros(2, 64)], run, clock=lambda: 0.01 * next(ticks), post=self.posts.append
+            ParameterView(SPACE, [torch.zeros(2, 64)]), run, clock=lambda: 0.01 * next(ticks), post=self.posts.append
         )
         self.exchange.epoch = Epoch("L", 0)
         self.failure: BaseException | None = None

@@ -21,7 +21,7 @@ import trio
 
 from p2ptrain.algorithms.codec import codec
 from p2ptrain.algorithms.fragments import Walk
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.topology import TOPOLOGIES
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
@@ -74,7 +74,7 @@ class Peer:
         generator = torch.Generator().manual_seed(seed)
         self.tensors = [torch.randn(shape, generator=generator) for _, shape in shapes]
         self.exchange = Exchange(
-            IndexSpace(shapes), self.tensors, run,
+            ParameterView(IndexSpace(shapes), self.tensors), run,
             clock=trio.current_time, post=lambda work: work(), cpu_clock=cpu_clock,
         )  # fmt: skip
         self.exchange.epoch = Epoch("L", 3)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import trio
 
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.protocol.event_log.event_log import EventLog
@@ -54,7 +54,9 @@ class ThreadedPeer:
         self.told_in: set[str] = set()
         self.error: BaseException | None = None
         self.done = threading.Event()
-        self.exchange = Exchange(IndexSpace(SHAPES), self.tensors, RUN, clock=time.monotonic, post=thread.post)
+        self.exchange = Exchange(
+            ParameterView(IndexSpace(SHAPES), self.tensors), RUN, clock=time.monotonic, post=thread.post
+        )
         limiter, transport = trio.CapacityLimiter(1), network.transport(name)
 
         async def compute(work: Callable[..., Any], /, *args: Any) -> Any:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from p2ptrain.algorithms.fragments import Walk
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, rms_of
+from p2ptrain.algorithms.indexspace import WeightView, rms_of
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
@@ -42,9 +42,8 @@ class Exchange:
     """Connects a model's parameters to a node.
 
     Args:
-        space: index space of `tensors`.
-        tensors: the live trainable parameters; changed in place, inside `step()` only.
-        averaged: what rounds average: `tensors` and the inner optimizer's moments; None: only `tensors`.
+        view: of the live trainable parameters, which are changed in place, inside `step()` only.
+        averaged: what rounds average: the parameters and the inner optimizer's moments; None: only the parameters.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
         cpu_clock: CPU seconds of the thread that calls it; simulations leave it out, and gossip costs nothing there.
@@ -64,8 +63,7 @@ class Exchange:
 
     def __init__(
         self,
-        space: IndexSpace,
-        tensors: Sequence[torch.Tensor],
+        view: WeightView,
         run: RunConfig,
         *,
         averaged: MomentView | None = None,
@@ -73,9 +71,9 @@ class Exchange:
         post: Callable[[Callable[[], object]], None],
         cpu_clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.space = space
-        self.view = ParameterView(space, tensors)
-        self.averaged: ParameterView | MomentView = averaged or self.view
+        self.space = view.space
+        self.view = view
+        self.averaged: WeightView | MomentView = averaged or view
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False

@@ -212,9 +212,8 @@ def join(
                 "model is a DistributedDataParallel: give process_group=, or the model inside it, model.module"
             )
         model = model.module
-    ModelParts(model)
 
-    def enter() -> Peer:
+    def enter(ours: torch.nn.Module | ModelParts) -> Peer:
         with ExitStack() as failing:
             sinks = [] if prometheus is None else [failing.enter_context(closing(PrometheusSink(str(prometheus))))]
             show = None if dashboard is None else _take_port(str(dashboard), failing)
@@ -242,7 +241,7 @@ def join(
             if found is None and total_steps is None:
                 run = dataclasses.replace(run, total_steps=0)
             peer = session.enter(
-                model, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
+                ours, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
                 resume_state=resume, on_status=on_status,
             )  # fmt: skip
             failing.callback(peer.leave, "could not join")
@@ -252,9 +251,10 @@ def join(
             peer.on_leave(failing.pop_all().close)  # from here on the peer closes them
         return peer
 
-    if process_group is None:
-        return enter()
-    return GroupPeer(model, process_group, enter, device=device_of(process_group, model))
+    if process_group is not None:
+        return GroupPeer(model, process_group, enter, device=device_of(process_group, model))
+    ModelParts(model)
+    return enter(model)
 
 
 def _take_port(endpoint: str, stack: ExitStack) -> Callable[[Peer], str]:

@@ -69,7 +69,7 @@ class FakePeer:
     def on_leave(self, action: Callable[[], None]) -> None:
         pass
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, *, landing: bool = True) -> None:
         self.left = self.left or reason
 
     def state_dict(self) -> dict[str, Any]:

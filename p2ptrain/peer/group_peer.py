@@ -1,8 +1,11 @@
 """One peer that consists of several processes: a process group, such as the GPUs of one machine.
 
-Only rank 0 is on the network; it holds the `Peer`. DistributedDataParallel or a similar wrapper keeps the weights of
-all ranks equal between exchanges. After each exchange rank 0 sends the other ranks what has changed: the blocks of
-merged fragments, O(pN), or all weights after a round. The run sees one peer, with the samples of all ranks.
+Only rank 0 is on the network; it holds the `Peer`. The run sees one peer, with the samples of all ranks.
+
+If each rank has the whole model, DistributedDataParallel or a similar wrapper keeps the weights of all ranks equal
+between exchanges. After each exchange rank 0 sends the other ranks what has changed: the blocks of merged fragments,
+O(pN), or all weights after a round. If FSDP2 has sharded the model, the other ranks read and write their shards for
+rank 0 during the exchange (`sharded_view.py`).
 
 Every method documented with "all ranks" is collective: all ranks must call it, and it waits for the other ranks, at
 most as long as the timeout of the process group.
@@ -13,20 +16,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import ProcessGroup
+from p2ptrain.peer.sharded_view import ShardedView
 from p2ptrain.peer.step_values import plain_loss, plain_samples
 from p2ptrain.protocol.exchange.types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
+
+T = TypeVar("T")
 
 # While rank 0 waits for a round, it tells the other ranks so at this interval: well below any group's timeout.
 TELL_EVERY_S = 1.0
@@ -56,35 +61,40 @@ class GroupPeer:
     failure: Exception | None
 
     def __init__(
-        self, model: torch.nn.Module, group: dist.ProcessGroup, enter: Callable[[], Peer], *, device: torch.device
+        self,
+        model: torch.nn.Module,
+        group: dist.ProcessGroup,
+        enter: Callable[[ModelParts], Peer],
+        *,
+        device: torch.device,
     ) -> None:
         """All ranks: join the run, and download its weights and buffers. Blocks as long as `enter` on rank 0.
 
         Args:
-            model: the same on each rank.
+            model: the same on each rank, or sharded over the ranks by `fully_shard`.
             group: its rank 0 is on the network.
-            enter: joins the run with `model`; called on rank 0.
+            enter: joins the run with the parts of `model`; called on rank 0.
             device: device of the tensors that the group's backend transfers.
 
         Raises:
-            ConfigError: `enter` raised it on rank 0 (then all ranks raise it), or this rank's model differs.
+            ConfigError: on all ranks, if the model of one of them cannot be trained or is not that of rank 0, or if
+                `enter` raises it on rank 0.
             PeerLostError: as `step`.
         """
         self.rank, self.size = group.rank(), group.size()
         self.peer: Peer | None = None
         self._ranks = ProcessGroup(group, device)
-        self._parts = ModelParts(model)
-        self._view = ParameterView(self._parts.space, self._parts.tensors)
+        self._parts = ModelParts(model, self._ranks)
+        view = self._parts.view
+        self._sharded = view if isinstance(view, ShardedView) else None
         try:
-            settled = self._ranks.tell(self._enter(enter) if self.rank == 0 else {})
+            settled = self._ranks.tell(self._on_rank_0(lambda: self._enter(enter), {}))
             if "refused" in settled:
                 raise (RunMismatchError if settled["mismatch"] else ConfigError)(settled["refused"])
             self.run = RunConfig.from_dict(settled["run"])
             self.peer_id: str = settled["peer_id"]
             self.maddrs: list[str] = settled["maddrs"]
             self.data_seed = self.run.data_seed(f"{self.peer_id}/{self.rank}" if self.rank else self.peer_id)
-            if self.run.model_layout != self._parts.layout_sha256:
-                raise ConfigError(f"the model of rank {self.rank} is not that of rank 0: build the same on all ranks")
             self._parts.load_buffers(self._ranks.tell_bytes(self._parts.buffers()))
             self._follow(StepReport(), Changes(everything=True))
         except BaseException as error:
@@ -95,10 +105,12 @@ class GroupPeer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.leave("done" if kind is None else kind.__name__)
-        if kind is None:
-            self._follow(StepReport())
-            self._ranks.settle()
+        if kind is not None:
+            self.leave(kind.__name__)
+            return
+        self._on_rank_0(lambda: self._peer.leave("done"), None)
+        self._follow(StepReport())
+        self._ranks.settle()
 
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
         """All ranks: exchange with the other peers; call it once after every optimizer step.
@@ -130,23 +142,24 @@ class GroupPeer:
         if refusals:
             raise ConfigError(refused or "another rank of this process group has refused its step(): see its error")
         number = plain_samples(int(total))
-        report = StepReport()
-        if self.peer is not None:
-            report = self.peer.step(total_loss / losses if losses else None, number)
-        report = self._follow(report)
+        loss = total_loss / losses if losses else None
+        report = self._follow(self._on_rank_0(lambda: self._peer.step(loss, number), StepReport()))
         return dataclasses.replace(report, exchange_s=time.monotonic() - start)
 
     def wait_finished(self, timeout_s: float) -> bool:
         """All ranks: after the last step, wait for the run's last round. Returns False if it has not landed in time."""
         deadline = time.monotonic() + timeout_s
+
+        def wait() -> bool:
+            left_s = deadline - time.monotonic()
+            finished = self._peer.wait_finished(min(left_s, TELL_EVERY_S))
+            return not finished and left_s > TELL_EVERY_S and self._peer.failure is None
+
         waiting = True
         while waiting:
-            if self.peer is not None:
-                left_s = deadline - time.monotonic()
-                finished = self.peer.wait_finished(min(left_s, TELL_EVERY_S))
-                waiting = not finished and left_s > TELL_EVERY_S and self.peer.failure is None
+            waits = self._on_rank_0(wait, True)
             self._follow(StepReport())
-            waiting = bool(self._ranks.tell({"waiting": waiting})["waiting"])
+            waiting = bool(self._ranks.tell({"waiting": waits})["waiting"])
         return self.finished
 
     def record(self, event: str, /, **fields: Any) -> None:
@@ -160,12 +173,18 @@ class GroupPeer:
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """All ranks: `Peer.load_state_dict` with the state given on rank 0. Waits until it is in force."""
-        taken = self._ranks.tell({"taken": self.peer is not None and self.peer.load_state_dict(state)})["taken"]
+        taken = self._on_rank_0(lambda: self._peer.load_state_dict(state), False)
+        taken = bool(self._ranks.tell({"taken": taken})["taken"])
         self._follow(StepReport())
-        return bool(taken)
+        return taken
 
     def anchor_state_dict(self) -> dict[str, torch.Tensor]:
-        """All ranks: the weights of the last round by parameter name, as float32 CPU tensors."""
+        """All ranks: the weights of the last round by parameter name, as float32 CPU tensors.
+
+        Of a sharded model, rank 0 returns the whole parameters, and the other ranks an empty dictionary.
+        """
+        if self._sharded is not None:
+            return {} if self.peer is None else self.peer.anchor_state_dict()
         flat = torch.zeros(self._parts.space.num_blocks, BLOCK)
         if self.peer is not None:
             anchor = self.peer.anchor_state_dict()
@@ -175,19 +194,44 @@ class GroupPeer:
         return self._parts.unflatten(flat)
 
     def leave(self, reason: str = "done") -> None:
-        """On rank 0, tell the other peers and end the network side; does nothing on the other ranks."""
-        if self.peer is not None:
-            self.peer.leave(reason)
+        """On rank 0, tell the other peers and end the network side; does nothing on the other ranks.
 
-    def _enter(self, enter: Callable[[], Peer]) -> dict[str, Any]:
+        A round that is being committed no longer changes a sharded model: that would take all ranks. At the end of the
+        `with` block it does.
+        """
+        if self.peer is not None:
+            self.peer.leave(reason, landing=self._sharded is None)
+
+    @property
+    def _peer(self) -> Peer:
+        assert self.peer is not None, "on rank 0 only"
+        return self.peer
+
+    def _on_rank_0(self, call: Callable[[], T], otherwise: T) -> T:
+        """All ranks: make a call on rank 0 that may change the weights. The others return `otherwise`.
+
+        Meanwhile the other ranks of a sharded model do their share.
+        """
+        self._parts.reshard()
+        if self.rank == 0:
+            result = call()
+            if self._sharded is not None:
+                self._sharded.end()
+            return result
+        if self._sharded is not None:
+            self._sharded.serve()
+        return otherwise
+
+    def _enter(self, enter: Callable[[ModelParts], Peer]) -> dict[str, Any]:
         try:
-            self.peer = peer = enter()
+            self.peer = peer = enter(self._parts)
         except ConfigError as error:
             return {"refused": str(error), "mismatch": isinstance(error, RunMismatchError)}
         return {"run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs}
 
     def _follow(self, report: StepReport, changes: Changes | None = None) -> StepReport:
-        """Give all ranks the report and the status of rank 0, and copy the weights that have changed there.
+        """Give all ranks the report and the status of rank 0, and copy the weights that have changed there, unless
+        the model is sharded: then all ranks have changed theirs.
 
         Args:
             report: the report of rank 0; ignored on the other ranks.
@@ -207,7 +251,9 @@ class GroupPeer:
         for name in _POSITION:
             setattr(self, name, message["position"][name])
         self.failure = None if message["failure"] is None else PeerLostError(message["failure"])
-        if message["everything"]:
+        if self._sharded is not None:
+            pass
+        elif message["everything"]:
             for tensor in self._parts.tensors:
                 self._ranks.copy(tensor)
         elif message["blocks"]:
@@ -221,7 +267,7 @@ class GroupPeer:
         """Copy blocks of weights from rank 0. `blocks`: (n,) int64 block numbers; rank 0's are used."""
         self._ranks.copy(blocks)
         plan = self._parts.space.plan(blocks.numpy())
-        values = self._view.gather(plan)
+        values = self._parts.view.gather(plan)
         self._ranks.copy(values)
         if self.peer is None:
-            self._view.scatter(plan, values)
+            self._parts.view.scatter(plan, values)

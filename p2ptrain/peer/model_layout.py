@@ -7,9 +7,13 @@ import hashlib
 import safetensors.torch
 import torch
 
+from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.peer.process_group import ProcessGroup
+from p2ptrain.peer.sharded_view import ShardedView
+from p2ptrain.peer.sharding import check_sharding, frozen_values, fsdp_modules, is_sharded, local_of
 from p2ptrain.settings.config import RunConfig
 
 
@@ -20,37 +24,65 @@ class ModelParts:
     must be equal on all peers: their values are part of the layout hash. Persistent buffers (such as running means)
     stay local; a joiner downloads them from a member. The storage of tensors is never replaced.
 
-    Raises ConfigError if there is nothing to train, if a trainable parameter is not of a floating-point type, or if a
-    tensor has no values yet.
+    Parameters that FSDP2 has sharded are supported in a process group. The layout is that of the whole parameters, so
+    that peers which shard and peers which do not train in one run.
+
+    Attributes:
+        parameters: the trainable parameters.
+        tensors: their values, or the part of them that this rank holds.
+        space: index space of the whole parameters.
+        view: reads and writes them.
+        layout_sha256: hash of names, shapes, types and frozen values.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"model = {type(model).__name__}: must be a torch.nn.Module")
-        for name, parameter in model.named_parameters():
-            _check_has_values("parameter", name, parameter)
-        for name, buffer in model.named_buffers():
-            _check_has_values("buffer", name, buffer)
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if not trainable:
-            raise ConfigError("the model has no parameter with requires_grad=True: there is nothing to train")
-        for name, parameter in trainable.items():
-            if not parameter.is_floating_point():
-                raise ConfigError(
-                    f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
-                )
+    def __init__(self, model: torch.nn.Module, ranks: ProcessGroup | None = None) -> None:
+        """All ranks, if `ranks` are given: the processes of this peer, which have the same model.
+
+        Raises ConfigError if there is nothing to train, if a trainable parameter is not of a floating-point type, if a
+        tensor has no values yet, or if the sharding is not supported. On all ranks, if one of them refuses.
+        """
+        self._fsdp_modules = fsdp_modules(model) if isinstance(model, torch.nn.Module) else []
+        self.reshard()
+        refused = ""
+        try:
+            trainable = _checked(model, ranks)
+        except ConfigError as error:
+            if ranks is None:
+                raise
+            refused = str(error)
+        if ranks is not None:
+            ranks.agree(refused, "join()")
+            _check_same(_shapes_sha256(model), ranks)
         self._model = model
         self.parameters = list(trainable.values())
-        self.tensors = [parameter.data for parameter in self.parameters]
+        self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
-        self.layout_sha256 = _layout_sha256(model)
+        self.is_sharded = is_sharded(self.parameters[0])
+        self.view: ParameterView | ShardedView
+        if self.is_sharded:
+            assert ranks is not None
+            self.view = ShardedView(self.space, [len(p) for p in self.parameters], self.tensors, ranks)
+        else:
+            self.view = ParameterView(self.space, self.tensors)
+        self.layout_sha256 = _layout_sha256(model, ranks)
+        if ranks is not None and self.is_sharded:
+            self.layout_sha256 = ranks.tell({"sha256": self.layout_sha256})["sha256"]
+        elif ranks is not None:
+            _check_same(self.layout_sha256, ranks)
         persistent = model.state_dict().keys()
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
+    def reshard(self) -> None:
+        """Drop the whole parameters that FSDP2 keeps after a forward pass without a backward pass: they would be used
+        in the next one, although the shards have changed."""
+        for module in self._fsdp_modules:
+            module.reshard()
+
     def check_in_place(self) -> None:
         """Raise ConfigError if the parameters have moved since, as the exchange would no longer change the model."""
+        self.reshard()
         try:
-            now = self._model.get_parameter(self.space.names[0]).data_ptr()
+            now = local_of(self._model.get_parameter(self.space.names[0])).data_ptr()
         except AttributeError:
             now = -1
         if now != self.tensors[0].data_ptr():
@@ -91,8 +123,31 @@ class ModelParts:
 
     def unflatten(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of a (num_blocks, 64) float32 vector by parameter name, in the shapes of the parameters."""
-        sections = ParameterView(self.space, self.tensors).sections(flat)
-        return {name: values for name, (_, values, _) in zip(self.space.names, sections, strict=True)}
+        line, starts = flat.view(-1), (self.space.tensor_starts * BLOCK).tolist()
+        return {
+            name: line[start : start + parameter.numel()].view(parameter.shape)
+            for name, parameter, start in zip(self.space.names, self.parameters, starts, strict=False)
+        }
+
+
+def _checked(model: torch.nn.Module, ranks: ProcessGroup | None) -> dict[str, torch.nn.Parameter]:
+    """Return the trainable parameters by name. Raises ConfigError as `ModelParts`."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model = {type(model).__name__}: must be a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        _check_has_values("parameter", name, parameter)
+    for name, buffer in model.named_buffers():
+        _check_has_values("buffer", name, buffer)
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ConfigError("the model has no parameter with requires_grad=True: there is nothing to train")
+    for name, parameter in trainable.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter {name} is of type {parameter.dtype}: only floating-point types can be averaged"
+            )
+    check_sharding(model, ranks)
+    return trainable
 
 
 def _check_has_values(kind: str, name: str, tensor: torch.Tensor) -> None:
@@ -102,11 +157,28 @@ def _check_has_values(kind: str, name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(f"{kind} {name} is on the meta device: materialise the model before joining")
 
 
-def _layout_sha256(model: torch.nn.Module) -> str:
+def _check_same(sha256: str, ranks: ProcessGroup) -> None:
+    """All ranks: raise ConfigError on all of them unless they have the same hash."""
+    same = ranks.tell({"sha256": sha256})["sha256"] == sha256
+    refused = f"the model of rank {ranks.rank} is not that of rank 0: build the same on all ranks"
+    ranks.agree("" if same else refused, "join()")
+
+
+def _shapes_sha256(model: torch.nn.Module) -> str:
+    lines = [f"{_header(name, parameter)}{is_sharded(parameter)}" for name, parameter in model.named_parameters()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _layout_sha256(model: torch.nn.Module, ranks: ProcessGroup | None) -> str:
+    """All ranks, if parameters are sharded: then only that of rank 0 is right, which gets all frozen values."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n".encode())
+        digest.update(_header(name, parameter).encode())
         if not parameter.requires_grad:
-            raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest.update(raw.numpy().tobytes())
+            for part in frozen_values(parameter, ranks):
+                digest.update(part.numpy().tobytes())
     return digest.hexdigest()
+
+
+def _header(name: str, parameter: torch.nn.Parameter) -> str:
+    return f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}\n"

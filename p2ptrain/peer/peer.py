@@ -66,7 +66,7 @@ class Peer:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        parts: ModelParts,
         run: RunConfig,
         optimizer: torch.optim.Optimizer | None,
         network: Network,
@@ -84,7 +84,7 @@ class Peer:
         tokenizer: bytes,
         on_status: Callable[[str], None],
     ) -> None:
-        self._parts = ModelParts(model)
+        self._parts = parts
         self.run = _with_layout(run, self._parts.layout_sha256)
         self.peer_id = network.peer_id
         self.data_seed = run.data_seed(self.peer_id)
@@ -103,7 +103,7 @@ class Peer:
         self._ended = threading.Event()
         averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
-            self._parts.space, self._parts.tensors, self.run, averaged=averaged, clock=time.monotonic, post=thread.post,
+            self._parts.view, self.run, averaged=averaged, clock=time.monotonic, post=thread.post,
             cpu_clock=time.thread_time,
         )  # fmt: skip
         self.record(
@@ -323,10 +323,14 @@ class Peer:
         """Call `action` after this peer has left; `p2ptrain.join` closes its network with it."""
         self._on_leave = action
 
-    def leave(self, reason: str = "done") -> None:
+    def leave(self, reason: str = "done", *, landing: bool = True) -> None:
         """Tell the other peers, end the network side, close the records. May be called twice.
 
         Takes below 10 s, and up to 10 s more after the run's last round, if linked peers have not landed it.
+
+        Args:
+            reason: for the records of all peers.
+            landing: let a round that is being committed change the weights; False leaves them as they are.
         """
         if self._left:
             return
@@ -337,10 +341,11 @@ class Peer:
                 with contextlib.suppress(RuntimeError, TimeoutError):
                     self._thread.run(self._runner.node.stay, timeout_s=STAY_S + 1.0)
             self._thread.post(lambda: self._runner.node.leave(reason))
-            self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0)
+            idle = self._exchange.idle if landing else (lambda: None)
+            self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0, idle)
             self._thread.post(self._scope.cancel)
             self._ended.wait(5.0)
-            self._exchange.idle()
+            idle()
         self.record("stop", reason=reason)
         self._records.close()
         try:
@@ -348,14 +353,14 @@ class Peer:
         except Exception as error:
             self._errors.note("calling the action of on_leave", error)
 
-    def _land_the_last(self, at_least_s: float) -> None:
+    def _land_the_last(self, at_least_s: float, idle: Callable[[], object]) -> None:
         """Wait until the Leave is sent and a round that is being committed has landed."""
         began_s = time.monotonic()
         while not self._ended.wait(0.01):
             waited_s = time.monotonic() - began_s
             if waited_s > (LANDING_S if self._runner.node.engine.committer.resolving else at_least_s):
                 break
-            self._exchange.idle()
+            idle()
 
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)

@@ -13,19 +13,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from p2ptrain.errors import PeerLostError
+from p2ptrain.errors import ConfigError, PeerLostError
 
 # The group's threads release a tensor within a millisecond, on a busy machine later.
 SETTLE_TIMEOUT_S, SETTLE_POLL_S = 5.0, 0.001
 
 
 class ProcessGroup:
-    """Collectives over the ranks of a group: all ranks must call them. They raise PeerLostError if a rank is lost."""
+    """Collectives over the ranks of a group: all ranks must call them. They raise PeerLostError if a rank is lost.
+
+    Attributes:
+        rank, size: number of this process in the group, and number of processes.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.size = group.rank(), group.size()
         self._group = group
         self._device = device
         self._held: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of torch.distributed that form the group, in order."""
+        return dist.get_process_group_ranks(self._group)
+
+    def agree(self, refused: str, call: str) -> None:
+        """Raise ConfigError on all ranks if `refused`, the reason to refuse `call`, is not empty on one of them."""
+        if self.total(float(bool(refused)))[0]:
+            raise ConfigError(refused or f"another rank of this process group has refused its {call}: see its error")
 
     def total(self, *numbers: float) -> list[float]:
         """Return the sum of each number over all ranks."""
@@ -49,6 +64,20 @@ class ProcessGroup:
         carried = tensor.to(self._device).contiguous()
         with self._lost_ranks_told():
             self._group.broadcast(self._carried(carried), 0).wait()
+            if carried is not tensor:
+                tensor.copy_(carried)
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send the values of a tensor to one rank, which must call `receive`. Not a collective."""
+        with self._lost_ranks_told():
+            carried = tensor.detach().to(self._device).contiguous()
+            self._group.send([self._carried(carried)], rank, 0).wait()
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Set the values of a contiguous tensor to those that a rank sends, of the same type and size."""
+        with self._lost_ranks_told():
+            carried = tensor if tensor.device == self._device else torch.empty_like(tensor, device=self._device)
+            self._group.recv([self._carried(carried)], rank, 0).wait()
             if carried is not tensor:
                 tensor.copy_(carried)
 

@@ -20,6 +20,7 @@ from p2ptrain.network.addresses import by_peer_id
 from p2ptrain.network.bootstrap import ways_in
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
@@ -162,7 +163,7 @@ class NetworkSession:
 
     def enter(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | ModelParts,
         run: RunConfig,
         *,
         optimizer: torch.optim.Optimizer | None = None,
@@ -175,7 +176,7 @@ class NetworkSession:
         """Join or start a run with a model. Blocks until the model has the run's state (as long as the download).
 
         Args:
-            model, optimizer, metrics, on_status: as for `p2ptrain.join`.
+            model, optimizer, metrics, on_status: as for `p2ptrain.join`; a process group passes its `ModelParts`.
             run: the run's settings; if `model_layout` is empty, it is filled in from the model.
             sinks: receive the events of this peer too; closed when it leaves.
             resume_state: the `Peer.state_dict()` of before a restart, or None.
@@ -188,8 +189,9 @@ class NetworkSession:
         files = [MetricsFile(metrics)] if metrics is not None else []
         records = Sinks([*files, *sinks])
         try:
+            parts = model if isinstance(model, ModelParts) else ModelParts(model)
             return Peer(
-                model, run, optimizer, self.network, self._thread, records,
+                parts, run, optimizer, self.network, self._thread, records,
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
                 peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget * usable_cores(),
                 chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,

@@ -53,9 +53,7 @@ class SimulatedPeer:
         seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
         averaged = parts.averaged(run, self.trainer.optimizer.adamw)
-        self._exchange = Exchange(
-            parts.space, parts.tensors, run, averaged=averaged, clock=trio.current_time, post=_at_once
-        )
+        self._exchange = Exchange(parts.view, run, averaged=averaged, clock=trio.current_time, post=_at_once)
         self._exchange.shard_tokens = shard_tokens
         name = f"{self.peer_id}.{incarnation}"
         losses = random.Random(f"weather/{experiment.seed}/{name}")

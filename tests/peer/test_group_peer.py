@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +18,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.exchange.types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
 from tests.fakes import FakePeer
-
-T = TypeVar("T")
+from tests.peer.ranks import on_all_ranks
 
 CPU = torch.device("cpu")
 SIZE = 3
@@ -72,18 +68,6 @@ class Swarm(FakePeer):
         return changes
 
 
-def on_all_ranks(work: Callable[[int, dist.ProcessGroup], T], timeout_s: float = 60) -> list[T]:
-    """Run `work` for each rank in a thread of its own, and return the results."""
-    store = dist.HashStore()
-
-    def run(rank: int) -> T:
-        group: Any = dist.ProcessGroupGloo(store, rank, SIZE, datetime.timedelta(seconds=timeout_s))
-        return work(rank, group)
-
-    with ThreadPoolExecutor(SIZE) as pool:
-        return [future.result() for future in [pool.submit(run, rank) for rank in range(SIZE)]]
-
-
 def values_of(model: nn.Module) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in model.state_dict().values()]
 
@@ -97,7 +81,7 @@ def test_joining_gives_all_ranks_the_weights_and_buffers_of_rank_0_and_data_of_t
         model = new_model(rank)
         model[1].running_mean += rank + 1
         model[1].num_batches_tracked += rank
-        with GroupPeer(model, group, lambda: Swarm(model), device=CPU) as group_peer:
+        with GroupPeer(model, group, lambda parts: Swarm(model), device=CPU) as group_peer:
             assert group_peer.rank == rank
             assert group_peer.size == SIZE
             assert (group_peer.peer is not None) == (rank == 0)
@@ -122,7 +106,7 @@ def test_joining_gives_all_ranks_the_weights_and_buffers_of_rank_0_and_data_of_t
 def test_what_the_swarm_changes_reaches_every_rank_and_nothing_else_is_touched(plan: list[str]) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[StepReport], int]:
         model = new_model(0)
-        with GroupPeer(model, group, lambda: Swarm(model, *plan), device=CPU) as group_peer:
+        with GroupPeer(model, group, lambda parts: Swarm(model, *plan), device=CPU) as group_peer:
             if "round" not in plan:
                 model[0].weight.data[2] = rank  # block 2: it is not in a fragment, so it is not copied
             reports = [group_peer.step(samples=1) for _ in plan]
@@ -147,7 +131,7 @@ def test_samples_are_summed_and_losses_averaged() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> Swarm | None:
         model = new_model(0)
         peer = Swarm(model, "nothing", "nothing")
-        with GroupPeer(model, group, lambda: peer, device=CPU) as group_peer:
+        with GroupPeer(model, group, lambda parts: peer, device=CPU) as group_peer:
             group_peer.step(loss=float(rank), samples=10 + rank)
             group_peer.step()
         return peer if rank == 0 else None
@@ -169,7 +153,7 @@ def test_a_step_that_one_rank_refuses_is_refused_on_all(given: dict[str, Any], r
     def work(rank: int, group: dist.ProcessGroup) -> Swarm:
         model = new_model(0)
         peer = Swarm(model, "nothing")
-        with GroupPeer(model, group, lambda: peer, device=CPU) as group_peer:
+        with GroupPeer(model, group, lambda parts: peer, device=CPU) as group_peer:
             with pytest.raises(ConfigError, match=refused if rank == 1 else others):
                 group_peer.step(**{"samples": 1, **(given if rank == 1 else {})})
             group_peer.step(samples=1)
@@ -180,7 +164,7 @@ def test_a_step_that_one_rank_refuses_is_refused_on_all(given: dict[str, Any], r
 
 @pytest.mark.parametrize("kind", [ConfigError, RunMismatchError])
 def test_when_rank_0_cannot_join_all_ranks_say_why(kind: type[ConfigError]) -> None:
-    def refuse() -> p2ptrain.Peer:
+    def refuse(parts: ModelParts) -> p2ptrain.Peer:
         raise kind("no such peer")
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
@@ -190,18 +174,17 @@ def test_when_rank_0_cannot_join_all_ranks_say_why(kind: type[ConfigError]) -> N
     on_all_ranks(work)
 
 
-def test_a_rank_with_another_model_is_refused_and_the_others_do_not_hang() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[str, bool]:
+def test_a_rank_with_another_model_is_refused_on_all() -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> str:
         model = nn.Linear(2, 2) if rank == 1 else new_model(0)
-        try:
-            GroupPeer(model, group, lambda: Swarm(model), device=CPU)
-        except (ConfigError, PeerLostError) as error:  # kept nowhere: its traceback would keep the group alive
-            return str(error), isinstance(error, PeerLostError)
-        pytest.fail("it was not refused")
+        with pytest.raises(ConfigError) as refused:
+            GroupPeer(model, group, lambda parts: Swarm(model), device=CPU)
+        return str(refused.value)
 
     errors = on_all_ranks(work)
-    assert "the model of rank 1 is not that of rank 0" in errors[1][0]
-    assert [lost for _, lost in errors] == [True, False, True]
+    assert "the model of rank 1 is not that of rank 0" in errors[1]
+    assert "another rank of this process group has refused its join()" in errors[0]
+    assert errors[2] == errors[0]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -211,7 +194,7 @@ def test_a_lost_rank_is_reported_and_the_run_is_left(lost: int) -> None:
         peer = Swarm(model, "fragment", "fragment")
         with (
             pytest.raises((PeerLostError, LookupError)),
-            GroupPeer(model, group, lambda: peer, device=CPU) as group_peer,
+            GroupPeer(model, group, lambda parts: peer, device=CPU) as group_peer,
         ):
             group_peer.step()
             if rank == lost:
@@ -227,7 +210,7 @@ def test_a_lost_rank_is_reported_and_the_run_is_left(lost: int) -> None:
 def test_a_rank_that_hangs_is_given_up_after_the_timeout_of_the_group() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = new_model(0)
-        group_peer = GroupPeer(model, group, lambda: Swarm(model, "nothing"), device=CPU)
+        group_peer = GroupPeer(model, group, lambda parts: Swarm(model, "nothing"), device=CPU)
         if rank != 1:
             with pytest.raises(PeerLostError, match="waited longer than the group's timeout"):
                 group_peer.step()
@@ -240,7 +223,7 @@ def test_the_end_of_the_run_and_states_are_the_same_on_all_ranks() -> None:
         model = new_model(0)
         peer = Swarm(model, "nothing", "nothing")
         peer.run = RunConfig(model_layout=ModelParts(model).layout_sha256, total_steps=2)
-        with GroupPeer(model, group, lambda: peer, device=CPU) as group_peer:
+        with GroupPeer(model, group, lambda parts: peer, device=CPU) as group_peer:
             assert not group_peer.wait_finished(0)
             group_peer.step()
             group_peer.step()
@@ -254,7 +237,7 @@ def test_the_end_of_the_run_and_states_are_the_same_on_all_ranks() -> None:
 def test_a_model_that_is_moved_after_joining_is_noticed() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = new_model(0)
-        group_peer = GroupPeer(model, group, lambda: Swarm(model), device=CPU)
+        group_peer = GroupPeer(model, group, lambda parts: Swarm(model), device=CPU)
         model.double().float()
         with pytest.raises(ConfigError, match="was moved after it had joined"):
             group_peer.step()

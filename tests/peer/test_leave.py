@@ -11,6 +11,7 @@ import torch
 
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import Sinks
 from p2ptrain.protocol.state_sync.provenance import NO_PINS
@@ -30,7 +31,7 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
     others = set(threading.enumerate())
     try:
         peer = Peer(
-            torch.nn.Linear(4, 4), RunConfig(run_id="test"), None, network, thread, Sinks([]),
+            ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, Sinks([]),
             incarnation="a.1", may_found=True, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
             pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
         )  # fmt: skip

@@ -1,0 +1,192 @@
+"""The weights of a model that is sharded over a process group, as rank 0's exchange reads and writes them.
+
+Rank 0 calls the methods of a `WeightView`. Each sends a command to the other ranks, which meanwhile are in `serve` and
+do their share: they send the blocks that they hold, or write those that they receive. What is computed from blocks is
+computed on rank 0, by the code of a peer of one process, so the weights have the same bits.
+
+All weights at once (`read`, `write`, `add`) go parameter by parameter between each rank's shard and rank 0's buffer in
+host memory. So no device ever holds more than its shard, and one part of a parameter in transfer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+
+import torch
+
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, is_within, mix
+from p2ptrain.algorithms.shards import Held, Shard, put, take
+from p2ptrain.peer.process_group import ProcessGroup
+
+
+class Command(IntEnum):
+    """What the other ranks do next. `END`: `serve` returns."""
+
+    END = 0
+    GATHER = 1
+    SCATTER = 2
+    READ = 3
+    WRITE = 4
+    ADD = 5
+
+
+class ShardedView:
+    """The `WeightView` of sharded parameters; each rank has one.
+
+    Rank 0 may call its methods while all other ranks are in `serve`, and then calls `end`. Any thread may, one at a
+    time. Raises PeerLostError if a rank is lost.
+    """
+
+    def __init__(
+        self, space: IndexSpace, rows: Sequence[int], tensors: Sequence[torch.Tensor], ranks: ProcessGroup
+    ) -> None:
+        """
+        Args:
+            space: the flat layout of the whole parameters.
+            rows: size of the first dimension of each.
+            tensors: the rows that this rank holds of each, contiguous; changed in place.
+            ranks: all that hold parts.
+        """
+        self.space = space
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._ranks = ranks
+        self._shards = [Shard(space, rows, rank, ranks.size) for rank in range(ranks.size)]
+        self._own = self._shards[ranks.rank]
+        self._view = ParameterView(self._own.space, self._own.segments(self._tensors))
+        self._lock = threading.Lock()
+
+    def gather(self, plan: BlockPlan) -> torch.Tensor:
+        """As `ParameterView.gather`."""
+        gathered = torch.zeros(len(plan.blocks), BLOCK)
+        with self._command(Command.GATHER, plan):
+            for rank, shard in enumerate(self._shards):
+                held = shard.held(plan.blocks)
+                if rank == 0:
+                    put(held, self._view.gather(self._plan(held)), gathered)
+                elif len(held.rows):
+                    values = torch.empty(len(held.rows), BLOCK)
+                    self._ranks.receive(values, rank)
+                    put(held, values, gathered)
+        return gathered
+
+    def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None:
+        """As `ParameterView.scatter`."""
+        with self._command(Command.SCATTER, plan):
+            for rank, shard in enumerate(self._shards):
+                held = shard.held(plan.blocks)
+                if rank == 0:
+                    self._view.scatter(self._plan(held), take(held, values))
+                elif len(held.rows):
+                    self._ranks.send(take(held, values), rank)
+
+    def mix_clipped(
+        self,
+        plan: BlockPlan,
+        received: torch.Tensor,
+        weight: float | torch.Tensor,
+        max_rms: float | None,
+        own: torch.Tensor | None = None,
+    ) -> float:
+        """As `ParameterView.mix_clipped`."""
+        own = self.gather(plan) if own is None else own
+        rms = mix(self.space, plan, own, received, weight)
+        if is_within(rms, max_rms):
+            self.scatter(plan, own)
+        return rms
+
+    @torch.no_grad()
+    def read(self, out: torch.Tensor) -> None:
+        """As `ParameterView.read`."""
+        with self._command(Command.READ):
+            for tensor, parts, padding in self._sections(out):
+                parts[0].copy_(tensor.view(-1))
+                for rank, part in enumerate(parts[1:], start=1):
+                    if len(part):
+                        self._ranks.receive(part, rank)
+                padding.zero_()
+
+    def write(self, flat: torch.Tensor) -> None:
+        """As `ParameterView.write`."""
+        self._distribute(Command.WRITE, flat)
+
+    def add(self, flat: torch.Tensor) -> None:
+        """As `ParameterView.add`."""
+        self._distribute(Command.ADD, flat)
+
+    def end(self) -> None:
+        """On rank 0: let the other ranks return from `serve`."""
+        with self._command(Command.END):
+            pass
+
+    def serve(self) -> None:
+        """On the other ranks: do what rank 0 commands, until its `end`."""
+        while True:
+            header = torch.zeros(2, dtype=torch.int64)
+            self._ranks.copy(header)
+            command, blocks = Command(int(header[0])), torch.zeros(int(header[1]), dtype=torch.int64)
+            if command is Command.END:
+                return
+            if len(blocks):
+                self._ranks.copy(blocks)
+            held = self._own.held(blocks.numpy())
+            match command:
+                case Command.GATHER if len(held.rows):
+                    self._ranks.send(self._view.gather(self._plan(held)), 0)
+                case Command.SCATTER if len(held.rows):
+                    values = torch.empty(len(held.rows), BLOCK)
+                    self._ranks.receive(values, 0)
+                    self._view.scatter(self._plan(held), values)
+                case Command.READ:
+                    for tensor in self._tensors:
+                        if tensor.numel():
+                            self._ranks.send(tensor.to(torch.float32), 0)
+                case Command.WRITE | Command.ADD:
+                    for tensor in self._tensors:
+                        if tensor.numel():
+                            values = torch.empty(tensor.numel())
+                            self._ranks.receive(values, 0)
+                            _change(tensor, values, adds=command is Command.ADD)
+
+    def _distribute(self, command: Command, flat: torch.Tensor) -> None:
+        with self._command(command):
+            for tensor, parts, _ in self._sections(flat):
+                for rank, part in enumerate(parts[1:], start=1):
+                    if len(part):
+                        self._ranks.send(part, rank)
+                _change(tensor, parts[0], adds=command is Command.ADD)
+
+    def _sections(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]]:
+        """Yield rank 0's part of each parameter, with the places of all ranks' parts in `flat` and the padding."""
+        line = flat.view(-1)
+        for number, tensor in enumerate(self._tensors):
+            start, stop = (int(block) * BLOCK for block in self.space.tensor_starts[number : number + 2])
+            ranges = [shard.ranges[number] for shard in self._shards]
+            parts = [line[start + low : start + high] for low, high in ranges]
+            yield tensor, parts, line[start + self.space.numels[number] : stop]
+
+    def _plan(self, held: Held) -> BlockPlan:
+        return self._own.space.plan(held.numbers)
+
+    @contextmanager
+    def _command(self, command: Command, plan: BlockPlan | None = None) -> Iterator[None]:
+        assert self._ranks.rank == 0, "only rank 0 has an exchange"
+        with self._lock:
+            blocks = torch.zeros(0, dtype=torch.int64) if plan is None else torch.from_numpy(plan.blocks)
+            self._ranks.copy(torch.tensor([command, len(blocks)]))
+            if len(blocks):
+                self._ranks.copy(blocks)
+            yield
+
+
+@torch.no_grad()
+def _change(tensor: torch.Tensor, values: torch.Tensor, *, adds: bool) -> None:
+    """Change a shard as `ParameterView.add` or `write` changes a tensor. `values`: float32 CPU, flat."""
+    line = tensor.view(-1)
+    if adds:
+        line.add_(values.to(tensor.device))
+    else:
+        line.copy_(values)

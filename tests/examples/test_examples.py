@@ -122,6 +122,15 @@ def test_a_group_peer_that_loses_a_process_ends(swarm: Swarm) -> None:
     assert group_peer.wait() != 0
 
 
+@pytest.mark.long
+def test_a_sharded_peer_and_one_of_one_process_agree(swarm: Swarm) -> None:
+    sharded = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'fsdp_peer.py'} --steps 400 {LOOPBACK}")
+    whole = swarm.start(f"{swarm.until(lambda: line_after('others join by:', sharded))} {LOOPBACK}")
+    assert [sharded.wait(), whole.wait()] == [0, 0], swarm.report()
+    ends = [re.findall(r"step 400, norm of .*, hash \w{12}\n", peer.output) for peer in (sharded, whole)]
+    assert ends[0] == ends[1] != []
+
+
 def test_a_checkpoint_is_tuned_by_its_owner_and_by_one_who_has_none(swarm: Swarm) -> None:
     first = swarm.start(f"python {EXAMPLES / 'finetune.py'} --steps 100000 {LOOPBACK}", terminal=True)
     line = swarm.until(lambda: line_after("others join by:", first))

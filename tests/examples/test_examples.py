@@ -124,10 +124,10 @@ def test_a_group_peer_that_loses_a_process_ends(swarm: Swarm) -> None:
 
 @pytest.mark.long
 def test_a_sharded_peer_and_one_of_one_process_agree(swarm: Swarm) -> None:
-    sharded = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'fsdp_peer.py'} --steps 400 {LOOPBACK}")
+    sharded = swarm.start(f"torchrun --nproc-per-node 2 {EXAMPLES / 'fsdp_peer.py'} --steps 100 {LOOPBACK}")
     whole = swarm.start(f"{swarm.until(lambda: line_after('others join by:', sharded))} {LOOPBACK}")
     assert [sharded.wait(), whole.wait()] == [0, 0], swarm.report()
-    ends = [re.findall(r"step 400, norm of .*, hash \w{12}\n", peer.output) for peer in (sharded, whole)]
+    ends = [re.findall(r"step 100, norm of .*, hash \w{12}\n", peer.output) for peer in (sharded, whole)]
     assert ends[0] == ends[1] != []
 
 

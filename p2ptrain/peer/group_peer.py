@@ -183,11 +183,12 @@ class GroupPeer:
 
         Of a sharded model, rank 0 returns the whole parameters, and the other ranks an empty dictionary.
         """
+        anchor = {} if self.peer is None else self.peer.anchor_state_dict()
+        self._follow(StepReport())  # `anchor_hash` is of this anchor now
         if self._sharded is not None:
-            return {} if self.peer is None else self.peer.anchor_state_dict()
+            return anchor
         flat = torch.zeros(self._parts.space.num_blocks, BLOCK)
         if self.peer is not None:
-            anchor = self.peer.anchor_state_dict()
             for name, values in self._parts.unflatten(flat).items():
                 values.copy_(anchor[name])
         self._ranks.copy(flat)

@@ -224,7 +224,7 @@ def real_peers(rank: int, size: int) -> None:
         with network_peer(ModelParts(other_model), run, "b", memory, threads[0]) as peer:
             joined.set()
             loop("b", other_model, peer)
-            found["b"] = peer.anchor_hash, peer.anchor_state_dict()
+            found["b"] = peer.anchor_state_dict(), peer.anchor_hash
 
     def enter(parts: ModelParts) -> Peer:
         threads.append(NetworkThread())
@@ -236,16 +236,16 @@ def real_peers(rank: int, size: int) -> None:
             waits.start()
             joined.wait()
         loop("a", model, group_peer)
-        found["a"] = group_peer.anchor_hash, group_peer.anchor_state_dict()
+        found["a"] = group_peer.anchor_state_dict(), group_peer.anchor_hash
         if rank == 0:
             waits.join()
     if rank == 0:
         assert threads[0].stop(10.0)
-        assert found["a"][0] == found["b"][0]
-        assert all(torch.equal(values, found["b"][1][name]) for name, values in found["a"][1].items())
+        assert found["a"][1] == found["b"][1]
+        assert all(torch.equal(values, found["b"][0][name]) for name, values in found["a"][0].items())
         assert contributors["a"] | contributors["b"] == {"a", "b"}
     else:
-        assert found["a"][1] == {}
+        assert found["a"][0] == {}
 
 
 def refusals(rank: int, size: int) -> None:

@@ -108,8 +108,7 @@ class GroupPeer:
         if kind is not None:
             self.leave(kind.__name__)
             return
-        self._on_rank_0(lambda: self._peer.leave("done"), None)
-        self._follow(StepReport())
+        self.leave(landing=True)
         self._ranks.settle()
 
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport:
@@ -194,13 +193,18 @@ class GroupPeer:
         self._ranks.copy(flat)
         return self._parts.unflatten(flat)
 
-    def leave(self, reason: str = "done") -> None:
+    def leave(self, reason: str = "done", *, landing: bool = False) -> None:
         """On rank 0, tell the other peers and end the network side; does nothing on the other ranks.
 
-        A round that is being committed no longer changes a sharded model: that would take all ranks. At the end of the
-        `with` block it does.
+        Args:
+            reason: for the records of all peers.
+            landing: let a round that is being committed change the weights of all ranks, as the end of the `with` block
+                does. Then all ranks must call this. Without it, such a round does not change a sharded model.
         """
-        if self.peer is not None:
+        if landing:
+            self._on_rank_0(lambda: self._peer.leave(reason), None)
+            self._follow(StepReport())
+        elif self.peer is not None:
             self.peer.leave(reason, landing=self._sharded is None)
 
     @property

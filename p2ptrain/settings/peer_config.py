@@ -172,6 +172,9 @@ class PeerConfig:
     compile: str = setting("off", choice("off", "on"),
         help="Compile the model with torch.compile.",
         why="Off: the first step then takes a minute or more. On a GPU it is worth it in long runs.")
+    fsdp: str = setting("off", choice("off", "on"),
+        help="Shard the model over the processes of torchrun (FSDP2).",
+        why="Off: each process holds the whole model, which is faster where it fits.")
     device: str = setting("auto", metavar="DEVICE", names=("auto", "cpu", "cuda", "mps"),
         help="Device to train on: auto, cpu, cuda, cuda:1, mps.",
         why="A GPU where torch sees one.")

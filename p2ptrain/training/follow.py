@@ -11,7 +11,7 @@ import torch
 
 from p2ptrain.settings.torchrun import Launch
 from p2ptrain.signals import SIGNALS
-from p2ptrain.training.job import be_told, build_model, build_trainer
+from p2ptrain.training.job import be_told, build_model, build_trainer, place_model
 from p2ptrain.training.ranks import join_ranks, open_ranks
 from p2ptrain.training.take_part import take_part
 
@@ -35,7 +35,8 @@ def follow(launch: Launch) -> None:
                 return
             if job.config.threads:
                 torch.set_num_threads(job.config.threads)
-            model = build_model(job).to(job.device)
+            model = build_model(job)
+            place_model(job, model, ranks)
             trainer, _, _ = build_trainer(job, model, ranks, _say_nothing)
             job = dataclasses.replace(job, saved=None)  # free it
             member, _ = join_ranks(model, ranks)

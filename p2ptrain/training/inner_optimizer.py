@@ -15,6 +15,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.fsdp import own_part
 from p2ptrain.training.models import GPT, Llama
 
 # DiLoCo, table 5; beta 2 as in nanoGPT.
@@ -102,9 +103,9 @@ class InnerOptimizer:
         return states if self.muon is None else {**states, "muon": self.muon.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.adamw.load_state_dict(state["optimizer"])
+        self.adamw.load_state_dict(own_part(state["optimizer"], self.adamw))
         if self.muon is not None:
-            self.muon.load_state_dict(state["muon"])
+            self.muon.load_state_dict(own_part(state["muon"], self.muon))
 
     def _all(self) -> Iterator[torch.optim.Optimizer]:
         yield self.adamw

@@ -25,6 +25,7 @@ from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import device_of
+from p2ptrain.training.fsdp import shard
 from p2ptrain.training.models import batch_windows, build, context_length, eval_tokens
 from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.sharding import choose_shard, make_shards
@@ -99,6 +100,14 @@ def build_model(job: Job) -> nn.Module:
     return model
 
 
+def place_model(job: Job, model: nn.Module, ranks: Ranks) -> None:
+    """All ranks: bring the model to the devices, whole or in parts."""
+    if job.config.fsdp == "on":
+        shard(model, ranks, job.device)
+    else:
+        model.to(job.device)
+
+
 def build_trainer(
     job: Job, model: nn.Module, ranks: Ranks, say: Callable[[str], None]
 ) -> tuple[Trainer, Shards | None, int]:
@@ -108,9 +117,9 @@ def build_trainer(
     """
     run, config = job.run, job.config
     corpus = interruptible(partial(job.source.corpus, job.tokenizer))
-    shards, shard = _shards(job, corpus, model, say) if ranks.is_first else (None, 0)
+    shards, own_shard = _shards(job, corpus, model, say) if ranks.is_first else (None, 0)
     # Of rank 0: with clusters, ranks on other GPUs might cut otherwise.
-    told = ranks.tell({"spans": None if shards is None else shards.spans(shard).tolist()})
+    told = ranks.tell({"spans": None if shards is None else shards.spans(own_shard).tolist()})
     context = context_length(model)
     trainer = Trainer(
         model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
@@ -122,7 +131,7 @@ def build_trainer(
     )  # fmt: skip
     if job.saved:
         trainer.load_state_dict(job.saved.state["trainer"])
-    return trainer, shards, shard
+    return trainer, shards, own_shard
 
 
 def _seed(job: Job, rank: int) -> int:

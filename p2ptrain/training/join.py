@@ -29,7 +29,8 @@ from p2ptrain.training.announcement import announce
 from p2ptrain.training.choose_run import check_pins, choose_run, read_saved
 from p2ptrain.training.data.source import open_source
 from p2ptrain.training.device import device_of
-from p2ptrain.training.job import Job, build_model, build_trainer
+from p2ptrain.training.fsdp import check_fsdp
+from p2ptrain.training.job import Job, build_model, build_trainer, place_model
 from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
@@ -77,6 +78,7 @@ def join_run(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = device_of(config.device, launch)
+    check_fsdp(config, launch.size)
     if settings.explicit("model"):
         check_name(str(settings.values["model"]))
     if config.init_from:
@@ -128,7 +130,7 @@ def join_run(
             model = build_model(job)
             if config.init_from:
                 say(_init_weights(model, job, is_live=chosen.is_live, knows_others=session.knows_others))
-            model.to(device)
+            place_model(job, model, ranks)
             # Before joining: this takes a second or more, and a member would delay rounds in that time.
             trainer, shards, shard = build_trainer(job, model, ranks, say)
             member, peer = join_ranks(model, ranks, partial(

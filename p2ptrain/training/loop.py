@@ -22,6 +22,7 @@ from p2ptrain.errors import CheckpointError, TransientError
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.training import checkpoint
+from p2ptrain.training.fsdp import whole
 from p2ptrain.training.trainer import Stopped, Trainer, never
 
 if TYPE_CHECKING:
@@ -256,7 +257,8 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
         "anchor_hash": peer.anchor_hash,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    state = {"model": trainer.model.state_dict(), "trainer": trainer.state_dict(), "peer": peer.state_dict()}
+    model = whole(trainer.model.state_dict(), trainer.ranks)
+    state = {"model": model, "trainer": trainer.state_dict(), "peer": peer.state_dict()}
     is_written = False
     if trainer.ranks.is_first:
         try:

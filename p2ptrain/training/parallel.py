@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from p2ptrain.training.fsdp import is_fsdp
 from p2ptrain.training.ranks import STEP_TIMEOUT, Ranks
 
 
 def wrap(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """What to call instead of `model` in training. All ranks: the weights become those of rank 0.
+    """What to call instead of `model` in training. All ranks: the weights become those of rank 0, unless they are
+    sharded.
 
     Everything else (optimizer, checkpoints, exchange, evaluation) goes on to use `model`, whose parameters are shared.
     """
-    if ranks.size == 1:
+    if ranks.size == 1 or is_fsdp(model):
         return model
     group = dist.new_group(timeout=STEP_TIMEOUT)
     # Buffers are each rank's own, as they are each peer's own. In language models they are constants. The argument has

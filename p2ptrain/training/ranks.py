@@ -24,6 +24,7 @@ from p2ptrain.signals import ignore_signals
 
 if TYPE_CHECKING:
     from p2ptrain.peer.group_peer import GroupPeer
+    from p2ptrain.peer.model_layout import ModelParts
     from p2ptrain.peer.peer import Peer
 
 # The other ranks wait as long for rank 0 while it joins, which is as long as the download of the model takes. A process
@@ -66,6 +67,11 @@ class Ranks:
     def tell(self, message: dict[str, Any] | None = None) -> dict[str, Any]:
         """The message of rank 0, of JSON values. Other ranks leave it out."""
         return (message or {}) if self._several is None else self._several.tell(message or {})
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Set the values of a tensor to those on rank 0."""
+        if self._several is not None:
+            self._several.copy(tensor)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, which have the same shape and dtype. The result is on the CPU."""
@@ -178,7 +184,7 @@ def _store(launch: Launch, environ: Mapping[str, str]) -> Any:
 
 
 def join_ranks(
-    model: nn.Module, ranks: Ranks, enter: Callable[[nn.Module], Peer] | None = None
+    model: nn.Module, ranks: Ranks, enter: Callable[[nn.Module | ModelParts], Peer] | None = None
 ) -> tuple[Peer | GroupPeer, Peer | None]:
     """All ranks: join a run as one peer. The weights and buffers of the others become those of rank 0.
 
@@ -201,10 +207,10 @@ def join_ranks(
 
     refused: list[ConfigError] = []
 
-    def entered(ours: Any = model) -> Peer:
+    def entered(parts: ModelParts) -> Peer:
         assert enter is not None  # called on rank 0 only
         try:
-            return enter(ours)
+            return enter(parts)
         except ConfigError as error:
             refused.append(error)
             raise

@@ -64,6 +64,9 @@ def take_part(
         if config.sample_every and tokenizer.identity == IDS:
             say("--sample-every: not used, because the run's tokenizer is not here; give it with --tokenizer")
             config = dataclasses.replace(config, sample_every=0)
+        if config.sample_every and config.fsdp == "on":
+            say("--sample-every: not used, because the model is sharded (--fsdp)")
+            config = dataclasses.replace(config, sample_every=0)
         return run_training(
             member, trainer, config, out=job.out, stop=stop, now=now, on_progress=on_progress, on_sample_due=sample
         )

@@ -20,6 +20,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Corpus, RandomWindows, fixed_windows
 from p2ptrain.training.data.read_ahead import ReadAhead
 from p2ptrain.training.data.tokenizer import IDS, Tokenizer
+from p2ptrain.training.fsdp import is_fsdp, own_values, whole
 from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.mfu import utilisation_of
 from p2ptrain.training.models import context_length
@@ -118,7 +119,7 @@ class Trainer:
             read_ahead: whether to read the next batch in a thread.
             seed: seeds this peer's windows and torch's global generator (dropout).
             spans: int64 (spans, 2), ranges of the training text to draw windows from (`Shards.spans`); None for all.
-            ranks: train the model together, each on windows of its own; all call every method but `sample_weights`.
+            ranks: train the model together, each on windows of its own; all call every method.
                 None: there is one.
 
         Raises:
@@ -133,11 +134,12 @@ class Trainer:
         windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
         self._parallel = wrap(model, self.ranks)
+        self._is_sharded = is_fsdp(model)
         self._forward = cast(nn.Module, torch.compile(self._parallel)) if compiled else self._parallel
         self._precision = precision
         self._halves = micro_batch is None
         self._micro_batch = min(batch_size, micro_batch or batch_size)
-        self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 else 0
+        self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
         eval_count = max(1, round(eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self._eval_batch = EVAL_BATCH
@@ -199,10 +201,12 @@ class Trainer:
             try:
                 if len(inputs):
                     loss = self._loss(self.model, inputs, targets).item() * len(inputs)
+                elif self._is_sharded:  # the other ranks need this one's part of the weights
+                    self._loss(self.model, *(part[:1] for part in self._eval_windows))
             except RuntimeError as error:
                 if not _is_out_of_memory(error):
                     raise
-                if self._eval_batch == 1:
+                if self._eval_batch == 1 or self._is_sharded:
                     raise ConfigError(f"evaluation: {self._device} is out of memory; train a smaller model") from error
                 fits = False
             if self.ranks.any(not fits):
@@ -220,7 +224,11 @@ class Trainer:
         values: list[float] = []
         for parameter, start in zip(parameters, starts[:-1], strict=True):
             inside = chosen[(chosen >= start) & (chosen < start + parameter.numel())] - start
-            values += parameter.reshape(-1)[torch.from_numpy(inside).to(self._device)].tolist()
+            if self._is_sharded:
+                values += own_values(parameter, inside, self.ranks)
+            else:
+                values += parameter.reshape(-1)[torch.from_numpy(inside).to(self._device)].tolist()
+        values = self.ranks.total(*values) if self._is_sharded else values
         return [float(f"{value:.6g}") for value in values]
 
     def state_dict(self) -> dict[str, Any]:
@@ -229,7 +237,7 @@ class Trainer:
         gathered = {name: self.ranks.gather(state) for name, state in random_state.items()}
         others = [{name: states[rank] for name, states in gathered.items()} for rank in range(1, self.ranks.size)]
         return {
-            **self.optimizer.state_dict(), "windows": self._windows.state_dict(), **random_state,
+            **whole(self.optimizer.state_dict(), self.ranks), "windows": self._windows.state_dict(), **random_state,
             "micro_batch": self._micro_batch, "other_ranks": others,
         }  # fmt: skip
 
@@ -279,6 +287,8 @@ class Trainer:
                     raise
                 if not self._halves or self._micro_batch == 1 or (self.ranks.size > 1 and not probing):
                     fix = "train a smaller model" if self._micro_batch == 1 else "give --micro-batch auto, or fewer"
+                    if self._is_sharded and self._micro_batch > 1:
+                        fix = "give a smaller --micro-batch; auto cannot halve it with --fsdp"
                     raise ConfigError(
                         f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
                     ) from error

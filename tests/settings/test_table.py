@@ -82,6 +82,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "micro_batch": ("4", "4"),
     "dtype": ("bfloat16", "bfloat16"),
     "compile": ("on", "on"),
+    "fsdp": ("on", "on"),
     "device": ("cpu", "cpu"),
     "threads": ("1", 1),
     "out": ("here", "here"),

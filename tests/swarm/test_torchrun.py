@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 from p2ptrain.training import checkpoint
-from tests.swarm.processes import Process, Swarm
+from tests.swarm.processes import Process, Swarm, assert_anchors_agree
 
 TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 
@@ -16,7 +17,7 @@ TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 def test_two_ranks_train_as_one_process_would(swarm: Swarm, tmp_path: Path) -> None:
     ranks = swarm.start(f"{TORCHRUN} {Path(__file__).parent / 'two_ranks.py'} {tmp_path / 'checkpoints'}")
     assert ranks.wait() == 0, swarm.report()
-    assert len(ranks.output.splitlines()) == 4, swarm.report()
+    assert len(ranks.output.splitlines()) == 5, swarm.report()
 
 
 def test_a_peer_of_two_processes_survives_the_loss_of_one_and_ends_as_one(swarm: Swarm) -> None:
@@ -40,6 +41,18 @@ def test_a_peer_of_two_processes_survives_the_loss_of_one_and_ends_as_one(swarm:
     assert f"interrupted at step {peer.events('step')[-1]['step']}, saved" in last
     assert {event["tokens"] for event in peer.events("step")} == {512}
     assert peer.events("stop")[-1]["reason"] == "interrupted"
+
+
+@pytest.mark.long
+def test_a_peer_that_shards_its_model_trains_with_one_that_does_not(swarm: Swarm) -> None:
+    sharded = swarm.start(f"{TORCHRUN} -m p2ptrain join --fsdp on --steps 150 --sync-every 50 --eval-every 100")
+    whole = swarm.start(swarm.until(lambda: sharded.join_line))
+    assert [sharded.wait(), whole.wait()] == [0, 0], swarm.report()
+    assert_anchors_agree(sharded, whole)
+    assert sharded.rounds(by=2)
+    for peer in (sharded, whole):
+        newest = checkpoint.checkpoints(peer.directory / "p2ptrain-p2ptrain")[-1]
+        assert all(len(tensor) for tensor in checkpoint.load(newest).state["model"].values())
 
 
 def process_of(peer: Process, *, rank: int) -> psutil.Process:

@@ -1,0 +1,104 @@
+"""A model that is sharded over the ranks of a peer (`--fsdp on`), by torch's FSDP2.
+
+Each rank holds some rows of each parameter, of its gradient and of its optimizer's state. Checkpoints hold whole
+tensors, the same as those of one process, so a peer may continue with any number of processes, sharded or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from p2ptrain.algorithms.shards import row_range
+from p2ptrain.errors import ConfigError
+from p2ptrain.peer.sharding import fsdp_modules, is_sharded, local_of
+from p2ptrain.settings.peer_config import PeerConfig
+from p2ptrain.training.ranks import STEP_TIMEOUT, Ranks
+
+
+def check_fsdp(config: PeerConfig, num_ranks: int) -> None:
+    """Raise ConfigError if a model cannot be sharded with these settings."""
+    if config.fsdp == "off":
+        return
+    if num_ranks == 1:
+        raise ConfigError("fsdp = 'on': needs several processes; start them with torchrun, or leave it out")
+    if config.compile == "on":
+        raise ConfigError("fsdp = 'on': is not supported with compile = 'on'; leave one of them out")
+
+
+def shard(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+    """All ranks: shard a model on the CPU in place, with the weights of rank 0. Its parts are then on the device.
+
+    One block after the other is moved, so that a device never holds the whole model.
+    """
+    from torch.distributed.device_mesh import DeviceMesh  # these take a second
+    from torch.distributed.fsdp import fully_shard
+
+    for tensor in [*model.parameters(), *model.buffers()]:
+        ranks.copy(tensor)
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=STEP_TIMEOUT), device.type)
+    # From the inside to the outside, as fully_shard wants it.
+    for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    # What is left also drops its whole parameters after a forward pass; by default FSDP2 would keep them.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def is_fsdp(model: nn.Module) -> bool:
+    """Whether a model has been sharded."""
+    return bool(fsdp_modules(model))
+
+
+def whole(state: Any, ranks: Ranks) -> Any:
+    """All ranks: a state with whole tensors, in host memory, where it has sharded ones; they are empty but on rank 0.
+
+    Only one tensor at a time is whole on a device.
+    """
+    if isinstance(state, Mapping):
+        return {name: whole(part, ranks) for name, part in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(whole(part, ranks) for part in state)
+    if not isinstance(state, torch.Tensor) or not is_sharded(state):
+        return state
+    sharded: Any = state
+    with torch.no_grad():
+        full = sharded.full_tensor()
+    return full.cpu() if ranks.is_first else torch.empty(0)
+
+
+def own_part(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The part of an optimizer's state with whole tensors that this rank holds, for its `load_state_dict`."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {
+        number: {name: _like(parameters[number], value) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": own}
+
+
+def own_values(parameter: nn.Parameter, inside: Any, ranks: Ranks) -> list[float]:
+    """The values at some places of a flattened parameter that this rank holds, and zeros for those of other ranks."""
+    rows = parameter.shape[0]
+    start, stop = (row * (parameter.numel() // rows) for row in row_range(rows, ranks.rank, ranks.size))
+    local = local_of(parameter).reshape(-1)
+    return [float(local[place - start]) if start <= place < stop else 0.0 for place in inside.tolist()]
+
+
+def _like(parameter: nn.Parameter, value: Any) -> Any:
+    """A tensor of the parameter's shape, sharded as the parameter is; anything else as it is."""
+    if not is_sharded(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = parameter
+    mesh = sharded.device_mesh
+    start, stop = row_range(len(value), mesh.get_local_rank(), mesh.size())
+    local = value[start:stop].to(parameter.device, copy=True).contiguous()
+    return DTensor.from_local(
+        local, mesh, sharded.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -187,10 +187,10 @@ def run_training(
     if reason == "finished":
         # First: leaving may take ten seconds, in which a signal may come. Other peers are served meanwhile.
         save()
-        peer.leave(reason)
+        peer.leave(reason, landing=True)
     else:
         # Other peers should not wait for this disk.
-        peer.leave(reason)
+        peer.leave(reason, landing=True)
         save()
     if failure:
         raise trainer.ranks.once(

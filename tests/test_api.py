@@ -89,7 +89,7 @@ def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:
         "protocol_version", "model", "model_layout", "data", "tokenizer", "vocab_size", "num_shards", "sharding"
     }  # fmt: skip
     of_the_inner_optimizer = {
-        "inner_optimizer", "lr", "muon_lr", "schedule", "warmup_steps", "weight_decay", "grad_clip"
+        "inner_optimizer", "lr", "muon_lr", "schedule", "warmup_steps", "beta2", "weight_decay", "grad_clip"
     }  # fmt: skip
     of_join = {"run_id", "total_steps", "run_seed"}
     fields = [field for part in (p2ptrain.Sparta, p2ptrain.DiLoCo) for field in dataclasses.fields(part)]

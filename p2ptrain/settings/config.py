@@ -92,6 +92,9 @@ class RunConfig:
     warmup_steps: int = setting(50, count(0),
         help="Steps of linear learning rate warm-up.",
         why="Tuned for the demo model, with the learning rate (simulated, k = 8).")
+    beta2: float = setting(0.95, number("at least 0 and below 1", lambda x: 0 <= x < 1),
+        help="Second beta of the inner AdamW.",
+        why="As nanoGPT for GPT-2. With few tokens a step 0.99, as in its shakespeare_char.")
     weight_decay: float = setting(0.1, NOT_NEGATIVE,
         help="Weight decay of matrices in the inner optimizer.",
         why="DiLoCo, table 5.")

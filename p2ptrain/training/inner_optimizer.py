@@ -18,8 +18,8 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.fsdp import own_part
 from p2ptrain.training.models import GPT, Llama
 
-# DiLoCo, table 5; beta 2 as in nanoGPT.
-BETAS = (0.9, 0.95)
+# DiLoCo, table 5.
+BETA1 = 0.9
 MUON_MOMENTUM = 0.95
 # Without --muon-lr. From 4 to 8 times AdamW's rate were alike in short runs (simulated, 156 thousand parameters).
 MUON_TIMES = 4.0
@@ -76,7 +76,7 @@ class InnerOptimizer:
         ]
         # One kernel for all tensors: otherwise, on a CPU, a third of the demo model's step is Python overhead.
         fused = trainable[0].device.type in ("cpu", "cuda")
-        self.adamw = torch.optim.AdamW(groups, lr=run.lr, betas=BETAS, fused=fused)
+        self.adamw = torch.optim.AdamW(groups, lr=run.lr, betas=(BETA1, run.beta2), fused=fused)
         self.muon: torch.optim.Optimizer | None = None
         self._peaks = {id(self.adamw): run.lr}
         if hidden:

@@ -28,6 +28,7 @@ from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
         ("lr", float("nan")),
         ("lr", float("inf")),
         ("warmup_steps", -1),
+        ("beta2", 1.0),
         ("weight_decay", -0.1),
         ("sync_every", 0),
         ("sync_every", True),
@@ -181,7 +182,7 @@ def test_the_digest_covers_every_field_and_nothing_else() -> None:
 MEANT = {
     "run_id": "p2ptrain", "protocol_version": 1, "model": "", "model_layout": "", "data": "", "tokenizer": "chars",
     "vocab_size": 98, "total_steps": 2000, "inner_optimizer": "adamw", "lr": 0.003, "muon_lr": 0.0,
-    "schedule": "cosine", "warmup_steps": 50, "weight_decay": 0.1, "grad_clip": 1.0, "sync_every": 200,
+    "schedule": "cosine", "warmup_steps": 50, "beta2": 0.95, "weight_decay": 0.1, "grad_clip": 1.0, "sync_every": 200,
     "sync_schedule": "fixed", "fragment_fraction": 0.005, "fragment_selection": "cyclic", "fragment_codec": "int8",
     "fragment_schedule": "fixed", "fragment_delay": 0, "max_staleness": 0.15, "topology": "push", "fan_out": 1,
     "round_codec": "int8", "round_density": 0.02, "prune_fraction": 0.0, "round_weights": "tokens",

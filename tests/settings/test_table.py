@@ -29,6 +29,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "schedule": ("wsd", "wsd"),
     "grad_clip": ("0.5", 0.5),
     "warmup_steps": ("7", 7),
+    "beta2": ("0.99", 0.99),
     "weight_decay": ("0.25", 0.25),
     "sync_every": ("9", 9),
     "fragment_fraction": ("0.25", 0.25),

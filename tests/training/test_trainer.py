@@ -90,10 +90,11 @@ def test_the_rate_follows_the_runs_step_not_ones_own() -> None:
     assert np.abs(np.subtract(late.sample_weights(), start)).max() > 1e-3
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_decay_and_all_have_the_runs_betas() -> None:
     model = _model()
-    trainer = Trainer(model, CORPUS, RunConfig(weight_decay=0.5), batch_size=1, seed=0)
+    trainer = Trainer(model, CORPUS, RunConfig(weight_decay=0.5, beta2=0.99), batch_size=1, seed=0)
     decaying, kept = trainer.state_dict()["optimizer"]["param_groups"]
+    assert decaying["betas"] == kept["betas"] == (0.9, 0.99)
     assert (decaying["weight_decay"], kept["weight_decay"]) == (0.5, 0.0)
     matrices = sum(parameter.ndim >= 2 for parameter in model.parameters())
     assert (len(decaying["params"]), len(kept["params"])) == (matrices, len(list(model.parameters())) - matrices)

@@ -8,7 +8,7 @@ MINUTES := 20
 SEEDS := 500
 STATES := 1000000
 
-.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm pairwise thousand reproduce reproduce-full clean
+.PHONY: demo check test test-long pythons compose-test lint docs bench soak storms hostile fuzz links harm pairwise results thousand reproduce reproduce-full clean
 
 demo: $(STAMP)
 	$(BIN)/p2ptrain demo $(ARGS)
@@ -82,6 +82,11 @@ harm: $(STAMP)
 # done are kept. ARGS="--peers 256": hours.
 pairwise: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pairwise $(ARGS)
+
+# nanoGPT's shakespeare_char by one peer, four peers and data parallel, and docs/results.md: hours of two cores; runs
+# that are done are kept. ARGS="--text input.txt", or ARGS=--report for the page only.
+results: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.shakespeare $(ARGS)
 
 # The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
 compose-test:

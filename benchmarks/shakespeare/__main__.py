@@ -1,0 +1,66 @@
+"""`python -m benchmarks.shakespeare --text FILE`: run what is missing, one run at a time, and write docs/results.md.
+
+Each run is one line of docs/results/shakespeare.jsonl. Runs that are there are not repeated. After a change of what
+rounds or fragments do, remove the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.processes import WorkerError
+from benchmarks.results import machine
+from benchmarks.shakespeare import data_parallel, peers
+from benchmarks.shakespeare.cells import PARALLEL, SEEDS, Cell, stages
+from benchmarks.shakespeare.data import prepare
+from benchmarks.shakespeare.report import RESULTS, append, read, report
+from p2ptrain.demo.orchestrator import DemoFailedError
+
+
+@click.command("python -m benchmarks.shakespeare")
+@click.option(
+    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="tinyshakespeare's input.txt."
+)
+@click.option("--work", default="p2ptrain-results", type=click.Path(path_type=Path), help="Directory for the runs.")
+@click.option("--stage", multiple=True, type=int, help="1 to 8, in the order of the page; may be repeated.")
+@click.option("--seed", multiple=True, type=int, default=SEEDS, help="May be repeated.")
+@click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
+@click.option("--report", "only_report", is_flag=True, help="Run nothing: write tables and pictures.")
+def main(
+    text: Path | None, work: Path, stage: Sequence[int], seed: Sequence[int], results: Path, only_report: bool
+) -> None:
+    """Measure all runs of docs/results.md, and continue where an earlier call stopped."""
+    if not only_report:
+        if text is None:
+            raise click.UsageError("give --text FILE, tinyshakespeare's input.txt (nanoGPT's prepare.py downloads it)")
+        data = prepare(text, work / "data")
+        for number, cells in stages():
+            for cell in cells:
+                if (not stage or number in stage) and cell.seed in seed and cell not in read(results):
+                    _measure(cell, data, work / cell.name, results)
+    report(read(results))
+
+
+def _measure(cell: Cell, data: Path, out: Path, results: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+    before = os.getloadavg()[0]
+    click.echo(f"{cell.name} … ", nl=False)
+    try:
+        measured = (data_parallel if cell.arm == PARALLEL else peers).run(cell, data, out)
+    except (peers.RunFailedError, DemoFailedError, WorkerError) as error:
+        # The next call tries it again.
+        click.echo(f"failed: {error}")
+        return
+    load = [round(before, 1), round(os.getloadavg()[0], 1)]
+    append(results, cell, {**measured, "load": load, "machine": machine()})
+    click.echo(json.dumps({name: measured[name] for name in ("loss", "mb_per_peer", "seconds")}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The pictures of docs/results.md: curves against steps, tokens, bytes and seconds, and the ends of all runs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.shakespeare.cells import ALONE, CONTEXT, FIRST, LARGE, PARALLEL, PEERS, TOGETHER, Cell
+from p2ptrain.monitor.plot_style import COLOURS, STYLE
+
+Runs = Sequence[tuple[Cell, dict[str, Any]]]
+Megabytes = Callable[[int], float]
+
+# Of nanoGPT's README, on windows of its own.
+PUBLISHED = 1.88
+LOOKS = {
+    (ALONE, 2000): ("one peer, 2000 steps", COLOURS[6]),
+    (LARGE, 500): ("data parallel, 500 steps", COLOURS[1]),
+    (PARALLEL, 500): ("DistributedDataParallel, 500 steps", COLOURS[3]),
+    (LARGE, 2000): ("data parallel, 2000 steps", COLOURS[5]),
+    (TOGETHER, 500): ("four peers, 500 steps", COLOURS[0]),
+    (TOGETHER, 2000): ("four peers, 2000 steps", COLOURS[2]),
+}
+
+
+def has_curve(cell: Cell) -> bool:
+    """Whether it is in the pictures of curves: of the grid, only what is run first."""
+    is_first = cell.arm != TOGETHER or (cell.optimizer, cell.codec, cell.p) in FIRST
+    return is_first and (cell.arm, cell.steps) in LOOKS
+
+
+def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb: Megabytes) -> None:
+    """Four panels with the loss on 64 held-out windows, a mean over seeds, of groups that `has_curve`."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9, 6.5), layout="constrained")
+        panels = figure.subplots(2, 2, sharey=True)
+        steps, tokens, sent, seconds = panels.flat
+        ends = []
+        for runs in groups:
+            cell = runs[0][0]
+            label, colour = LOOKS[cell.arm, cell.steps]
+            rows = _mean_curve([row["curve"] for _, row in runs])
+            losses = [row[1] for row in rows]
+            ends.append(losses[-1])
+            look: dict[str, Any] = {"color": colour, "linewidth": 1.4, "label": label}
+            _line(steps, [row[0] for row in rows], losses, look)
+            _line(tokens, [row[0] * cell.batch * cell.peers * CONTEXT / 1e6 for row in rows], losses, look)
+            if cell.arm == LARGE:
+                # In one process nothing is sent: what four processes would send.
+                _line(sent, [data_parallel_mb(int(row[0])) for row in rows[1:]], losses[1:], look)
+            elif cell.arm != ALONE:
+                _line(sent, [row[3] for row in rows[1:]], losses[1:], look)
+            if cell.arm != LARGE:
+                _line(seconds, [row[2] for row in rows], losses, look)
+        sent.set_xscale("log")
+        for axes, name in (
+            (steps, "steps"), (tokens, "million tokens, all peers"), (sent, "MB sent by a peer"),
+            (seconds, "seconds (two cores, shared with other programs)"),
+        ):  # fmt: skip
+            axes.axhline(PUBLISHED, color="#999999", linewidth=0.8, linestyle=":")
+            axes.set_xlabel(name)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("held-out loss, nats")
+        # Cut off the steep start, which is the same for all.
+        steps.set_ylim(min([PUBLISHED, *ends]) - 0.05, 2.9)
+        steps.set_title(title, loc="left")
+        steps.legend(frameon=False)
+        tokens.text(0.99, PUBLISHED, "nanoGPT: 1.88", transform=tokens.get_yaxis_transform(), ha="right", va="bottom",
+                    color="#666666")  # fmt: skip
+        figure.savefig(path, dpi=130)
+
+
+def draw_grid(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) -> None:
+    """The loss on 1,000 windows at the end against what a peer sent; a line from the least to the largest seed."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        axes = figure.subplots()
+        for runs in groups:
+            cell = runs[0][0]
+            if cell.arm in (ALONE, PARALLEL):
+                continue
+            losses = [row["loss"] for _, row in runs]
+            is_large = cell.arm == LARGE
+            x = data_parallel_mb(cell.steps) if is_large else statistics.fmean(row["mb_per_peer"] for _, row in runs)
+            colour = COLOURS[0] if cell.optimizer == "adamw" else COLOURS[1]
+            marker = "s" if is_large else "o" if cell.codec == "int8" else "^"
+            fill = colour if cell.steps == 500 else "white"
+            axes.plot([x, x], [min(losses), max(losses)], color=colour, linewidth=1.2)
+            axes.plot(x, statistics.fmean(losses), marker, color=colour, markerfacecolor=fill, markersize=6)
+            text = "" if is_large else f" {100 * cell.p:g} %"
+            axes.annotate(text, (x, statistics.fmean(losses)), fontsize=7, color="#555555", xytext=(4, 3),
+                          textcoords="offset points")  # fmt: skip
+        for label, marker, colour, fill in (
+            ("AdamW", "o", COLOURS[0], COLOURS[0]), ("Muon", "o", COLOURS[1], COLOURS[1]),
+            ("int8 rounds", "o", "#555555", "#555555"), ("int4 rounds", "^", "#555555", "#555555"),
+            ("data parallel", "s", "#555555", "#555555"), ("2000 steps instead of 500", "o", "#555555", "white"),
+        ):  # fmt: skip
+            axes.plot([], [], marker, color=colour, markerfacecolor=fill, label=label)
+        axes.set_xscale("log")
+        axes.set_xlabel(f"MB sent by one of {PEERS} peers (numbers: p)")
+        axes.set_ylabel("held-out loss at the end, nats")
+        axes.legend(frameon=False, fontsize=8, ncols=2)
+        figure.savefig(path, dpi=130)
+
+
+def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """The mean of rows of the same step, at steps that all seeds have."""
+    by_step = [{row[0]: row for row in curve} for curve in curves]
+    shared = [row[0] for row in curves[0] if all(row[0] in rows for rows in by_step)]
+    return [
+        [statistics.fmean(column) for column in zip(*(rows[step] for rows in by_step), strict=True)] for step in shared
+    ]
+
+
+def _line(axes: Axes, x: Sequence[float], y: Sequence[float], look: dict[str, Any]) -> None:
+    axes.plot(x, y, **look)
+    axes.plot(x[-1:], y[-1:], "o", color=look["color"], markersize=4)

@@ -1,0 +1,133 @@
+"""The file of results, and the tables and pictures of docs/results.md that are made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shakespeare.cells import ALONE, LARGE, PARALLEL, PEERS, TOGETHER, Cell, stages
+from benchmarks.shakespeare.plot import draw_curves, draw_grid, has_curve
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+RESULTS, PAGE = DOCS / "results" / "shakespeare.jsonl", DOCS / "results.md"
+BEGIN, END = "<!-- made by make results -->", "<!-- end of what make results makes -->"
+PARAMETERS = 809_856
+NAMES = {
+    ALONE: "one peer", LARGE: "data parallel, in one process", PARALLEL: "data parallel, gloo", TOGETHER: "four peers"
+}  # fmt: skip
+STAGES = {
+    1: "one peer, 2000 steps",
+    2: "data parallel in one process, 500 steps",
+    3: "four peers, 500 steps: AdamW with int8, Muon with int4, p = 0.5 %",
+    4: "the same, 2000 steps each",
+    5: "four peers, 500 steps: the other codecs and p",
+    6: "data parallel over gloo, 500 steps",
+    7: "data parallel in one process, 2000 steps",
+    8: "four peers, 2000 steps: the other codecs and p",
+}
+
+Results = dict[Cell, dict[str, Any]]
+Row = Sequence[tuple[Cell, dict[str, Any]]]
+
+
+def read(path: Path) -> Results:
+    """The runs in a file of results, each once: the last counts."""
+    names = [field.name for field in dataclasses.fields(Cell)]
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return {Cell(*(row[name] for name in names)): row for row in rows}
+
+
+def append(path: Path, cell: Cell, measured: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**dataclasses.asdict(cell), **measured}) + "\n")
+
+
+def grouped(results: Results) -> list[Row]:
+    """The runs that differ in nothing but the seed, in the order of the stages."""
+    order = {dataclasses.replace(cell, seed=0): None for _, cells in stages() for cell in cells}
+    groups: dict[Cell, list[tuple[Cell, dict[str, Any]]]] = {cell: [] for cell in order}
+    for cell, row in sorted(results.items()):
+        groups[dataclasses.replace(cell, seed=0)].append((cell, row))
+    return [runs for runs in groups.values() if runs]
+
+
+def data_parallel_mb(steps: int) -> float:
+    """What each of four processes sends in that many ring all-reduces of float32 gradients."""
+    return 8 * PARAMETERS * (PEERS - 1) / PEERS * steps / 1e6
+
+
+def table(results: Results) -> str:
+    """Markdown: a row for each kind of run, with the mean over its seeds and their range."""
+    lines = [
+        "| | inner | steps | rounds, p | seeds | loss | tokens | MB a peer | rounds late, steps | seconds (load) |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for runs in grouped(results):
+        cell, rows = runs[0][0], [row for _, row in runs]
+        settings = f"{cell.codec}, {100 * cell.p:g} %" if cell.arm == TOGETHER else "–"
+        tokens = statistics.fmean(row["tokens"] for row in rows) / 1e6
+        lines.append(
+            f"| {NAMES[cell.arm]} | {cell.optimizer} | {cell.steps} | {settings} | {len(rows)} | {_loss(rows)} | "
+            f"{tokens:.2f}M | {_sent(cell, rows)} | {_late(rows)} | {_seconds(rows)} |"
+        )
+    return "\n".join(lines)
+
+
+def done(results: Results) -> str:
+    """Markdown: how many runs of each stage are done."""
+    lines = ["| stage | runs | done |", "|---|---|---|"]
+    for number, cells in stages():
+        lines.append(f"| {number} | {STAGES[number]} | {sum(cell in results for cell in cells)} of {len(cells)} |")
+    return "\n".join(lines)
+
+
+def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent) -> None:
+    """Draw the pictures, and write the tables between their marks in the page."""
+    parts = [done(results), table(results)]
+    for optimizer, name in (("adamw", "AdamW"), ("muon", "Muon")):
+        runs = [group for group in grouped(results) if group[0][0].optimizer == optimizer and has_curve(group[0][0])]
+        if runs:
+            draw_curves(runs, pictures / f"{optimizer}.png", f"{name} inside", data_parallel_mb)
+            parts.append(f"![Loss with {name} against steps, tokens, bytes and seconds](results/{optimizer}.png)")
+    if any(cell.arm == TOGETHER for cell in results):
+        draw_grid(grouped(results), pictures / "grid.png", data_parallel_mb)
+        parts.append(
+            "![Loss at the end against bytes, of all that four peers and data parallel sent](results/grid.png)"
+        )
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    page.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
+
+
+def _loss(rows: Sequence[dict[str, Any]]) -> str:
+    losses = [row["loss"] for row in rows]
+    spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
+    return f"{statistics.fmean(losses):.3f}{spread}"
+
+
+def _sent(cell: Cell, rows: Sequence[dict[str, Any]]) -> str:
+    if cell.arm == LARGE:
+        return f"{data_parallel_mb(cell.steps):,.0f} (computed)"
+    return "0" if cell.arm == ALONE else f"{statistics.fmean(row['mb_per_peer'] for row in rows):,.1f}"
+
+
+def _late(rows: Sequence[dict[str, Any]]) -> str:
+    """Mean and largest; and how many rounds were without one of the peers."""
+    rounds = [round_ for row in rows for round_ in row.get("rounds", ()) if row["arm"] == TOGETHER]
+    late = [round_["late_steps"] for round_ in rounds if round_["late_steps"] is not None]
+    if not late:
+        return "–"
+    without = sum(round_["contributors"] < PEERS for round_ in rounds)
+    missed = f"; {without} of {len(rounds)} without a peer" if without else ""
+    return f"{statistics.fmean(late):.1f}, at most {max(late):.0f}{missed}"
+
+
+def _seconds(rows: Sequence[dict[str, Any]]) -> str:
+    load = statistics.fmean(statistics.fmean(row["load"]) for row in rows)
+    return f"{statistics.fmean(row['seconds'] for row in rows):,.0f} ({load:.0f})"

@@ -1,0 +1,152 @@
+"""The runs of docs/results.md: their settings and data, what is read of events, and the tables and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.shakespeare import peers
+from benchmarks.shakespeare.cells import ALONE, BATCH, CONTEXT, LARGE, PARALLEL, PEERS, TOGETHER, Cell, stages
+from benchmarks.shakespeare.data import held_out_loss, prepare
+from benchmarks.shakespeare.events import measures
+from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
+from benchmarks.shakespeare.report import BEGIN, END, append, data_parallel_mb, grouped, read, report
+from p2ptrain.cli.join import join
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.table import merge
+
+CELLS = [cell for _, cells in stages() for cell in cells]
+MUON = Cell(TOGETHER, "muon", 500, 1, "int4", 0.02)
+
+
+def test_every_run_is_listed_once_and_its_command_line_gives_its_settings() -> None:
+    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (4 * 2 + 2 * 12)
+    for cell in CELLS:
+        out = Path("out")
+        given = [
+            *peers.flags(cell, Path("data")),
+            *peers.machine_flags(cell, 3, out),
+            "--initial-peers",
+            "/ip4/1.2.3.4",
+        ]
+        values = join.make_context("join", list(given)).params
+        settings = merge({name: value for name, value in values.items() if value is not None}, {})
+        explicit = {**settings.explicit_run()}
+        assert {name: explicit[name] for name in cell.settings} == cell.settings
+        assert settings.values["batch_tokens"] == cell.batch * CONTEXT
+    assert Cell(LARGE, "adamw", 500, 0).batch == PEERS * BATCH
+
+
+def test_the_data_is_nanogpts(tmp_path: Path) -> None:
+    alphabet = (string.ascii_letters + string.digits + "\n .")[:65]
+    text = (alphabet * 30)[: 65 * 30 - 3]
+    (tmp_path / "input.txt").write_text(text)
+    data = prepare(tmp_path / "input.txt", tmp_path / "data")
+    train, held_out = (np.fromfile(data / name, np.uint16) for name in ("train.bin", "val.bin"))
+    assert len(train) == int(0.9 * len(text))
+    assert "".join(sorted(alphabet)[token] for token in [*train, *held_out]) == text
+    with torch.no_grad():
+        model = nanogpt_cpu(65)
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert held_out_loss(model, data, windows=10) == pytest.approx(math.log(65))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 809_856
+    (tmp_path / "input.txt").write_text("abc")
+    with pytest.raises(ConfigError, match="3 different characters, tinyshakespeare 65"):
+        prepare(tmp_path / "input.txt", tmp_path / "data")
+
+
+def test_training_begins_when_the_gate_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATE_VARIABLE, str(tmp_path / "start"))
+    model = nanogpt_cpu(65)
+    model.eval()(torch.zeros(1, 8, dtype=torch.int64))
+    waits = iter([None, (tmp_path / "start").touch])
+
+    def sleep(seconds: float) -> None:
+        (next(waits) or (lambda: None))()
+
+    monkeypatch.setattr("benchmarks.shakespeare.model.time.sleep", sleep)
+    model.train()(torch.zeros(1, 8, dtype=torch.int64))
+    assert next(waits, "asked twice") == "asked twice"
+    (tmp_path / "start").unlink()
+    model.train()(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def events(delay_s: float) -> list[dict[str, Any]]:
+    """Of a peer that makes a step a second, from 10 s on; rounds of 2 steps land `delay_s` after they are due."""
+    found: list[dict[str, Any]] = [{"event": "eval", "t": 5.0, "step": 0, "loss": 4.0}]
+    for step in range(1, 7):
+        found.append({"event": "step", "t": 10.0 + step, "step": step, "tokens": 10, "exchange_s": 0.1})
+    for number in range(3):
+        found.append({
+            "event": "round", "t": 12.0 + 2 * number + delay_s, "round": number, "contributors": ["a", "b"],
+            "bytes_sent": 1_000_000,
+        })  # fmt: skip
+    fragments = {
+        "event": "fragments",
+        "t": 13.5,
+        "sent": 5,
+        "merged": 4,
+        "skipped": {"epoch": 1},
+        "bytes_sent": 500_000,
+    }
+    return [*found, fragments, {"event": "eval", "t": 14.5, "step": 4, "loss": 2.0 + delay_s}]
+
+
+def test_measures_are_read_from_events() -> None:
+    found = measures([events(0.0), events(1.0)], started_s=10.0, every=2)
+    assert (found["tokens"], found["mb_per_peer"], found["fragment_mb_per_peer"]) == (120, 3.5, 0.5)
+    assert found["fragments"] == {"sent": 10, "merged": 8, "skipped": 2}
+    assert (found["seconds"], found["exchange_share"]) == (6.0, 0.12)
+    assert [round_["late_steps"] for round_ in found["rounds"]] == [0.5, 0.5, None]
+    # Before the start no time has passed. By 14.5 s the first peer had two rounds, the second one.
+    assert found["curve"] == [[0, 4.0, 0.0, 0.0], [4, 2.5, 4.5, 2.0]]
+
+
+def result(cell: Cell) -> dict[str, Any]:
+    return {
+        "loss": 2.0 + 0.1 * cell.seed, "tokens": 1_536_000, "mb_per_peer": 9.25, "seconds": 100.0, "load": [1.0, 3.0],
+        "rounds": [
+            {"round": 0, "contributors": 4, "late_steps": 1.5}, {"round": 1, "contributors": 3, "late_steps": 4.0}
+        ],
+        "curve": [[0, 4.2, 0.0, 0.0], [250, 2.5, 50.0, 4.0], [500, 2.0, 100.0, 9.25]],
+    }  # fmt: skip
+
+
+def test_runs_that_are_done_are_read_back_and_reported(tmp_path: Path) -> None:
+    file, page = tmp_path / "results.jsonl", tmp_path / "results.md"
+    page.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
+    assert read(file) == {}
+    done = [MUON, dataclasses.replace(MUON, seed=0), Cell(ALONE, "adamw", 2000, 0), Cell(LARGE, "adamw", 500, 0)]
+    done += [Cell(PARALLEL, "adamw", 500, 0)]
+    for cell in done:
+        append(file, cell, result(cell))
+    results = read(file)
+    assert set(results) == set(done)
+    assert [len(runs) for runs in grouped(results)] == [1, 1, 2, 1]
+    report(results, page, tmp_path)
+    written = page.read_text()
+    assert written.startswith(f"before\n\n{BEGIN}\n\n")
+    assert written.endswith(f"{END}\n\nafter\n")
+    assert "old" not in written
+    lines = written.splitlines()
+    assert "| 5 | four peers, 500 steps: the other codecs and p | 2 of 30 |" in lines
+    assert (
+        "| four peers | muon | 500 | int4, 2 % | 2 | 2.050 (2.000 to 2.100) | 1.54M | 9.2 | 2.8, at most 4; 2 of 4 "
+        "without a peer | 100 (2) |"
+    ) in lines
+    assert "| one peer | adamw | 2000 | – | 1 | 2.000 | 1.54M | 0 | – | 100 (2) |" in lines
+    # No picture of curves with Muon: of the grid they show only what is run first.
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "grid.png"]
+
+
+def test_four_processes_send_six_times_the_parameters_a_step() -> None:
+    # Measured: 243.13 MB in 50 steps.
+    assert data_parallel_mb(50) == pytest.approx(243.13, rel=0.002)

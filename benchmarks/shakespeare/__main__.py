@@ -36,6 +36,7 @@ def main(
     text: Path | None, work: Path, stage: Sequence[int], seed: Sequence[int], results: Path, only_report: bool
 ) -> None:
     """Measure all runs of docs/results.md, and continue where an earlier call stopped."""
+    failed = 0
     if not only_report:
         if text is None:
             raise click.UsageError("give --text FILE, tinyshakespeare's input.txt (nanoGPT's prepare.py downloads it)")
@@ -43,23 +44,26 @@ def main(
         for number, cells in stages():
             for cell in cells:
                 if (not stage or number in stage) and cell.seed in seed and cell not in read(results):
-                    _measure(cell, data, work / cell.name, results)
+                    failed += not _measure(cell, data, work / cell.name, results)
     report(read(results))
+    if failed:
+        raise click.ClickException(f"{failed} runs failed; the same command tries them again")
 
 
-def _measure(cell: Cell, data: Path, out: Path, results: Path) -> None:
+def _measure(cell: Cell, data: Path, out: Path, results: Path) -> bool:
+    """Run a cell, and append what it measured. Returns whether that succeeded."""
     shutil.rmtree(out, ignore_errors=True)
     before = os.getloadavg()[0]
     click.echo(f"{cell.name} … ", nl=False)
     try:
         measured = (data_parallel if cell.arm == PARALLEL else peers).run(cell, data, out)
     except (peers.RunFailedError, DemoFailedError, WorkerError) as error:
-        # The next call tries it again.
         click.echo(f"failed: {error}")
-        return
+        return False
     load = [round(before, 1), round(os.getloadavg()[0], 1)]
     append(results, cell, {**measured, "load": load, "machine": machine()})
     click.echo(json.dumps({name: measured[name] for name in ("loss", "mb_per_peer", "seconds")}))
+    return True
 
 
 if __name__ == "__main__":

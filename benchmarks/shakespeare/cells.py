@@ -70,7 +70,8 @@ class Cell:
 def stages() -> Iterator[tuple[int, list[Cell]]]:
     """All runs, in the order of their importance. The number of a stage is its `--stage`."""
     rest = [cell for cell in GRID if cell not in FIRST]
-    yield 1, _apart(ALONE, 2000)
+    # What one of four peers has without the others' help: 500 steps; and as many tokens as all four together: 2000.
+    yield 1, [*_apart(ALONE, 2000), *_apart(ALONE, 500)]
     yield 2, _apart(LARGE, 500)
     yield 3, _together(500, FIRST)
     yield 4, _together(2000, FIRST)

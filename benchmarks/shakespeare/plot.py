@@ -21,6 +21,7 @@ Megabytes = Callable[[int], float]
 PUBLISHED = 1.88
 LOOKS = {
     (ALONE, 2000): ("one peer, 2000 steps", COLOURS[6]),
+    (ALONE, 500): ("one peer, 500 steps", COLOURS[7]),
     (LARGE, 500): ("data parallel, 500 steps", COLOURS[1]),
     (PARALLEL, 500): ("DistributedDataParallel, 500 steps", COLOURS[3]),
     (LARGE, 2000): ("data parallel, 2000 steps", COLOURS[5]),

@@ -20,7 +20,7 @@ NAMES = {
     ALONE: "one peer", LARGE: "data parallel, in one process", PARALLEL: "data parallel, gloo", TOGETHER: "four peers"
 }  # fmt: skip
 STAGES = {
-    1: "one peer, 2000 steps",
+    1: "one peer, 2000 and 500 steps",
     2: "data parallel in one process, 500 steps",
     3: "four peers, 500 steps: AdamW with int8, Muon with int4, p = 0.5 %",
     4: "the same, 2000 steps each",

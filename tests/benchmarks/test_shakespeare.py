@@ -27,7 +27,7 @@ MUON = Cell(TOGETHER, "muon", 500, 1, "int4", 0.02)
 
 
 def test_every_run_is_listed_once_and_its_command_line_gives_its_settings() -> None:
-    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (4 * 2 + 2 * 12)
+    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (5 * 2 + 2 * 12)
     for cell in CELLS:
         out = Path("out")
         given = [

@@ -72,8 +72,8 @@ def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb
         steps.set_ylim(min([PUBLISHED, *ends]) - 0.05, 2.9)
         steps.set_title(title, loc="left")
         steps.legend(frameon=False)
-        tokens.text(0.99, PUBLISHED, "nanoGPT: 1.88", transform=tokens.get_yaxis_transform(), ha="right", va="bottom",
-                    color="#666666")  # fmt: skip
+        transform = tokens.get_yaxis_transform()
+        tokens.text(0.01, PUBLISHED, "nanoGPT: 1.88", transform=transform, va="bottom", color="#666666")
         figure.savefig(path, dpi=130)
 
 

@@ -10,13 +10,12 @@ from typing import Any
 Events = Sequence[dict[str, Any]]
 
 
-def measures(peers: Sequence[Events], started_s: float, every: int) -> dict[str, Any]:
+def measures(peers: Sequence[Events], started_s: float) -> dict[str, Any]:
     """Tokens, bytes and seconds of a run, how late its rounds landed, and its curve.
 
     Args:
         peers: the events of each peer.
         started_s: when training began, in seconds since the epoch.
-        every: steps between two rounds.
     """
     events = [event for one in peers for event in one]
     steps = [event for event in events if event["event"] == "step"]
@@ -32,13 +31,13 @@ def measures(peers: Sequence[Events], started_s: float, every: int) -> dict[str,
             "merged": sum(event["merged"] for event in fragments),
             "skipped": sum(sum(event["skipped"].values()) for event in fragments),
         },
-        "rounds": rounds(peers, every),
+        "rounds": rounds(peers),
         "curve": curve(peers, started_s),
     }
 
 
-def rounds(peers: Sequence[Events], every: int) -> list[dict[str, Any]]:
-    """Of each round its contributors, and how many steps after it was due it landed, as a mean over the peers.
+def rounds(peers: Sequence[Events]) -> list[dict[str, Any]]:
+    """Of each round its contributors, and how many steps a peer made from joining to landing it: a mean over the peers.
 
     Not of the round that ends the run (null), because no steps follow it.
     """
@@ -46,14 +45,12 @@ def rounds(peers: Sequence[Events], every: int) -> list[dict[str, Any]]:
     late: dict[int, list[int]] = defaultdict(list)
     contributors: dict[int, int] = {}
     for one in peers:
-        steps = [(event["t"], event["step"]) for event in one if event["event"] == "step"]
+        steps_s = [event["t"] for event in one if event["event"] == "step"]
         for event in one:
-            if event["event"] != "round":
-                continue
-            number = event["round"]
-            contributors[number] = max(contributors.get(number, 0), len(event["contributors"]))
-            reached = max((step for t, step in steps if t <= event["t"]), default=0)
-            late[number].append(max(0, reached - (number + 1) * every))
+            if event["event"] == "round":
+                number, landed_s = event["round"], event["t"]
+                contributors[number] = max(contributors.get(number, 0), len(event["contributors"]))
+                late[number].append(sum(landed_s - event["wall_s"] < step_s <= landed_s for step_s in steps_s))
     return [
         {
             "round": number,

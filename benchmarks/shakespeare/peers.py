@@ -70,7 +70,7 @@ def run(cell: Cell, data: Path, out: Path) -> dict[str, Any]:
     models = [_model(directory) for directory in directories]
     losses = [round(held_out_loss(model, data), 4) for model in models]
     return {
-        **measures(events, started_s=gate.stat().st_mtime, every=int(str(cell.settings["sync_every"]))),
+        **measures(events, started_s=gate.stat().st_mtime),
         "loss": round(statistics.fmean(losses), 4),
         "losses": losses,
         "anchor_loss": round(held_out_loss(_anchor(directories[0]), data), 4),

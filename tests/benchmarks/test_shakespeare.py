@@ -87,7 +87,7 @@ def events(delay_s: float) -> list[dict[str, Any]]:
     for number in range(3):
         found.append({
             "event": "round", "t": 12.0 + 2 * number + delay_s, "round": number, "contributors": ["a", "b"],
-            "bytes_sent": 1_000_000,
+            "bytes_sent": 1_000_000, "wall_s": delay_s + 0.5,
         })  # fmt: skip
     fragments = {
         "event": "fragments",
@@ -101,11 +101,11 @@ def events(delay_s: float) -> list[dict[str, Any]]:
 
 
 def test_measures_are_read_from_events() -> None:
-    found = measures([events(0.0), events(1.0)], started_s=10.0, every=2)
+    found = measures([events(0.0), events(1.0)], started_s=10.0)
     assert (found["tokens"], found["mb_per_peer"], found["fragment_mb_per_peer"]) == (120, 3.5, 0.5)
     assert found["fragments"] == {"sent": 10, "merged": 8, "skipped": 2}
     assert (found["seconds"], found["exchange_share"]) == (6.0, 0.12)
-    assert [round_["late_steps"] for round_ in found["rounds"]] == [0.5, 0.5, None]
+    assert [round_["late_steps"] for round_ in found["rounds"]] == [1.5, 1.5, None]
     # Before the start no time has passed. By 14.5 s the first peer had two rounds, the second one.
     assert found["curve"] == [[0, 4.0, 0.0, 0.0], [4, 2.5, 4.5, 2.0]]
 

@@ -21,6 +21,7 @@ from benchmarks.shakespeare.cells import PARALLEL, SEEDS, Cell, stages
 from benchmarks.shakespeare.data import prepare
 from benchmarks.shakespeare.report import RESULTS, append, read, report
 from p2ptrain.demo.orchestrator import DemoFailedError
+from p2ptrain.errors import ConfigError
 
 
 @click.command("python -m benchmarks.shakespeare")
@@ -40,7 +41,10 @@ def main(
     if not only_report:
         if text is None:
             raise click.UsageError("give --text FILE, tinyshakespeare's input.txt (nanoGPT's prepare.py downloads it)")
-        data = prepare(text, work / "data")
+        try:
+            data = prepare(text, work / "data")
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from error
         for number, cells in stages():
             for cell in cells:
                 if (not stage or number in stage) and cell.seed in seed and cell not in read(results):

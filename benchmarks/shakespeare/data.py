@@ -28,7 +28,9 @@ def prepare(text: Path, out: Path) -> Path:
     data = text.read_text(encoding="utf-8")
     alphabet = sorted(set(data))
     if len(alphabet) != ALPHABET:
-        raise ConfigError(f"--text {text}: has {len(alphabet)} different characters, tinyshakespeare {ALPHABET}")
+        raise ConfigError(
+            f"--text {text}: has {len(alphabet)} different characters, tinyshakespeare {ALPHABET}; give its input.txt"
+        )
     ids = {character: number for number, character in enumerate(alphabet)}
     tokens = np.array([ids[character] for character in data], dtype="<u2")
     cut = int(0.9 * len(data))

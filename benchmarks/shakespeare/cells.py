@@ -54,6 +54,10 @@ class Cell:
         return PEERS * BATCH if self.arm == LARGE else BATCH
 
     @property
+    def eval_every(self) -> int:
+        return self.steps // CURVE_POINTS
+
+    @property
     def settings(self) -> dict[str, object]:
         """The settings of the run, by their names in `RunConfig`."""
         found: dict[str, object] = {

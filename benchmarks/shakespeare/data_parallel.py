@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import TrafficMeter
 from benchmarks.processes import Workers, free_port
-from benchmarks.shakespeare.cells import BATCH, CONTEXT, CURVE_POINTS, Cell
+from benchmarks.shakespeare.cells import BATCH, CONTEXT, Cell
 from benchmarks.shakespeare.data import ALPHABET, held_out_loss
 from benchmarks.shakespeare.model import nanogpt_cpu
 from p2ptrain.settings.config import RunConfig
@@ -79,7 +79,7 @@ def _rank(pipe: Connection, port: int, rank: int, cell: Cell, data: Path) -> Non
     curve = [(0, held_out_loss(model, data, EVAL_WINDOWS), 0.0)]
     for step in range(cell.steps):
         _step(parallel, optimizer, windows, config, step)
-        if (step + 1) % (cell.steps // CURVE_POINTS) == 0:
+        if (step + 1) % cell.eval_every == 0:
             # On every rank, as each peer evaluates itself.
             curve.append((step + 1, held_out_loss(model, data, EVAL_WINDOWS), time.perf_counter() - began_s))
     pipe.send(curve)

@@ -10,12 +10,13 @@ from typing import Any
 Events = Sequence[dict[str, Any]]
 
 
-def measures(peers: Sequence[Events], started_s: float) -> dict[str, Any]:
+def measures(peers: Sequence[Events], started_s: float, eval_every: int) -> dict[str, Any]:
     """Tokens, bytes and seconds of a run, how late its rounds landed, and its curve.
 
     Args:
         peers: the events of each peer.
         started_s: when training began, in seconds since the epoch.
+        eval_every: steps between two evaluations.
     """
     events = [event for one in peers for event in one]
     steps = [event for event in events if event["event"] == "step"]
@@ -32,7 +33,7 @@ def measures(peers: Sequence[Events], started_s: float) -> dict[str, Any]:
             "skipped": sum(sum(event["skipped"].values()) for event in fragments),
         },
         "rounds": rounds(peers),
-        "curve": curve(peers, started_s),
+        "curve": curve(peers, started_s, eval_every),
     }
 
 
@@ -61,10 +62,11 @@ def rounds(peers: Sequence[Events]) -> list[dict[str, Any]]:
     ]
 
 
-def curve(peers: Sequence[Events], started_s: float) -> list[list[float]]:
+def curve(peers: Sequence[Events], started_s: float, eval_every: int) -> list[list[float]]:
     """Rows of step, loss, seconds since the start, and megabytes that a peer had sent: means over the peers.
 
-    The losses are of each peer's own weights on few held-out windows. Steps that not all peers measured are left out.
+    The losses are of each peer's own weights on few held-out windows. A round may move a peer past the step at which an
+    evaluation is due, so the nearest such step counts. Those that not all peers measured are left out.
     """
     at: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for one in peers:
@@ -72,7 +74,11 @@ def curve(peers: Sequence[Events], started_s: float) -> list[list[float]]:
         for event in one:
             if event["event"] == "eval" and event["loss"] is not None:
                 sent = sum(_sent(other) for other in one if other["t"] <= event["t"])
-                measured[event["step"]] = (event["loss"], max(0.0, event["t"] - started_s), sent / 1e6)
+                measured[eval_every * round(event["step"] / eval_every)] = (
+                    event["loss"],
+                    max(0.0, event["t"] - started_s),
+                    sent / 1e6,
+                )
         for step, row in measured.items():
             at[step].append(row)
     return [

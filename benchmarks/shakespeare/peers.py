@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.shakespeare.cells import CONTEXT, CURVE_POINTS, TOGETHER, Cell
+from benchmarks.shakespeare.cells import CONTEXT, TOGETHER, Cell
 from benchmarks.shakespeare.data import ALPHABET, held_out_loss
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
@@ -37,7 +37,7 @@ def flags(cell: Cell, data: Path) -> list[str]:
     flag_of = {setting.field_name: setting.flag for setting in RUN_SETTINGS}
     for name, value in cell.settings.items():
         given += [flag_of[name], f"{value:g}" if isinstance(value, float) else str(value)]
-    return [*given, "--batch-tokens", str(cell.batch * CONTEXT), "--eval-every", str(cell.steps // CURVE_POINTS)]
+    return [*given, "--batch-tokens", str(cell.batch * CONTEXT), "--eval-every", str(cell.eval_every)]
 
 
 def machine_flags(cell: Cell, number: int, out: Path) -> list[str]:
@@ -70,7 +70,7 @@ def run(cell: Cell, data: Path, out: Path) -> dict[str, Any]:
     models = [_model(directory) for directory in directories]
     losses = [round(held_out_loss(model, data), 4) for model in models]
     return {
-        **measures(events, started_s=gate.stat().st_mtime),
+        **measures(events, started_s=gate.stat().st_mtime, eval_every=cell.eval_every),
         "loss": round(statistics.fmean(losses), 4),
         "losses": losses,
         "anchor_loss": round(held_out_loss(_anchor(directories[0]), data), 4),

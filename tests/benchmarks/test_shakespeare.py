@@ -97,11 +97,11 @@ def events(delay_s: float) -> list[dict[str, Any]]:
         "skipped": {"epoch": 1},
         "bytes_sent": 500_000,
     }
-    return [*found, fragments, {"event": "eval", "t": 14.5, "step": 4, "loss": 2.0 + delay_s}]
+    return [*found, fragments, {"event": "eval", "t": 14.5, "step": 4 + int(delay_s), "loss": 2.0 + delay_s}]
 
 
 def test_measures_are_read_from_events() -> None:
-    found = measures([events(0.0), events(1.0)], started_s=10.0)
+    found = measures([events(0.0), events(1.0)], started_s=10.0, eval_every=2)
     assert (found["tokens"], found["mb_per_peer"], found["fragment_mb_per_peer"]) == (120, 3.5, 0.5)
     assert found["fragments"] == {"sent": 10, "merged": 8, "skipped": 2}
     assert (found["seconds"], found["exchange_share"]) == (6.0, 0.12)

@@ -119,7 +119,8 @@ def with_ports_of(host_maddrs: Iterable[str], found: Iterable[str]) -> tuple[str
         _, family, host, transport, port, *rest = host_maddr.split("/")
         seen_at = _LOOPBACK_OF.get(host, host)
         for _, *used in parts_of_found:
-            if port == "0" and used[:3] == [family, seen_at, transport] and used[4 : 4 + len(rest)] == rest:
+            fits = len(used) > 3 and used[:3] == [family, seen_at, transport] and used[4 : 4 + len(rest)] == rest
+            if port == "0" and fits:
                 return "/".join(["", family, host, transport, used[3], *rest])
         return host_maddr
 

@@ -43,8 +43,10 @@ def on_last_ports(host_maddrs: tuple[str, ...], identity: Path) -> tuple[str, ..
 
 def keep_ports(maddrs: Iterable[str], identity: Path) -> None:
     """Write the addresses that a peer listens on. A directory that cannot be written is no error."""
+    unfinished = _file(identity).with_suffix(".ports.new")
     try:
-        _file(identity).write_text("".join(f"{maddr}\n" for maddr in maddrs))
+        unfinished.write_text("".join(f"{maddr}\n" for maddr in maddrs))
+        unfinished.replace(_file(identity))
     except OSError as error:
         logger.debug("the ports of %s cannot be kept: %s", identity, error)
 

@@ -149,8 +149,8 @@ def run_training(
 ) -> Literal["finished", "interrupted", "failed"]:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
-    Returns "finished" or "interrupted". After an error, such as bad data, it also leaves and writes the checkpoint, and
-    then raises it; likewise TransientError if the network side has ended.
+    Returns "finished" or "interrupted". After an error, such as bad data, it also leaves and, if there is one rank,
+    writes the checkpoint, and then raises it; likewise TransientError if the network side has ended.
 
     Args:
         peer: has joined the run with the model of `trainer`.
@@ -185,13 +185,11 @@ def run_training(
     reason: Literal["finished", "interrupted", "failed"]
     reason = "interrupted" if interrupted else "failed" if failure else "finished"
     if reason == "finished":
-        # First: leaving may take ten seconds, in which a signal may come. Other peers are served meanwhile.
+        # First: leaving may take ten seconds, in which a signal may come. Other peers are served meanwhile. In the
+        # other cases they should not wait for this disk.
         save()
-        peer.leave(reason, landing=True)
-    else:
-        # Other peers should not wait for this disk.
-        peer.leave(reason, landing=True)
-        save()
+    peer.leave(reason, landing=True)
+    save()  # the last round may have landed meanwhile
     if failure:
         raise trainer.ranks.once(
             TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")

@@ -242,6 +242,7 @@ def test_a_bug_while_a_daemon_works_costs_that_daemon(
         ("/ip4/127.0.0.1/tcp/0", ["/ip4/127.0.0.1/udp/7/quic/p2p/Q"], "/ip4/127.0.0.1/tcp/0"),
         ("/ip4/0.0.0.0/tcp/4001", ["/ip4/127.0.0.1/tcp/7/p2p/Q"], "/ip4/0.0.0.0/tcp/4001"),
         ("/ip4/0.0.0.0/tcp/0", ["/dns4/example.org/tcp/7/p2p/Q"], "/ip4/0.0.0.0/tcp/0"),
+        ("/ip4/0.0.0.0/tcp/0", ["/ip4/127.0.0.1/tcp", ""], "/ip4/0.0.0.0/tcp/0"),
         ("/ip4/0.0.0.0/tcp/0", [], "/ip4/0.0.0.0/tcp/0"),
     ],
 )

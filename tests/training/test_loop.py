@@ -144,6 +144,17 @@ def test_it_leaves_before_it_writes_unless_the_run_has_ended(
     assert left_at_save == [left]
 
 
+def test_a_last_round_that_lands_while_the_peer_leaves_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, trainer = _pair()
+    monkeypatch.setattr(FakePeer, "round", property(lambda peer: 0 if peer.left is None else 1))
+    rounds: list[int] = []
+    monkeypatch.setattr(checkpoint, "save", lambda out, saved: rounds.append(saved.info["round"]))
+    _run(peer, trainer, tmp_path, stop=lambda: False)
+    assert rounds == [0, 1]
+
+
 def test_a_checkpoint_is_not_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal while one is written ends training right after it."""
     peer, trainer = _pair()

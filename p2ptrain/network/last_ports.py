@@ -25,6 +25,8 @@ def on_last_ports(host_maddrs: tuple[str, ...], identity: Path) -> tuple[str, ..
     `identity`: the identity file of the peer.
     """
     try:
+        if not _file(identity).is_file():  # a pipe would block
+            return host_maddrs
         with open(_file(identity), "rb") as file:
             found = file.read(MAX_FILE_BYTES).decode("ascii", "replace").splitlines()
     except OSError:

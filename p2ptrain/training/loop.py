@@ -150,7 +150,8 @@ def run_training(
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
     Returns "finished" or "interrupted". After an error, such as bad data, it also leaves and, if there is one rank,
-    writes the checkpoint, and then raises it; likewise TransientError if the network side has ended.
+    writes the checkpoint, and then raises it; likewise TransientError if the network side has ended, or the last
+    checkpoint cannot be written.
 
     Args:
         peer: has joined the run with the model of `trainer`.
@@ -180,6 +181,8 @@ def run_training(
             logger.error("no checkpoint could be made: %s", second)
         raise
     interrupted = stop() and not peer.finished
+    if interrupted:
+        logger.info("stopping at step %d: writing a checkpoint; a second signal ends at once", peer.run_step)
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
     reason: Literal["finished", "interrupted", "failed"]
@@ -190,6 +193,13 @@ def run_training(
         save()
     peer.leave(reason, landing=True)
     save()  # the last round may have landed meanwhile
+    if saved_at != (peer.run_step, peer.round):
+        raise trainer.ranks.once(
+            TransientError(
+                f"{reason} at step {peer.run_step}, but no checkpoint could be written to {out}; free space there, and "
+                "run the same command again: it continues from the checkpoint before, or gets the swarm's state"
+            )
+        )
     if failure:
         raise trainer.ranks.once(
             TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")

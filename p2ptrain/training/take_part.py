@@ -62,7 +62,7 @@ def take_part(
                 say(f"sample at step {member.run_step}: {text!r}")
 
         if config.sample_every and tokenizer.identity == IDS:
-            say("--sample-every: not used, because the run's tokenizer is not here; give it with --tokenizer")
+            say("--sample-every: not used, because the tokenizer of these ids is not known; name it with --tokenizer")
             config = dataclasses.replace(config, sample_every=0)
         if config.sample_every and config.fsdp == "on":
             say("--sample-every: not used, because the model is sharded (--fsdp)")

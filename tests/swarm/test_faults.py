@@ -168,6 +168,6 @@ def test_a_full_disk_is_said_and_training_goes_on(swarm: Swarm, tmp_path: Path) 
     steps = len(peer.events("step"))
     swarm.until(lambda: len(peer.events("step")) > steps + 20)
     peer.terminate()
-    assert peer.wait() == 0
+    assert peer.wait() == 75
     assert "training goes on without this checkpoint" in peer.errors
-    assert f"not saved in {disk}" in peer.output
+    assert f"but no checkpoint could be written to {disk}; free space there" in peer.errors

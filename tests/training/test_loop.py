@@ -196,8 +196,9 @@ def test_bad_data_is_an_error_after_the_checkpoint_and_its_batch_is_the_next_one
     path = tmp_path / "train.bin"
     bad = np.array(good, dtype="<u2")
     bad[::7] = 98
-    bad.tofile(path)
-    tokens = TokenFiles([TokenFile(path, np.concatenate([good, bad]).astype("<u2"), 0)], 98)
+    ids = np.concatenate([good, bad]).astype("<u2")
+    ids.tofile(path)
+    tokens = TokenFiles([TokenFile(path, ids, 0)], 98)
     for read_ahead in (False, True):
         peer, trainer = _pair(corpus=Corpus(tokens, CORPUS.held_out), read_ahead=read_ahead)
         with pytest.raises(
@@ -235,7 +236,7 @@ def test_checkpoints_are_written_on_the_way(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
-def test_a_full_disk_does_not_stop_training(
+def test_a_full_disk_does_not_stop_training_but_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*arguments: object) -> None:
@@ -244,8 +245,9 @@ def test_a_full_disk_does_not_stop_training(
     monkeypatch.setattr(checkpoint, "save_file", full)
     peer, trainer = _pair(total_steps=20)
     with caplog.at_level(logging.ERROR):
-        reason, _ = _run(peer, trainer, tmp_path, config=PeerConfig(checkpoint_minutes=0.25))
-    assert (reason, peer.run_step) == ("finished", 20)
+        with pytest.raises(TransientError, match="finished at step 20, but no checkpoint could be written"):
+            _run(peer, trainer, tmp_path, config=PeerConfig(checkpoint_minutes=0.25))
+    assert (peer.left, peer.run_step) == ("finished", 20)
     assert len(caplog.messages) > 1
     assert all("No space left on device" in message for message in caplog.messages)
 

@@ -47,6 +47,18 @@ class TokenFile:
     offset: int
     vocab_size: int = GPT2_VOCAB_SIZE
 
+    def check_size(self) -> None:
+        """Raise ConfigError if the file was cut off since it was opened: reading beyond its end kills the process."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:  # removed: the system keeps it as long as it is mapped
+            return
+        if size < self.offset + self.ids.nbytes:
+            raise ConfigError(
+                f"--data: {self.path}: was cut off while it was used, to {size:,} bytes; restore it, and run the same "
+                f"command again"
+            )
+
     def place(self, position: int) -> str:
         """Where a token is, for errors."""
         return f"{self.path}, token {position:,} (byte {self.offset + position * self.ids.itemsize:,})"
@@ -65,12 +77,16 @@ class TokenFiles:
         return int(self._ends[-1])
 
     def __getitem__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids at these positions, int64 in the same shape. Raises ConfigError for an id beyond the vocabulary."""
+        """The ids at these positions, int64 in the same shape.
+
+        Raises ConfigError for an id beyond the vocabulary, or a file that was cut off since it was opened.
+        """
         numbers = np.searchsorted(self._ends, positions, side="right")
         ids = np.empty(positions.shape, dtype=np.int64)
         for number in np.unique(numbers):
             inside = numbers == number
             file, first = self._files[number], self._ends[number] - len(self._files[number].ids)
+            file.check_size()
             found = file.ids[positions[inside] - first]
             if found.max() >= self._vocab_size:
                 worst = int(np.argmax(found))
@@ -175,6 +191,8 @@ def _given(source: str, paths: Iterable[Path]) -> TokenFolder:
 def _folder(
     source: str, training: Sequence[TokenFile], held_out: Sequence[TokenFile], identity: str, vocab_size: int
 ) -> TokenFolder:
+    if held_out and not any(len(file.ids) for file in held_out):
+        raise ConfigError(f"--data {held_out[0].path}: is empty; remove it to hold out the end of the training files")
     training, held_out = ([file for file in files if len(file.ids)] for files in (training, held_out))
     if not training:
         raise ConfigError(f"--data {source}: no tokens to train on; give a folder with train.bin, or *train*.bin")

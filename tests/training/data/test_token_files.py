@@ -194,3 +194,23 @@ def test_positions_may_have_any_shape_and_order() -> None:
     positions = np.random.default_rng(1).integers(12, size=(7, 3, 2))
     np.testing.assert_array_equal(files[positions], positions)
     assert files[np.empty((0, 4), dtype=np.int64)].shape == (0, 4)
+
+
+def test_a_file_that_is_cut_off_while_it_is_used_is_named(tmp_path: Path) -> None:
+    """Reading beyond its end would kill the process with SIGBUS."""
+    _plain(tmp_path / "train.bin", np.arange(100_000) % 1000)
+    training = _opened(tmp_path).corpus(Ids(1000)).training
+    positions = np.array([5, 50_000])
+    assert training[positions].tolist() == [5, 0]
+    with open(tmp_path / "train.bin", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ConfigError, match=r"train.bin: was cut off while it was used, to 1,000 bytes; restore it"):
+        training[positions]
+    (tmp_path / "train.bin").unlink()
+
+
+def test_an_empty_file_to_hold_out_is_an_error(tmp_path: Path) -> None:
+    _plain(tmp_path / "train.bin", np.arange(1000))
+    (tmp_path / "val.bin").touch()
+    with pytest.raises(ConfigError, match=r"val.bin: is empty; remove it to hold out the end of the training files"):
+        open_tokens(str(tmp_path))

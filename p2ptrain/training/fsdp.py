@@ -6,7 +6,7 @@ tensors, the same as those of one process, so a peer may continue with any numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,12 +41,29 @@ def shard(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         ranks.copy(tensor)
     mesh = DeviceMesh.from_group(dist.new_group(timeout=STEP_TIMEOUT), device.type)
-    # From the inside to the outside, as fully_shard wants it.
-    for layers in reversed([module for module in model.modules() if isinstance(module, nn.ModuleList)]):
-        for layer in layers:
-            fully_shard(layer, mesh=mesh)
-    # What is left also drops its whole parameters after a forward pass; by default FSDP2 would keep them.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    names = {module: name for name, module in model.named_modules()}
+    # Blocks first, as fully_shard wants it. What is left also drops its whole parameters after a forward pass; by
+    # default FSDP2 would keep them.
+    for module in dict.fromkeys([*_blocks(model), model]):
+        try:
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        except ValueError as error:
+            name = f"module {names[module]}" if names[module] else "the model"
+            fault = ConfigError(f"fsdp = 'on': {name} cannot be sharded: {error} Change it, or leave --fsdp out")
+            raise ranks.once(fault) from error
+
+
+def _blocks(module: nn.Module, *, in_list: bool = False) -> Iterator[nn.Module]:
+    """What is gathered by itself: the modules in the outermost lists of a model, and in lists and dicts within these.
+
+    FSDP2 gathers a module when it is called, so that one without a `forward` is none.
+    """
+    in_list = in_list or isinstance(module, nn.ModuleList)
+    for child in module.children():
+        if in_list and type(child).forward is not nn.Module.forward:
+            yield child
+        else:
+            yield from _blocks(child, in_list=in_list)
 
 
 def is_fsdp(model: nn.Module) -> bool:

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
+from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.torchrun import launch_of
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data import Corpus, RandomWindows
 from p2ptrain.training.fsdp import shard, whole
+from p2ptrain.training.inner_optimizer import InnerOptimizer, lr_share
 from p2ptrain.training.models import GPT, GPTConfig
 from p2ptrain.training.ranks import Ranks, open_ranks
 from p2ptrain.training.trainer import PROBED_STEPS, Trainer
@@ -81,6 +84,48 @@ def a_step_is_that_of_all_windows_at_once(ranks: Ranks) -> None:
     assert_equal_on_all(ranks, flat(ours))
     # Each rank evaluates its share of the windows.
     assert abs(trainer.evaluate() - trainer_of(ours, Ranks()).evaluate()) < 1e-5
+
+
+class Partial(Model):
+    """A model that uses one of its matrices on rank 1 only, and only for 2 windows; and another never."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.never, self.rarely = (nn.Parameter(torch.ones(1, 128)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens)
+        return logits * self.rarely if self.rank == 1 and len(tokens) == 2 else logits
+
+
+def parameters_may_be_unused(ranks: Ranks) -> None:
+    """Micro-batches are of 2, 2 and 1 windows: gradients are averaged in the third. In the first run no step probes."""
+    run = dataclasses.replace(RUN, weight_decay=0.1)
+    alone = Partial(rank=0)
+    both = [trainer_of(alone, Ranks(), seed=rank) for rank in range(2)]
+    optimizer = InnerOptimizer(alone, run)
+    for step in range(STEPS):
+        for rank, trainer in enumerate(both):
+            alone.rank = rank
+            trainer._accumulate(*trainer._windows.next_batch(), lambda: False)
+        for parameter in alone.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 2
+        optimizer.step(lr_share(run, step))
+        optimizer.zero_grad()
+    for probes in (0, PROBED_STEPS):
+        ours = Partial(ranks.rank)
+        trainer = Trainer(
+            ours, CORPUS, run, batch_size=WINDOWS, seed=ranks.rank, ranks=ranks, micro_batch=None if probes else 2
+        )
+        trainer._micro_batch = 2
+        for step in range(STEPS):
+            trainer.step(step)
+        torch.testing.assert_close(flat(ours), flat(alone), rtol=1e-3, atol=1e-4)
+        assert_equal_on_all(ranks, flat(ours))
+        assert (ours.never == 1).all()  # without a gradient, its weights do not decay
+        assert (ours.rarely != 1).any()
 
 
 def a_state_goes_on_bit_for_bit(ranks: Ranks) -> None:
@@ -164,6 +209,39 @@ def sharded_ranks_train_as_whole_ones(ranks: Ranks) -> None:
     assert_close(continued(sharded=False, was_sharded=True), expected)
 
 
+def lists_of_lists_are_sharded(ranks: Ranks) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            shared = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Sequential(nn.Linear(4, 4))})
+            self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]), shared, shared])
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                for part in layer.values() if isinstance(layer, nn.ModuleDict) else layer:  # type: ignore[union-attr]
+                    values = part(values)
+            return values
+
+    model, values = Nested(), torch.ones(2, 4)
+    expected = model(values)
+    shard(model, ranks, torch.device("cpu"))
+    assert torch.equal(model(values), expected)
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert names == ["", "layers.0.0", "layers.0.1", "layers.1.first", "layers.1.second"]
+
+    scalar = nn.Linear(4, 4)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    refusal = "it was not refused"
+    try:
+        shard(nn.Sequential(nn.ModuleList([scalar])), ranks, torch.device("cpu"))
+    except ConfigError as error:
+        refusal = str(error)
+    except SystemExit as end:
+        refusal = f"exit status {end.code}"
+    assert refusal.startswith("fsdp = 'on': module 0.0 cannot" if ranks.is_first else "exit status 0"), refusal
+
+
 def one_stops_all(ranks: Ranks) -> None:
     signals = iter([False, False, ranks.rank == 1, False])
     stop, now = ranks.agreed(lambda: next(signals))
@@ -177,8 +255,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with open_ranks(launch_of(os.environ)) as ranks:
         for check in (
-            a_step_is_that_of_all_windows_at_once, a_state_goes_on_bit_for_bit, ranks_halve_together, one_stops_all,
-            sharded_ranks_train_as_whole_ones,
+            a_step_is_that_of_all_windows_at_once, parameters_may_be_unused, a_state_goes_on_bit_for_bit,
+            ranks_halve_together, one_stops_all, sharded_ranks_train_as_whole_ones, lists_of_lists_are_sharded,
         ):  # fmt: skip
             check(ranks)
             if ranks.is_first:

@@ -16,13 +16,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
+from p2ptrain.errors import (
+    ConfigError,
+    NotAllowedError,
+    PeerLostError,
+    RunKeyError,
+    RunMismatchError,
+    TransientError,
+    UnreachableError,
+)
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.process_group import ProcessGroup
@@ -37,6 +46,13 @@ T = TypeVar("T")
 TELL_EVERY_S = 1.0
 # Attributes of rank 0's peer that all ranks have.
 _POSITION = ("alive", "round", "run_step", "finished", "anchor_hash")
+# Errors of rank 0 that the other ranks raise with the same class, so that a program can catch them on all ranks.
+_SHARED_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        ConfigError, RunMismatchError, RunKeyError, TransientError, UnreachableError, NotAllowedError, TimeoutError
+    )
+}  # fmt: skip
 
 
 class GroupPeer:
@@ -64,7 +80,7 @@ class GroupPeer:
         self,
         model: torch.nn.Module,
         group: dist.ProcessGroup,
-        enter: Callable[[ModelParts], Peer],
+        enter: Callable[[ModelParts], Peer] | None,
         *,
         device: torch.device,
     ) -> None:
@@ -73,13 +89,13 @@ class GroupPeer:
         Args:
             model: the same on each rank, or sharded over the ranks by `fully_shard`.
             group: its rank 0 is on the network.
-            enter: joins the run with the parts of `model`; called on rank 0.
+            enter: joins the run with the parts of `model`; called on rank 0, and may be None on the others.
             device: device of the tensors that the group's backend transfers.
 
         Raises:
-            ConfigError: on all ranks, if the model of one of them cannot be trained or is not that of rank 0, or if
-                `enter` raises it on rank 0.
+            ConfigError: on all ranks, if the model of one of them cannot be trained or is not that of rank 0.
             PeerLostError: as `step`.
+            Exception: on all ranks, what `enter` raises on rank 0, as `load_state_dict`.
         """
         self.rank, self.size = group.rank(), group.size()
         self.peer: Peer | None = None
@@ -88,9 +104,7 @@ class GroupPeer:
         view = self._parts.view
         self._sharded = view if isinstance(view, ShardedView) else None
         try:
-            settled = self._ranks.tell(self._on_rank_0(lambda: self._enter(enter), {}))
-            if "refused" in settled:
-                raise (RunMismatchError if settled["mismatch"] else ConfigError)(settled["refused"])
+            settled = self._told(self._on_rank_0(lambda: self._enter(enter), {}))
             self.run = RunConfig.from_dict(settled["run"])
             self.peer_id: str = settled["peer_id"]
             self.maddrs: list[str] = settled["maddrs"]
@@ -171,9 +185,13 @@ class GroupPeer:
         return {} if self.peer is None else self.peer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """All ranks: `Peer.load_state_dict` with the state given on rank 0. Waits until it is in force."""
+        """All ranks: `Peer.load_state_dict` with the state given on rank 0. Waits until it is in force.
+
+        Raises on all ranks what that raises: on the others a ConfigError or TimeoutError of the same class and text,
+        and PeerLostError for any other error.
+        """
         taken = self._on_rank_0(lambda: self._peer.load_state_dict(state), False)
-        taken = bool(self._ranks.tell({"taken": taken})["taken"])
+        taken = bool(self._told({"taken": taken})["taken"])
         self._follow(StepReport())
         return taken
 
@@ -215,23 +233,38 @@ class GroupPeer:
     def _on_rank_0(self, call: Callable[[], T], otherwise: T) -> T:
         """All ranks: make a call on rank 0 that may change the weights. The others return `otherwise`.
 
-        Meanwhile the other ranks of a sharded model do their share.
+        Meanwhile the other ranks of a sharded model do their share. All ranks must call `_told` next: there the
+        other ranks raise what the call has raised on rank 0.
         """
         self._parts.reshard()
-        if self.rank == 0:
-            result = call()
+        if self.rank:
             if self._sharded is not None:
-                self._sharded.end()
-            return result
-        if self._sharded is not None:
-            self._sharded.serve()
-        return otherwise
-
-    def _enter(self, enter: Callable[[ModelParts], Peer]) -> dict[str, Any]:
+                self._sharded.serve()
+            return otherwise
         try:
-            self.peer = peer = enter(self._parts)
-        except ConfigError as error:
-            return {"refused": str(error), "mismatch": isinstance(error, RunMismatchError)}
+            result = call()
+        except Exception as error:
+            with suppress(PeerLostError):  # then the others notice by themselves
+                self._end_share()
+                self._ranks.tell(_message_of(error))
+            raise
+        self._end_share()
+        return result
+
+    def _end_share(self) -> None:
+        if self._sharded is not None:
+            self._sharded.end()
+
+    def _told(self, message: dict[str, Any]) -> dict[str, Any]:
+        """All ranks, after `_on_rank_0`: the message of rank 0; on the other ranks, raise what that call has raised."""
+        told = self._ranks.tell(message)
+        if "raised" in told:
+            raise _SHARED_ERRORS.get(told["raised"], PeerLostError)(told["text"])
+        return told
+
+    def _enter(self, enter: Callable[[ModelParts], Peer] | None) -> dict[str, Any]:
+        assert enter is not None, "on rank 0"
+        self.peer = peer = enter(self._parts)
         return {"run": peer.run.to_dict(), "peer_id": peer.peer_id, "maddrs": peer.maddrs}
 
     def _follow(self, report: StepReport, changes: Changes | None = None) -> StepReport:
@@ -252,7 +285,7 @@ class GroupPeer:
                 "failure": None if self.peer.failure is None else str(self.peer.failure),
                 "report": dataclasses.asdict(report), "everything": changes.everything, "blocks": len(blocks),
             }  # fmt: skip
-        message = self._ranks.tell(message)
+        message = self._told(message)
         for name in _POSITION:
             setattr(self, name, message["position"][name])
         self.failure = None if message["failure"] is None else PeerLostError(message["failure"])
@@ -276,3 +309,11 @@ class GroupPeer:
         self._ranks.copy(values)
         if self.peer is None:
             self._parts.view.scatter(plan, values)
+
+
+def _message_of(error: Exception) -> dict[str, Any]:
+    """What the other ranks are told of an error of rank 0: the nearest class that they share, and the text."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in _SHARED_ERRORS:
+            return {"raised": kind.__name__, "text": str(error)}
+    return {"raised": "", "text": f"rank 0 of this process group has raised {type(error).__name__}: {error}"}

@@ -110,8 +110,8 @@ class Ranks:
         try:
             yield
         except (RuntimeError, PeerLostError) as error:
-            if self._several is None:
-                raise
+            if self._several is None or isinstance(error, ConfigError):
+                raise  # NotAllowedError is of both kinds, and tells of another machine
             ignore_signals()  # torchrun ends all processes when one has ended
             if not (lost := self._gone()):
                 raise
@@ -197,7 +197,7 @@ def join_ranks(
         The peer that all ranks are together; and on rank 0 what is on the network, which is the same if there is one.
 
     Raises:
-        ConfigError: what `enter` raised on rank 0. The other ranks end without a word.
+        ConfigError, TimeoutError: what `enter` raised on rank 0. The other ranks end without a word.
     """
     if ranks.group is None:
         assert enter is not None
@@ -205,18 +205,10 @@ def join_ranks(
         return peer, peer
     from p2ptrain.peer.group_peer import GroupPeer  # imports hivemind, which takes a second
 
-    refused: list[ConfigError] = []
-
-    def entered(parts: ModelParts) -> Peer:
-        assert enter is not None  # called on rank 0 only
-        try:
-            return enter(parts)
-        except ConfigError as error:
-            refused.append(error)
-            raise
-
     try:
-        member = GroupPeer(model, ranks.group, entered, device=torch.device("cpu"))
-    except ConfigError as error:
-        raise ranks.once(refused[0] if refused else error) from None
+        member = GroupPeer(model, ranks.group, enter, device=torch.device("cpu"))
+    except (ConfigError, TimeoutError) as error:
+        if ranks.is_first:
+            raise
+        raise SystemExit(0) from error  # rank 0 says it
     return member, member.peer

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch._dynamo  # FSDP2 imports it in its first forward pass: here once for all ranks
 import torch.distributed as dist
@@ -111,6 +112,10 @@ class Driven:
             self.posts.pop(0)()
         return report
 
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        self.exchange.view.gather(self.exchange.space.plan(np.arange(2)))
+        raise ConfigError("it is damaged")
+
     def take_changes(self) -> Changes:
         return self.exchange.take_changes()
 
@@ -167,6 +172,8 @@ def fragments_and_rounds(rank: int, size: int) -> None:
 
     with GroupPeer(model, dist.group.WORLD, enter, device=CPU) as group_peer:
         assert group_peer.run.model_layout == reference_parts.layout_sha256
+        with pytest.raises(ConfigError, match="it is damaged"):
+            group_peer.load_state_dict({})
         for step in range(6):
             train(trained, step, rank, size)
             train(reference_trained, step, rank, size)

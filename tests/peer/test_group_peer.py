@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import p2ptrain
-from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError
+from p2ptrain.errors import ConfigError, NotAllowedError, PeerLostError, RunKeyError, UnreachableError
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.protocol.exchange.types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.ranks import Ranks, join_ranks
 from tests.fakes import FakePeer
 from tests.peer.ranks import on_all_ranks
 
@@ -162,16 +163,64 @@ def test_a_step_that_one_rank_refuses_is_refused_on_all(given: dict[str, Any], r
     assert on_all_ranks(work)[0].tokens == [SIZE]
 
 
-@pytest.mark.parametrize("kind", [ConfigError, RunMismatchError])
-def test_when_rank_0_cannot_join_all_ranks_say_why(kind: type[ConfigError]) -> None:
+@pytest.mark.parametrize("kind", [ConfigError, RunKeyError, UnreachableError, NotAllowedError, TimeoutError])
+def test_when_rank_0_cannot_join_all_ranks_say_why(kind: type[Exception]) -> None:
+    error = kind("no such peer")
+
     def refuse(parts: ModelParts) -> p2ptrain.Peer:
-        raise kind("no such peer")
+        raise error from OSError("unplugged")
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
-        with pytest.raises(kind, match=r"^no such peer$"):
-            GroupPeer(new_model(0), group, refuse, device=CPU)
+        with pytest.raises(kind, match=r"^no such peer$") as refused:
+            GroupPeer(new_model(0), group, refuse if rank == 0 else None, device=CPU)
+        assert type(refused.value) is kind
+        assert (refused.value is error) == (rank == 0)
 
     on_all_ranks(work)
+    assert isinstance(error.__cause__, OSError)
+
+
+def test_the_command_line_says_on_rank_0_why_it_cannot_join_and_ends_the_others_silently() -> None:
+    error = NotAllowedError("on a deny list")
+
+    def refuse(parts: nn.Module | ModelParts) -> p2ptrain.Peer:
+        raise error from OSError("closed")
+
+    def work(rank: int, group: dist.ProcessGroup) -> BaseException:
+        ranks = Ranks(group)
+        with pytest.raises((NotAllowedError, SystemExit)) as ended, ranks.lost_ranks_said(first_speaks=rank > 0):
+            join_ranks(new_model(0), ranks, refuse if rank == 0 else None)
+        return ended.value
+
+    first, *others = on_all_ranks(work)
+    assert first is error
+    assert isinstance(error.__cause__, OSError)
+    assert [type(other) for other in others] == [SystemExit, SystemExit]
+
+
+@pytest.mark.parametrize(
+    ("kind", "elsewhere", "text"),
+    [
+        (ConfigError, ConfigError, "^damaged$"),
+        (TimeoutError, TimeoutError, "^damaged$"),
+        (LookupError, PeerLostError, "^rank 0 of this process group has raised LookupError: damaged$"),
+    ],
+)
+def test_a_state_that_cannot_be_loaded_is_refused_on_all_ranks_which_train_on(
+    kind: type[Exception], elsewhere: type[Exception], text: str
+) -> None:
+    class Refusing(Swarm):
+        def load_state_dict(self, state: dict[str, Any]) -> bool:
+            raise kind("damaged")
+
+    def work(rank: int, group: dist.ProcessGroup) -> int:
+        model = new_model(0)
+        with GroupPeer(model, group, lambda parts: Refusing(model, "fragment"), device=CPU) as group_peer:
+            with pytest.raises(kind if rank == 0 else elsewhere, match="damaged" if rank == 0 else text):
+                group_peer.load_state_dict({})
+            return group_peer.step(samples=1).merged
+
+    assert on_all_ranks(work, timeout_s=5) == [1] * SIZE
 
 
 def test_a_rank_with_another_model_is_refused_on_all() -> None:

@@ -26,7 +26,8 @@ def follow(launch: Launch) -> None:
     logging.getLogger("p2ptrain").setLevel(logging.ERROR)
     # Until training begins there is nothing to save, and waiting for rank 0 cannot be interrupted otherwise.
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as in a background job of a shell
+            signal.signal(number, signal.SIG_DFL)
     with ExitStack() as stack:
         ranks = stack.enter_context(open_ranks(launch))
         with ranks.lost_ranks_said(first_speaks=True):
@@ -40,6 +41,7 @@ def follow(launch: Launch) -> None:
             trainer, _, _ = build_trainer(job, model, ranks, _say_nothing)
             job = dataclasses.replace(job, saved=None)  # free it
             member, _ = join_ranks(model, ranks)
+            stack.enter_context(ranks.lost_ranks_said())  # also while the member leaves
             stack.push(member)
         take_part(job, trainer, ranks, member, say=_say_nothing, on_progress=lambda progress: None)
 

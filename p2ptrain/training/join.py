@@ -124,44 +124,42 @@ def join_run(
         for finding in quick_look(out, run.model, config.device, num_parameters=known):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         job = Job(run, config, session.network.peer_id, source, chosen.tokenizer, out, saved, device)
-        with ranks.lost_ranks_said():
-            # What follows is done by all ranks, the others in `follow`.
-            job.tell(ranks)
-            model = build_model(job)
-            if config.init_from:
-                say(_init_weights(model, job, is_live=chosen.is_live, knows_others=session.knows_others))
-            place_model(job, model, ranks)
-            # Before joining: this takes a second or more, and a member would delay rounds in that time.
-            trainer, shards, shard = build_trainer(job, model, ranks, say)
-            member, peer = join_ranks(model, ranks, partial(
-                session.enter, run=run, optimizer=trainer.optimizer.adamw,
-                metrics=Path(config.metrics or out / METRICS_FILE), sinks=watching,
-                resume_state=saved.state["peer"] if saved else None, tokenizer=chosen.tokenizer.file,
-                on_status=on_status or say,
-            ))  # fmt: skip
-            assert peer is not None  # this is rank 0
-            stack.push(member)
-            on_peer(peer)
-            if config.network.write_addresses:
-                write_addresses(Path(config.network.write_addresses), peer.maddrs)
-            if shards is not None:
-                peer.shard_tokens = shards.sizes[shard]
-                peer.record(
-                    "shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest
-                )
-            if show is not None:
-                say(f"the run is shown at {show(peer)}")
-            announce(
-                peer, run, config.network, processes=ranks.size, continues=saved is not None, share_key=share_key,
-                say=say,
-            )  # fmt: skip
+        # Until the member has left, too. What follows is done by all ranks, the others in `follow`.
+        stack.enter_context(ranks.lost_ranks_said())
+        job.tell(ranks)
+        model = build_model(job)
+        if config.init_from:
+            say(_init_weights(model, job, is_live=chosen.is_live, knows_others=session.knows_others))
+        place_model(job, model, ranks)
+        # Before joining: this takes a second or more, and a member would delay rounds in that time.
+        trainer, shards, shard = build_trainer(job, model, ranks, say)
+        member, peer = join_ranks(model, ranks, partial(
+            session.enter, run=run, optimizer=trainer.optimizer.adamw,
+            metrics=Path(config.metrics or out / METRICS_FILE), sinks=watching,
+            resume_state=saved.state["peer"] if saved else None, tokenizer=chosen.tokenizer.file,
+            on_status=on_status or say,
+        ))  # fmt: skip
+        assert peer is not None  # this is rank 0
+        stack.push(member)
+        on_peer(peer)
+        if config.network.write_addresses:
+            write_addresses(Path(config.network.write_addresses), peer.maddrs)
+        if shards is not None:
+            peer.shard_tokens = shards.sizes[shard]
+            peer.record("shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest)
+        if show is not None:
+            say(f"the run is shown at {show(peer)}")
+        announce(
+            peer, run, config.network, processes=ranks.size, continues=saved is not None, share_key=share_key,
+            say=say,
+        )  # fmt: skip
 
-            def progressed(progress: TrainingProgress) -> None:
-                write_known_peers(out, peer.alive_maddrs)
-                on_progress(progress)
+        def progressed(progress: TrainingProgress) -> None:
+            write_known_peers(out, peer.alive_maddrs)
+            on_progress(progress)
 
-            job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model
-            reason = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
+        job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model
+        reason = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
         hint = f"try: p2ptrain generate {out}" if reason == "finished" else "run the same command again to continue"
         is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
         say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")

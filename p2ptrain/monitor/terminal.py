@@ -90,7 +90,12 @@ class Terminal:
         self._thread.start()
 
     def say(self, text: str, style: str = "") -> None:
-        """Write a line above the frame, from any thread. The terminal wraps long lines, so they can be copied."""
+        """Write a line above the frame, from any thread. The terminal wraps long lines, so they can be copied.
+
+        Once nothing changes any more, the line comes below the last frame: waits until that is drawn.
+        """
+        if self._drawing.ended.is_set() and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_TIMEOUT_S)
         self._lines.put(Text(text, style))
         self._drawing.changed.set()
         if not self._thread.is_alive():  # the last frame has been drawn

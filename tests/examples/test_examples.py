@@ -130,6 +130,7 @@ def test_a_sharded_peer_trains_to_the_end_and_gathers_the_agreed_weights_once(sw
     assert len(re.findall(r"step 100, norm of the agreed weights [\d.]+, hash \w{12}\n", sharded.output)) == 1
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_tuned_by_its_owner_and_by_one_who_has_none(swarm: Swarm) -> None:
     first = swarm.start(f"python {EXAMPLES / 'finetune.py'} --steps 100000 {LOOPBACK}", terminal=True)
     line = swarm.until(lambda: line_after("others join by:", first))
@@ -147,6 +148,7 @@ def test_a_checkpoint_is_tuned_by_its_owner_and_by_one_who_has_none(swarm: Swarm
     assert [(peer.directory / "digits.safetensors").exists() for peer in two] == [True, False]
 
 
+@pytest.mark.long
 def test_a_corpus_is_learnt_left_and_taken_up_again(swarm: Swarm, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()

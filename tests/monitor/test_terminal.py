@@ -69,7 +69,6 @@ def test_output_and_log_lines_stay_above_the_last_frame() -> None:
         logger.warning("the disk is nearly full")
         logger.info("%d %d", 1)  # wrong number of arguments: logging reports it on stderr
         view.write("stop", reason="finished")
-        terminal.close()
         terminal.say("finished at step 1200, saved in p2ptrain-novels")
     lines = terminal_text(output)
     rounds = [line for line in lines if line.endswith(" committed")]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pyte
+import pytest
 
 from p2ptrain.training import checkpoint
 from tests.swarm.processes import CTRL_C, Process, Swarm, assert_anchors_agree
@@ -77,6 +78,7 @@ def test_ctrl_c_while_it_looks_for_its_initial_peer(swarm: Swarm) -> None:
         give_up_by_ctrl_c(peer)
 
 
+@pytest.mark.long
 def test_ctrl_c_while_state_comes_and_twice_in_the_middle_of_a_step(swarm: Swarm) -> None:
     # A state of some 80 MB, and steps of a second and more.
     founder = swarm.start("p2ptrain join --model gpt-small --batch-tokens 4096 --steps 0", terminal=True)

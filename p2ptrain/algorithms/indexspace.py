@@ -109,14 +109,6 @@ class WeightView(Protocol):
     def space(self) -> IndexSpace: ...
     def gather(self, plan: BlockPlan) -> torch.Tensor: ...
     def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None: ...
-    def mix_clipped(
-        self,
-        plan: BlockPlan,
-        received: torch.Tensor,
-        weight: float | torch.Tensor,
-        max_rms: float | None,
-        own: torch.Tensor | None = None,
-    ) -> float: ...
     def read(self, out: torch.Tensor) -> None: ...
     def write(self, flat: torch.Tensor) -> None: ...
     def add(self, flat: torch.Tensor) -> None: ...
@@ -172,36 +164,6 @@ class ParameterView:
                 _full_blocks(target).index_copy_(0, index.to(target.device), rows.to(target))
             if target is not tensor:
                 tensor.copy_(target)
-
-    @torch.no_grad()
-    def mix_clipped(
-        self,
-        plan: BlockPlan,
-        received: torch.Tensor,
-        weight: float | torch.Tensor,
-        max_rms: float | None,
-        own: torch.Tensor | None = None,
-    ) -> float:
-        """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
-
-        With weight ½ two peers that exchange a block meet halfway, without a snapshot or a reply. Nothing changes if
-        the difference is too large or not finite.
-
-        Args:
-            received: (n, 64) float32 CPU, only read.
-            weight: one for all, or (n, 1) float32 CPU.
-            max_rms: largest rms difference that is mixed; None for any finite one.
-            own: the result of `gather` just now, which is overwritten; None: gathered here.
-
-        Returns:
-            rms(received - θ) over the parameters in the plan. Nothing was changed if it is above `max_rms` or not
-            finite.
-        """
-        own = self.gather(plan) if own is None else own
-        rms = mix(self.space, plan, own, received, weight)
-        if is_within(rms, max_rms):
-            self.scatter(plan, own)
-        return rms
 
     @torch.no_grad()
     def read(self, out: torch.Tensor) -> None:
@@ -277,11 +239,42 @@ def rms_of(rows: torch.Tensor, plan: BlockPlan) -> float:
     return float(torch.linalg.vector_norm(rows)) / math.sqrt(max(1, plan.numel))
 
 
+def mix_clipped(
+    view: WeightView,
+    plan: BlockPlan,
+    received: torch.Tensor,
+    weight: float | torch.Tensor,
+    max_rms: float | None,
+    own: torch.Tensor | None = None,
+) -> float:
+    """Move the plan's blocks towards received ones: θ += weight · (received - θ), with the current θ.
+
+    With weight ½ two peers that exchange a block meet halfway, without a snapshot or a reply. Nothing changes if
+    the difference is too large or not finite.
+
+    Args:
+        view: the weights.
+        received: (n, 64) float32 CPU, only read.
+        weight: one for all, or (n, 1) float32 CPU.
+        max_rms: largest rms difference that is mixed; None for any finite one.
+        own: the result of `view.gather` just now, which is overwritten; None: gathered here.
+
+    Returns:
+        rms(received - θ) over the parameters in the plan. Nothing was changed if it is above `max_rms` or not
+        finite.
+    """
+    own = view.gather(plan) if own is None else own
+    rms = _mix(view.space, plan, own, received, weight)
+    if math.isfinite(rms) and (max_rms is None or rms <= max_rms):
+        view.scatter(plan, own)
+    return rms
+
+
 @torch.no_grad()
-def mix(
+def _mix(
     space: IndexSpace, plan: BlockPlan, own: torch.Tensor, received: torch.Tensor, weight: float | torch.Tensor
 ) -> float:
-    """Mix blocks in memory, as `ParameterView.mix_clipped` does: own += weight · (received - own).
+    """Mix blocks in memory, as `mix_clipped` does: own += weight · (received - own).
 
     Args:
         own: (n, 64) float32 CPU, the plan's blocks; changed in place.
@@ -302,8 +295,3 @@ def mix(
         norm = math.hypot(norm, float(torch.linalg.vector_norm(difference)))
         mixed.lerp_(theirs, weight if isinstance(weight, float) else weight[rows])
     return norm / math.sqrt(max(1, plan.numel))
-
-
-def is_within(rms: float, max_rms: float | None) -> bool:
-    """Whether a difference is finite and not above the limit (None: any finite one)."""
-    return math.isfinite(rms) and (max_rms is None or rms <= max_rms)

@@ -18,7 +18,7 @@ from enum import IntEnum
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, is_within, mix
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
 from p2ptrain.algorithms.shards import Held, Shard, put, take
 from p2ptrain.peer.process_group import ProcessGroup
 
@@ -82,21 +82,6 @@ class ShardedView:
                     self._view.scatter(self._plan(held), take(held, values))
                 elif len(held.rows):
                     self._ranks.send(take(held, values), rank)
-
-    def mix_clipped(
-        self,
-        plan: BlockPlan,
-        received: torch.Tensor,
-        weight: float | torch.Tensor,
-        max_rms: float | None,
-        own: torch.Tensor | None = None,
-    ) -> float:
-        """As `ParameterView.mix_clipped`."""
-        own = self.gather(plan) if own is None else own
-        rms = mix(self.space, plan, own, received, weight)
-        if is_within(rms, max_rms):
-            self.scatter(plan, own)
-        return rms
 
     @torch.no_grad()
     def read(self, out: torch.Tensor) -> None:

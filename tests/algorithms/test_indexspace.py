@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, rms_of
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, mix_clipped, rms_of
 
 # Full blocks only, a short tail, a scalar, nothing at all, less than a block, and a stack of tails.
 SHAPES = [(4, 64), (5, 13), (), (0, 7), (3,), (2, 3, 5, 7)]
@@ -100,7 +100,7 @@ def test_every_operation_agrees_with_the_plain_flat_vector(layout, dtype: torch.
     received = randn(plan)
     expected = before.clone()
     expected[plan.blocks] += 0.25 * (received - expected[plan.blocks])
-    view.mix_clipped(plan, received, 0.25, None)
+    mix_clipped(view, plan, received, 0.25, None)
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
     mask = flatten([torch.ones(shape) for shape in SHAPES])
     torch.testing.assert_close(flatten(tensors), expected * mask, rtol=tolerance, atol=tolerance)
@@ -135,7 +135,7 @@ def test_blocks_outside_the_plan_keep_their_bits() -> None:
     view = make_view(tensors)
     plan = some_plan(view)
     before = flatten(tensors)
-    view.mix_clipped(plan, randn(plan), 0.5, None)
+    mix_clipped(view, plan, randn(plan), 0.5, None)
     others = np.setdiff1d(np.arange(view.space.num_blocks), plan.blocks)
     assert torch.equal(flatten(tensors)[others], before[others])
     assert not torch.equal(flatten(tensors)[plan.blocks], before[plan.blocks])
@@ -147,7 +147,7 @@ def test_mix_takes_a_weight_for_each_block() -> None:
     plan = some_plan(view)
     before, received = view.gather(plan), randn(plan)
     weight = torch.linspace(0, 1, len(plan.blocks))[:, None]
-    view.mix_clipped(plan, received, weight, None)
+    mix_clipped(view, plan, received, weight, None)
     after = view.gather(plan)
     assert torch.equal(after[0], before[0])
     full = after[-1] != 0
@@ -162,7 +162,7 @@ def test_a_gather_is_a_copy_and_repeats_itself() -> None:
     first = view.gather(plan)
     assert torch.equal(view.gather(plan), first)
     kept = first.clone()
-    view.mix_clipped(plan, randn(plan), 0.5, None)
+    mix_clipped(view, plan, randn(plan), 0.5, None)
     assert torch.equal(first, kept)
 
 
@@ -173,8 +173,8 @@ def test_mixing_both_ways_keeps_the_mean_exactly() -> None:
     plan = some_plan(our_view)
     total = flatten(ours) + flatten(theirs)
     our_blocks, their_blocks = our_view.gather(plan), their_view.gather(plan)
-    our_view.mix_clipped(plan, their_blocks, 0.5, None)
-    their_view.mix_clipped(plan, our_blocks, 0.5, None)
+    mix_clipped(our_view, plan, their_blocks, 0.5, None)
+    mix_clipped(their_view, plan, our_blocks, 0.5, None)
     assert torch.equal(flatten(ours) + flatten(theirs), total)
     assert torch.equal(our_view.gather(plan), their_view.gather(plan))
 
@@ -186,8 +186,8 @@ def test_mix_clipped_measures_the_difference_and_mixes_below_the_limit() -> None
     mask = flatten([torch.ones(shape) for shape in SHAPES])[plan.blocks].bool()
     expected = float((received - own)[mask].double().square().mean().sqrt())
     assert rms_of(clipped.gather(plan), plan) == pytest.approx(float(own[mask].double().square().mean().sqrt()))
-    assert clipped.mix_clipped(plan, received, 0.5, expected * 1.01) == pytest.approx(expected)
-    plain.mix_clipped(plan, received, 0.5, None)
+    assert mix_clipped(clipped, plan, received, 0.5, expected * 1.01) == pytest.approx(expected)
+    mix_clipped(plain, plan, received, 0.5, None)
     assert torch.equal(clipped.gather(plan), plain.gather(plan))
     torch.testing.assert_close(clipped.gather(plan), mask * (own + received) / 2)
 
@@ -202,7 +202,7 @@ def test_mix_clipped_changes_nothing_beyond_the_limit(poison: float, max_rms: fl
     plan = some_plan(view)
     before, received = flatten(tensors), randn(plan)
     received[1, 3] += poison
-    rms = view.mix_clipped(plan, received, 0.5, max_rms)
+    rms = mix_clipped(view, plan, received, 0.5, max_rms)
     assert not rms <= (1e-3 if max_rms is None else max_rms)
     assert torch.equal(flatten(tensors), before)
 
@@ -213,7 +213,7 @@ def test_padding_is_neither_measured_nor_written() -> None:
     received = randn(plan)
     padding = flatten([torch.ones(shape) for shape in SHAPES]) == 0
     spoilt = received.masked_fill(padding, 1e6)
-    assert dirty.mix_clipped(plan, spoilt, 0.5, None) == pytest.approx(clean.mix_clipped(plan, received, 0.5, None))
+    assert mix_clipped(dirty, plan, spoilt, 0.5, None) == pytest.approx(mix_clipped(clean, plan, received, 0.5, None))
     assert torch.equal(dirty.gather(plan), clean.gather(plan))
     assert torch.equal(dirty.gather(plan)[padding], torch.zeros(int(padding.sum())))
 
@@ -222,7 +222,7 @@ def test_an_empty_plan_does_nothing() -> None:
     view = make_view(make_tensors())
     plan = view.space.plan(np.array([], np.int64))
     assert view.gather(plan).shape == (0, BLOCK)
-    assert view.mix_clipped(plan, torch.zeros(0, BLOCK), 0.5, 1.0) == 0.0
+    assert mix_clipped(view, plan, torch.zeros(0, BLOCK), 0.5, 1.0) == 0.0
 
 
 def test_an_optimizer_made_earlier_keeps_working() -> None:
@@ -254,6 +254,6 @@ def test_gather_and_mix_agree_with_the_flat_vector_for_any_shapes(shapes, data) 
     chosen = data.draw(st.sets(st.integers(0, max(0, view.space.num_blocks - 1)), max_size=view.space.num_blocks))
     plan = view.space.plan(data.draw(st.permutations(sorted(chosen))))
     assert torch.equal(view.gather(plan), flat[plan.blocks])
-    view.mix_clipped(plan, -flat[plan.blocks], 0.5, None)
+    mix_clipped(view, plan, -flat[plan.blocks], 0.5, None)
     flat[plan.blocks] = 0
     assert torch.equal(flatten(tensors), flat)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, WeightView
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, WeightView, mix_clipped
 from p2ptrain.algorithms.shards import row_range
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
@@ -41,10 +41,10 @@ def use(view: WeightView) -> list[torch.Tensor]:
     received = torch.randn(len(PLAN.blocks), 64, generator=generator)
     flat = torch.randn(SPACE.num_blocks, 64, generator=generator)
     read = [view.gather(PLAN)]
-    mixed = view.mix_clipped(PLAN, received, torch.full((len(received), 1), 0.25), None)
-    clipped = view.mix_clipped(PLAN, 100 * received, 0.5, 1.0)
+    mixed = mix_clipped(view, PLAN, received, torch.full((len(received), 1), 0.25), None)
+    clipped = mix_clipped(view, PLAN, 100 * received, 0.5, 1.0)
     read.append(torch.tensor([mixed, clipped], dtype=torch.float64))
-    view.mix_clipped(PLAN, received, 0.5, None, view.gather(PLAN))
+    mix_clipped(view, PLAN, received, 0.5, None, view.gather(PLAN))
     view.add(flat)
     read.append(torch.full((SPACE.num_blocks, 64), torch.nan))
     view.read(read[-1])

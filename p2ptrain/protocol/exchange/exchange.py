@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from p2ptrain.algorithms.fragments import Walk
-from p2ptrain.algorithms.indexspace import WeightView, rms_of
+from p2ptrain.algorithms.indexspace import WeightView, mix_clipped, rms_of
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
@@ -296,7 +296,7 @@ class Exchange:
         weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
         own = self.view.gather(arrival.plan)
         limit = self._clip.limit(rms_of(own, arrival.plan))
-        rms = self.view.mix_clipped(arrival.plan, arrival.values, weights, limit, own)
+        rms = mix_clipped(self.view, arrival.plan, arrival.values, weights, limit, own)
         mixed = rms <= limit
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:

@@ -24,12 +24,12 @@ from p2ptrain.training.data.source import open_source
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
-from p2ptrain.training.device import device_of
+from p2ptrain.training.device import choose_precision, device_of
 from p2ptrain.training.fsdp import shard
 from p2ptrain.training.models import batch_windows, build, context_length, eval_tokens
 from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.sharding import choose_shard, make_shards
-from p2ptrain.training.trainer import Trainer, choose_precision
+from p2ptrain.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -50,35 +50,6 @@ def never() -> bool:
     return False
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the torch device called `name`; "auto" is the first CUDA GPU, else the CPU. Raises ConfigError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name}: not a device of torch; give cpu, cuda, cuda:1, mps …") from error
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch raises either for a device it was built without
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: cannot be used ({reason}); give cpu, or leave it out") from error
-    return device
-
-
-def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast for `--dtype`; None for none. Raises ConfigError if the device cannot have it.
-
-    "auto" is bfloat16 on GPUs that support it, and none elsewhere: most CPUs emulate it slowly.
-    """
-    supported = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" and supported else None
-    if name == "bfloat16" and not supported:
-        raise ConfigError(f"--dtype {name}: this GPU does not support it; give float32, or leave it out")
-    return torch.bfloat16 if name == "bfloat16" else None
-
-
 class Trainer:
     """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model.
 

@@ -1,4 +1,4 @@
-"""The device of each rank."""
+"""The device of each rank, and its precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
 from p2ptrain.training import device as device_module
-from p2ptrain.training.device import device_of
+from p2ptrain.training.device import choose_device, choose_precision, device_of
 
 THREE = Launch(rank=2, size=3)
 
@@ -47,3 +47,19 @@ def test_without_gpus_all_ranks_share_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"--device cuda: .* sees 0 GPUs; give --nproc-per-node 1, or --device cpu"):
         device_of("cuda", THREE)
+
+
+def test_devices() -> None:
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(ConfigError, match=r"--device gpu: not a device of torch"):
+        choose_device("gpu")
+    with pytest.raises(ConfigError, match=r"--device cuda:99: cannot be used"):
+        choose_device("cuda:99")
+
+
+def test_what_precision_a_device_gets() -> None:
+    cpu = torch.device("cpu")
+    assert choose_precision("auto", cpu) is None
+    assert choose_precision("float32", cpu) is None
+    assert choose_precision("bfloat16", cpu) is torch.bfloat16

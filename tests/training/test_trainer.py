@@ -24,8 +24,6 @@ from p2ptrain.training.trainer import (
     SAMPLED_WEIGHTS,
     Stopped,
     Trainer,
-    choose_device,
-    choose_precision,
 )
 from tests.training.characters import encode
 
@@ -185,15 +183,6 @@ def test_frozen_parameters_stay() -> None:
     trainer.step(0)
     assert torch.equal(frozen, before)
     trainer.sample_weights()
-
-
-def test_devices() -> None:
-    assert choose_device("cpu").type == "cpu"
-    assert choose_device("auto").type in ("cpu", "cuda")
-    with pytest.raises(ConfigError, match=r"--device gpu: not a device of torch"):
-        choose_device("gpu")
-    with pytest.raises(ConfigError, match=r"--device cuda:99: cannot be used"):
-        choose_device("cuda:99")
 
 
 def test_wsd_stays_at_the_peak_and_decays_to_zero_in_the_last_fifth() -> None:
@@ -466,13 +455,6 @@ def test_reading_ahead_gives_the_same_batches_and_the_same_state() -> None:
     again.model.load_state_dict(ahead.model.state_dict())
     again.load_state_dict(state)
     assert again.step(5) == plain.step(5)
-
-
-def test_what_precision_a_device_gets() -> None:
-    cpu = torch.device("cpu")
-    assert choose_precision("auto", cpu) is None
-    assert choose_precision("float32", cpu) is None
-    assert choose_precision("bfloat16", cpu) is torch.bfloat16
 
 
 def test_bfloat16_computes_in_it_and_keeps_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

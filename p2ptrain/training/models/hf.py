@@ -38,7 +38,7 @@ def is_of_transformers(name: str) -> bool:
 
 def check(name: str) -> None:
     """Raise ConfigError if transformers is missing, or knows no such causal language model. May read from the hub."""
-    _config(name)
+    _config(_transformers(), name, _is_local(name))
 
 
 def build(name: str, vocab_size: int) -> CausalLM:
@@ -46,13 +46,13 @@ def build(name: str, vocab_size: int) -> CausalLM:
 
     From its configuration with new weights, or with those of the hub or of a directory. Blocks for their download.
     """
-    config = _config(name)
-    transformers = _transformers()
+    transformers, is_local = _transformers(), _is_local(name)
+    config = _config(transformers, name, is_local)
     context = min(MOST_CONTEXT, int(getattr(config, "max_position_embeddings", None) or MOST_CONTEXT))
     try:
         if name.endswith(PRETRAINED):
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                _path(name), trust_remote_code=False, local_files_only=_is_local(name)
+                _path(name), trust_remote_code=False, local_files_only=is_local
             )
             if vocab_size > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(vocab_size)
@@ -64,13 +64,9 @@ def build(name: str, vocab_size: int) -> CausalLM:
     return CausalLM(model.float(), context)
 
 
-def _config(name: str) -> Any:
+def _config(transformers: Any, name: str, is_local: bool) -> Any:
     try:
-        return _transformers().AutoConfig.from_pretrained(
-            _path(name), trust_remote_code=False, local_files_only=_is_local(name)
-        )
-    except ConfigError:
-        raise
+        return transformers.AutoConfig.from_pretrained(_path(name), trust_remote_code=False, local_files_only=is_local)
     except Exception as error:  # the library raises anything
         raise ConfigError(
             f"--model {name}: has no configuration that transformers can use ({_first_line(error)}); give "

@@ -26,6 +26,7 @@ from p2ptrain.cli.reproduce import reproduce
 from p2ptrain.cli.simulate import simulate
 from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.settings.run_key import without_secrets
+from p2ptrain.settings.torchrun import rank_of
 from p2ptrain.signals import interrupt_on_signals
 from p2ptrain.version import __version__
 
@@ -64,12 +65,13 @@ def main() -> None:
     logging.getLogger("huggingface_hub").propagate = False
     # Containers and service managers stop programs with SIGTERM: treat it as Ctrl-C from the start.
     interrupt_on_signals()
-    if _rank():
+    rank = rank_of(os.environ)
+    if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end); rank 0 prints
     try:
         cli.main(prog_name="p2ptrain", standalone_mode=False)
     except click.UsageError as error:
-        if _rank():
+        if rank:
             return  # rank 0 was given the same, and says it
         # click gives no context if an option of a command lacks its value.
         names = [name for name in sys.argv[1:2] if name in cli.commands]
@@ -82,7 +84,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (click.Abort, KeyboardInterrupt):
-        if not _rank():
+        if not rank:
             click.echo("p2ptrain: interrupted", err=True)
         sys.exit(INTERRUPTED)
     finally:
@@ -91,11 +93,7 @@ def main() -> None:
 
 
 def _fail(message: str, status: int = 2) -> None:
-    origin = f"error of rank {_rank()}" if _rank() else "error"
+    rank = rank_of(os.environ)
+    origin = f"error of rank {rank}" if rank else "error"
     click.echo(f"p2ptrain: {origin}: {without_secrets(message)}", err=True)
     sys.exit(status)
-
-
-def _rank() -> int:
-    """The number of this process among those of its peer; 0 unless torchrun started several."""
-    return int(os.environ.get("RANK", 0)) if "TORCHELASTIC_RUN_ID" in os.environ else 0

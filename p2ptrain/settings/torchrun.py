@@ -24,18 +24,23 @@ class Launch:
 ONE_PROCESS = Launch()
 
 
+def rank_of(environ: Mapping[str, str]) -> int:
+    """The number of this process among those that torchrun started; 0 if it did not start this one."""
+    # Other programs set RANK and WORLD_SIZE too; this variable is torchrun's alone.
+    return int(environ["RANK"]) if "TORCHELASTIC_RUN_ID" in environ else 0
+
+
 def launch_of(environ: Mapping[str, str]) -> Launch:
     """Read torchrun's variables; one process if torchrun did not start this one.
 
     Raises ConfigError if torchrun started processes on several machines.
     """
-    # Other programs set RANK and WORLD_SIZE too; the first one is torchrun's alone.
     if "TORCHELASTIC_RUN_ID" not in environ:
         return ONE_PROCESS
-    rank, size, here = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    size, here = (int(environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if here != size:
         raise ConfigError(
             f"torchrun: {size} processes, and {here} of them on this machine; start torchrun --nproc-per-node on each "
             f"machine by itself, without --nnodes: each machine is a peer"
         )
-    return Launch(rank, size)
+    return Launch(rank_of(environ), size)

@@ -18,12 +18,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.position import set_position
+from p2ptrain.integrations.position import set_position, wait_for_last_round
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
-
-# Guess, as in `p2ptrain join`.
-LAST_ROUND_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +128,7 @@ class P2PCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run, while the model is on its device. At the end of the run, wait for the last round before."""
         assert self.peer is not None
-        if 0 < self.peer.run.total_steps <= self.peer.run_step:
-            self.peer.wait_finished(LAST_ROUND_TIMEOUT_S)
+        wait_for_last_round(self.peer)
         self._leave()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

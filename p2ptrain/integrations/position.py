@@ -1,8 +1,14 @@
-"""Learning rates that follow the position in the run, for schedules that count steps."""
+"""What the callbacks of all trainers do with the position in the run: learning rates follow it, and it has an end."""
 
 from __future__ import annotations
 
 from torch.optim.lr_scheduler import LambdaLR
+
+from p2ptrain.peer.group_peer import GroupPeer
+from p2ptrain.peer.peer import Peer
+
+# Guess, as in `p2ptrain join`.
+LAST_ROUND_TIMEOUT_S = 60.0
 
 
 def set_position(scheduler: object, position: int) -> None:
@@ -13,3 +19,12 @@ def set_position(scheduler: object, position: int) -> None:
     if isinstance(scheduler, LambdaLR) and scheduler.last_epoch != position:
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1})
         scheduler.step()
+
+
+def wait_for_last_round(peer: Peer | GroupPeer) -> None:
+    """At the end of a run with a length, wait for its last round, after which all peers have the same weights.
+
+    Blocks for up to LAST_ROUND_TIMEOUT_S.
+    """
+    if 0 < peer.run.total_steps <= peer.run_step:
+        peer.wait_finished(LAST_ROUND_TIMEOUT_S)

@@ -19,14 +19,12 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.integrations.position import set_position
+from p2ptrain.integrations.position import set_position, wait_for_last_round
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.peer import Peer
 
 # The peer's part of a Trainer's checkpoint.
 STATE_FILE = "p2ptrain.safetensors"
-# Guess, as in `p2ptrain join`.
-LAST_ROUND_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +96,7 @@ class P2PCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """At the end of the run, wait for the last round, after which all peers have the same weights."""
-        if 0 < self._peer.run.total_steps <= self._peer.run_step:
-            self._peer.wait_finished(LAST_ROUND_TIMEOUT_S)
+        wait_for_last_round(self._peer)
 
     def _samples(self, args: TrainingArguments, state: TrainerState) -> int:
         """Examples or tokens that this process trained on in the last optimizer step."""

@@ -289,12 +289,10 @@ class GroupPeer:
         for name in _POSITION:
             setattr(self, name, message["position"][name])
         self.failure = None if message["failure"] is None else PeerLostError(message["failure"])
-        if self._sharded is not None:
-            pass
-        elif message["everything"]:
+        if self._sharded is None and message["everything"]:
             for tensor in self._parts.tensors:
                 self._ranks.copy(tensor)
-        elif message["blocks"]:
+        elif self._sharded is None and message["blocks"]:
             self._copy_blocks(blocks if self.peer is not None else blocks.new_empty(message["blocks"]))
         landed = message["report"].pop("round")
         if landed is not None:

@@ -66,10 +66,11 @@ def tokenizer_of(
 
     Raises ConfigError if it cannot be had.
     """
+    is_saved = False
     if given is not None and given.identity == run.tokenizer:
         tokenizer = given
     elif (saved := read_tokenizer(out, run.tokenizer, run.vocab_size)) is not None:
-        tokenizer = saved
+        tokenizer, is_saved = saved, True
     elif (file := ask()) is not None:
         tokenizer = TokenizerFile(file, f"the tokenizer of run {run.run_id!r}")
     elif isinstance(source, TokenFolder):
@@ -85,6 +86,6 @@ def tokenizer_of(
             f"run {run.run_id!r} says {run.vocab_size:,} ids, and its tokenizer has {tokenizer.vocab_size:,}: whoever "
             f"started it runs another version; start it again"
         )
-    if tokenizer.file:
+    if tokenizer.file and not is_saved:
         (out / TOKENIZER_FILE).write_bytes(tokenizer.file)
     return tokenizer

@@ -27,6 +27,12 @@ def joining(peer: Process) -> str:
     return f"p2ptrain join --initial-peers {peer.addresses}"
 
 
+def saved_steps(peers: list[Process]) -> list[int]:
+    """The step of each peer's last checkpoint; 0 without one."""
+    found = [(peer.directory / "p2ptrain-p2ptrain").glob("checkpoint-*") for peer in peers]
+    return [max((int(path.name.partition("-")[2]) for path in paths), default=0) for paths in found]
+
+
 def next_round(*peers: Process) -> int:
     """A round that none of these has begun."""
     return 2 + max(event["round"] for peer in peers for event in peer.rounds())
@@ -127,15 +133,18 @@ def test_a_killed_peer_comes_back_as_itself(swarm: Swarm) -> None:
 
 def test_a_run_whose_peers_were_all_killed_goes_on_from_their_checkpoints(swarm: Swarm) -> None:
     three = three_peers(swarm, checkpoint_minutes=0.03)
-    saved = [peer.directory / "p2ptrain-p2ptrain" for peer in three]
+    # A first checkpoint may be from before the round of all three.
+    after = [peer.events("step")[-1]["step"] for peer in three]
     swarm.until(
-        lambda: all(peer.remembered and any(out.glob("checkpoint-*")) for peer, out in zip(three, saved, strict=True))
+        lambda: all(
+            peer.remembered and step > least for peer, step, least in zip(three, saved_steps(three), after, strict=True)
+        )
     )
     for peer in three:
         peer.kill()
     for peer in three:
         peer.wait()
-    steps = [max(int(path.name.partition("-")[2]) for path in out.glob("checkpoint-*")) for out in saved]
+    steps = saved_steps(three)
 
     # The same commands again, and the founder is not the first: the first to start begins, and the rest find it.
     ids = [peer.peer_id for peer in three]
@@ -149,7 +158,7 @@ def test_a_run_whose_peers_were_all_killed_goes_on_from_their_checkpoints(swarm:
     assert restored["reason"] == "restored from a checkpoint"
     assert again[0].events("step")[0]["step"] == steps[1] + 1
     # An adopted state is that of the last round, so it may be at an earlier step than a checkpoint.
-    assert all(other["round"] >= restored["round"] > 0 for other in others)
+    assert all(other["round"] >= restored["round"] >= 0 for other in others)
     assert_anchors_agree(*three, *again)
 
 

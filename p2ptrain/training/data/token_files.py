@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import MAX_VOCAB_SIZE
 from p2ptrain.training.data.corpus import HELD_OUT_ONE_IN, Corpus
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, read_meta
 from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
@@ -31,6 +32,9 @@ HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
 }  # fmt: skip
 # How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
+# Of a file without a header, so many stretches of so many ids are looked at (32 kB), spread over it. In a shorter file
+# two ids in a row may be a chance.
+_STRETCHES, _STRETCH, _FEWEST = 16, 1024, 64
 # Without a file to hold out, the end of the largest one is: a twentieth, or what an evaluation can use at most.
 MOST_HELD_OUT = 2**20
 
@@ -215,7 +219,14 @@ def _open(path: Path) -> TokenFile:
         start = stream.read(_HEADER.size)
     magic, version, count = _HEADER.unpack(start) if len(start) == _HEADER.size else (0, 0, 0)
     if magic not in HEADERS:
-        return _mapped(path, np.dtype("<u2"), 0)
+        file = _mapped(path, np.dtype("<u2"), 0)
+        if width := _wider_than_two_bytes(file.ids):
+            raise ConfigError(
+                f"--data {path}: its ids seem to have {width} bytes, and those of a .bin file without a header have 2; "
+                f"write it again with a header or with ids of 2 bytes (docs/data.md says how), or make it from the "
+                f"text with `p2ptrain data prepare`"
+            )
+        return file
     known, dtype, vocab_size = HEADERS[magic]
     if version != known:
         raise ConfigError(f"--data {path}: has version {version} of its kind; only version {known} can be read")
@@ -226,6 +237,25 @@ def _open(path: Path) -> TokenFile:
             f"changed: copy or download it again"
         )
     return replace(file, vocab_size=vocab_size)
+
+
+def _wider_than_two_bytes(ids: NDArray[Any]) -> int | None:
+    """4 or 8 if these uint16 look like the parts of ids with so many bytes; None if they look like ids.
+
+    The upper half of an id of 4 bytes is smaller than most lower halves, and below MAX_VOCAB_SIZE / 2**16. In no text
+    is every second id.
+    """
+    if len(ids) % 2 or len(ids) < _FEWEST:
+        return None
+    starts = np.linspace(0, max(0, len(ids) - _STRETCH), _STRETCHES).astype(np.int64) // 4 * 4
+    sample = np.concatenate([ids[start : start + _STRETCH] for start in starts])
+    low, high = sample[0::2], sample[1::2]
+    if len(ids) % 4 == 0 and not high[1::2].any() and not low[1::2].any():
+        low, high, width = low[0::2], high[0::2], 8
+    else:
+        width = 4
+    is_wide = high.max() < MAX_VOCAB_SIZE >> 16 and np.mean(low > high.max()) > 0.5
+    return width if is_wide else None
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], offset: int) -> TokenFile:

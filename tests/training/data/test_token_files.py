@@ -169,6 +169,34 @@ def test_a_bad_file_is_named(content: bytes, error: str, tmp_path: Path) -> None
         open_tokens(str(tmp_path / "train.bin"))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "width", "vocab_size"), [("<u4", 4, 50257), ("<u4", 4, 128_256), ("<u4", 4, 5), ("<i8", 8, 128_256)]
+)
+def test_wider_ids_without_a_header_are_refused_and_the_docs_mend_them(
+    dtype: str, width: int, vocab_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.random.default_rng(0).zipf(1.2, 100_000) % vocab_size
+    for name in ("train.bin", "val.bin"):
+        ids.astype(dtype).tofile(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"train\.bin: its ids seem to have {width} bytes, and those .* have 2;"):
+        open_tokens(str(tmp_path))
+    page = (Path(__file__).parents[3] / "docs/data.md").read_text(encoding="utf-8")
+    program = page.partition("```python\n")[2].partition("```")[0].replace("np.uint32)", f"'{dtype}')", 1)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    training = _opened(tmp_path).training[0]
+    np.testing.assert_array_equal(training.ids, ids)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 17, 65, 50257])
+def test_ids_of_two_bytes_are_never_taken_for_wider_ones(vocab_size: int, tmp_path: Path) -> None:
+    for seed, count in enumerate([64, 100, 10_000, 100_000]):
+        _plain(tmp_path / "train.bin", np.random.default_rng(seed).zipf(1.2, count) % vocab_size)
+        assert _opened(tmp_path / "train.bin").training[0].ids.dtype == np.uint16
+    _plain(tmp_path / "train.bin", np.zeros(1000))
+    _opened(tmp_path / "train.bin")
+
+
 def test_a_folder_without_files_to_train_on_is_an_error(tmp_path: Path) -> None:
     _plain(tmp_path / "val.bin", np.arange(50))
     with pytest.raises(ConfigError, match=r"no tokens to train on; give a folder with train.bin"):

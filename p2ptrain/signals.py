@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: the first one ends a command in good order, a second one ends the process at once."""
+"""Ctrl-C and SIGTERM: the first one ends a command in good order, a later one ends the process at once.
+
+Signals that follow the first within `TOGETHER_S` belong to it: a supervisor may send SIGTERM twice, and after Ctrl-C
+both the terminal and a launcher, such as torchrun, send one. They must not cost the checkpoint that is being written.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Guess: launchers pass a signal on within a second, and a person who wants to wait no longer presses Ctrl-C again.
+TOGETHER_S = 2.0
 
 
 def interrupt_on_signals() -> None:
-    """From now on the first signal raises KeyboardInterrupt, and a second one ends the process at once.
+    """From now on the first signal raises KeyboardInterrupt, and a later one ends the process at once.
 
     Only for the main thread, as Python requires. A process that was started with SIGINT ignored, such as a background
     job of a shell, keeps ignoring it.
@@ -36,7 +43,7 @@ def interrupts_call(act: Callable[[], None]) -> Iterator[None]:
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        _end_at_the_next()
+        _end_at_a_later_one()
         act()
 
     ours = [number for number in SIGNALS if signal.getsignal(number) is _interrupt]
@@ -70,7 +77,7 @@ def interruptible(work: Callable[[], T]) -> T:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a signal. A second one ends the process at once, also after the block.
+    """Yield a function that returns True after a signal. A later one ends the process at once, also after the block.
 
     Only for the main thread, as Python requires.
     """
@@ -79,7 +86,7 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received = True
-        _end_at_the_next()
+        _end_at_a_later_one()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
@@ -97,10 +104,16 @@ def ignore_signals() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _end_at_the_next()
+    _end_at_a_later_one()
     raise KeyboardInterrupt
 
 
-def _end_at_the_next() -> None:
+def _end_at_a_later_one() -> None:
+    first_s = monotonic()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if monotonic() - first_s >= TOGETHER_S:
+            os._exit(128 + number)
+
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        signal.signal(number, end)

@@ -1,4 +1,4 @@
-"""Signals: the first asks, the second ends."""
+"""Signals: the first asks, a later one ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import threading
 
 import pytest
 
-from p2ptrain.signals import SIGNALS, interrupt_on_signals, interruptible, stop_on_signals
+from p2ptrain import signals
+from p2ptrain.signals import SIGNALS, TOGETHER_S, interrupt_on_signals, interruptible, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -23,6 +24,29 @@ def test_the_first_signal_asks(number: signal.Signals) -> None:
         with stop_on_signals() as stop:
             os.kill(os.getpid(), number)
             assert stop()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_that_come_together_are_one(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher sends SIGTERM twice, or passes on the Ctrl-C that its terminal has sent to all processes."""
+    now_s, ended = 100.0, list[int]()
+    monkeypatch.setattr(signals, "monotonic", lambda: now_s)
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), number)
+            assert stop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            now_s += 0.6
+            os.kill(os.getpid(), number)
+        assert ended == []
+        now_s = 100.0 + TOGETHER_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended == [143]
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
@@ -55,8 +79,14 @@ except KeyboardInterrupt:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("program", [ASKED, ON_THE_WAY_OUT, WHILE_IT_CLEANS_UP])
-def test_the_second_signal_ends_the_process(program: str) -> None:
-    program = f"import os, signal\nfrom p2ptrain.signals import interrupt_on_signals, stop_on_signals\n{program}"
+def test_a_later_signal_ends_the_process(program: str) -> None:
+    imports = (
+        "import os, signal\n"
+        "from p2ptrain import signals\n"
+        "from p2ptrain.signals import interrupt_on_signals, stop_on_signals\n"
+        "signals.TOGETHER_S = 0\n"
+    )
+    program = f"{imports}{program}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130
     assert done.stdout == "still here\n"
@@ -83,11 +113,13 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.processes
-def test_a_program_in_virtual_time_is_cancelled_and_the_second_signal_ends_the_process() -> None:
+def test_a_program_in_virtual_time_is_cancelled_and_a_later_signal_ends_the_process() -> None:
     imports = (
         "import os, signal, trio\n"
+        "from p2ptrain import signals\n"
         "from p2ptrain.signals import interrupt_on_signals\n"
         "from p2ptrain.memory_network.virtual_time import run_virtual\n"
+        "signals.TOGETHER_S = 0\n"
     )
     program = f"{imports}{IN_VIRTUAL_TIME}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

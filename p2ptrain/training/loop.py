@@ -21,6 +21,7 @@ import torch
 from p2ptrain.errors import CheckpointError, TransientError
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.settings.peer_config import PeerConfig
+from p2ptrain.signals import TOGETHER_S
 from p2ptrain.training import checkpoint
 from p2ptrain.training.fsdp import whole
 from p2ptrain.training.trainer import Stopped, Trainer, never
@@ -182,7 +183,10 @@ def run_training(
         raise
     interrupted = stop() and not peer.finished
     if interrupted:
-        logger.info("stopping at step %d: writing a checkpoint; a second signal ends at once", peer.run_step)
+        logger.info(
+            "stopping at step %d: writing a checkpoint; another signal after %g s ends at once, without it",
+            peer.run_step, TOGETHER_S,
+        )  # fmt: skip
     # Ctrl-C also ends the libp2p daemon, which is no failure then.
     failure = None if interrupted else peer.failure
     reason: Literal["finished", "interrupted", "failed"]

@@ -8,9 +8,11 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pyte
 import pytest
 
+from p2ptrain.signals import TOGETHER_S
 from p2ptrain.training import checkpoint
 from tests.swarm.processes import CTRL_C, Process, Swarm, assert_anchors_agree
 
@@ -95,6 +97,10 @@ def test_ctrl_c_while_state_comes_and_twice_in_the_middle_of_a_step(swarm: Swarm
         with contextlib.suppress(OSError):  # its terminal goes with it
             founder.press(CTRL_C)
         time.sleep(0.1)
+        with contextlib.suppress(psutil.Error):  # it must not come to its end before the next one
+            founder.pause(with_daemon=False)
+            time.sleep(TOGETHER_S)
+            founder.wake()
     assert founder.wait() == 130
     swarm.until(lambda: founder.leftovers() == [])
 

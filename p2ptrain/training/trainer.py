@@ -103,6 +103,7 @@ class Trainer:
         self._device = next(model.parameters()).device
         context = context_length(model)
         windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
+        self._data_digest = corpus.digest
         self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
         self._parallel = wrap(model, self.ranks)
         self._is_sharded = is_fsdp(model)
@@ -209,14 +210,23 @@ class Trainer:
         others = [{name: states[rank] for name, states in gathered.items()} for rank in range(1, self.ranks.size)]
         return {
             **whole(self.optimizer.state_dict(), self.ranks), "windows": self._windows.state_dict(), **random_state,
-            "micro_batch": self._micro_batch, "other_ranks": others,
+            "micro_batch": self._micro_batch, "other_ranks": others, "data": self._data_digest,
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue what `state_dict` gave on rank 0. Ranks that were not there then draw what their seeds say."""
+        """Continue what `state_dict` gave on rank 0. Ranks that were not there then draw what their seeds say.
+
+        Another text than before is logged, and used: windows are drawn at random, and nothing else depends on it.
+        """
         self.optimizer.load_state_dict(state)
         rank, windows = self.ranks.rank, state["windows"]
         self._windows.load_state_dict(windows if rank == 0 else {**windows, "seed": self._seed})
+        if self._data_digest and state.get("data") not in (None, "", self._data_digest):
+            logger.warning(
+                "--data: is another text than that of the checkpoint; batch %d and all later ones come from the new "
+                "text. If it should be the same, end this peer with Ctrl-C, restore the data, and run the same command "
+                "again", windows["position"],
+            )  # fmt: skip
         ranks = [state, *state.get("other_ranks", ())]
         if rank < len(ranks):
             self._load_random_state(ranks[rank])

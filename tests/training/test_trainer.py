@@ -138,6 +138,26 @@ def test_twenty_steps_are_ten_and_ten_more_bit_for_bit(dropout: float) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_data_that_was_replaced_is_said_and_used(caplog: pytest.LogCaptureFixture) -> None:
+    def trainer(digest: str) -> Trainer:
+        return Trainer(_model(), dataclasses.replace(CORPUS, digest=digest), RunConfig(), batch_size=4, seed=3)
+
+    first = trainer("old")
+    first.step(0)
+    state = first.state_dict()
+    older = {name: value for name, value in state.items() if name != "data"}  # of a version that did not note it
+    for digest, saved in (("old", state), ("", state), ("new", older)):
+        trainer(digest).load_state_dict(saved)
+    assert caplog.messages == []
+    second = trainer("new")
+    second.load_state_dict(state)
+    (said,) = caplog.messages
+    assert said.startswith("--data: is another text than that of the checkpoint; batch 1 and all later ones come from")
+    second.step(1)
+    trainer("new").load_state_dict(second.state_dict())
+    assert len(caplog.messages) == 1
+
+
 def test_the_weights_sample_is_the_same_places_everywhere() -> None:
     trainer, other = _trainer(), _trainer(seed=8)
     sample = trainer.sample_weights()

@@ -49,10 +49,12 @@ class Corpus:
     Attributes:
         training: the text that peers train on.
         held_out: the text that they are evaluated on.
+        digest: hex SHA-256 that changes with the text, to notice a change between two starts; "" if it is not known.
     """
 
     training: Tokens
     held_out: Tokens
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,10 @@ def _checked(training: NDArray[Any], held_out: NDArray[Any], tokenizer: Tokenize
             f"which leaves nothing to learn; give text that is mostly ASCII, or start a run with --tokenizer bytes"
         )
     training.flags.writeable = held_out.flags.writeable = False
-    return Corpus(training, held_out)
+    digest = hashlib.sha256(f"{len(training)} ".encode())
+    for tokens in (training, held_out):
+        digest.update(tokens.data)
+    return Corpus(training, held_out, digest.hexdigest())
 
 
 def _stdlib_files() -> Iterator[tuple[str, str]]:

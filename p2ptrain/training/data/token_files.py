@@ -6,6 +6,7 @@ Three kinds are read as they are: folders of `p2ptrain data prepare` (meta.json)
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from collections.abc import Iterable, Sequence
@@ -32,9 +33,10 @@ HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
 }  # fmt: skip
 # How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
-# Of a file without a header, so many stretches of so many ids are looked at (32 kB), spread over it. In a shorter file
-# two ids in a row may be a chance.
-_STRETCHES, _STRETCH, _FEWEST = 16, 1024, 64
+# Files may be larger than memory: of those without a header so many stretches of so many ids are looked at.
+_STRETCHES, _STRETCH = 16, 1024
+# In a shorter file it may be a chance that every second number is small.
+_FEWEST = 64
 # Without a file to hold out, the end of the largest one is: a twentieth, or what an evaluation can use at most.
 MOST_HELD_OUT = 2**20
 
@@ -43,13 +45,15 @@ MOST_HELD_OUT = 2**20
 class TokenFile:
     """A file of token ids, memory-mapped: (tokens,) uint8, uint16 or uint32, from `offset` bytes after its start on.
 
-    `vocab_size`: of the tokenizer that files of this kind are made with.
+    `vocab_size`: of the tokenizer that files of this kind are made with. `sha256`: of the whole file, as its meta.json
+    says it; "" without one.
     """
 
     path: Path
     ids: NDArray[Any]
     offset: int
     vocab_size: int = GPT2_VOCAB_SIZE
+    sha256: str = ""
 
     def check_size(self) -> None:
         """Raise ConfigError if the file was cut off since it was opened: reading beyond its end kills the process."""
@@ -62,6 +66,12 @@ class TokenFile:
                 f"--data: {self.path}: was cut off while it was used, to {size:,} bytes; restore it, and run the same "
                 f"command again"
             )
+
+    def fingerprint(self) -> bytes:
+        """A hash of what is quick to read: its length, its first and last ids, and `sha256`."""
+        digest = hashlib.sha256(f"{len(self.ids)} {self.ids.dtype.str} {self.sha256} ".encode())
+        digest.update(self.ids[:_STRETCH].tobytes() + self.ids[-_STRETCH:].tobytes())
+        return digest.digest()
 
     def place(self, position: int) -> str:
         """Where a token is, for errors."""
@@ -147,7 +157,8 @@ class TokenFolder:
         """The tokens. Raises ConfigError if another tokenizer made them."""
         self.check_tokenizer(tokenizer)
         vocab_size = tokenizer.vocab_size
-        return Corpus(TokenFiles(self.training, vocab_size), TokenFiles(self.held_out, vocab_size))
+        digest = hashlib.sha256(b"".join(file.fingerprint() for file in (*self.training, *self.held_out))).hexdigest()
+        return Corpus(TokenFiles(self.training, vocab_size), TokenFiles(self.held_out, vocab_size), digest)
 
 
 def open_tokens(source: str) -> TokenFolder | None:
@@ -172,7 +183,7 @@ def _prepared(folder: Path, meta: Meta) -> TokenFolder:
     dtype = np.dtype(meta.dtype).newbyteorder("<")
     files: dict[str, list[TokenFile]] = {"train": [], "val": []}
     for shard in meta.shards:
-        file = _mapped(folder / shard.file, dtype, 0)
+        file = replace(_mapped(folder / shard.file, dtype, 0), sha256=shard.sha256)
         if len(file.ids) != shard.tokens:
             raise ConfigError(
                 f"--data {file.path}: has {len(file.ids):,} tokens, and {META_FILE} says {shard.tokens:,}; it was cut "

@@ -38,6 +38,15 @@ def test_loading_twice_gives_the_same() -> None:
     first, second = load_corpus("stdlib", Characters()), load_corpus("stdlib", Characters())
     np.testing.assert_array_equal(first.training, second.training)
     np.testing.assert_array_equal(first.held_out, second.held_out)
+    assert first.digest == second.digest
+
+
+def test_another_text_has_another_digest(tmp_path: Path) -> None:
+    path, digests = tmp_path / "text", set[str]()
+    for text in ("a" * 20_000, "a" * 19_999 + "b", "a" * 20_001):
+        path.write_text(text)
+        digests.add(load_corpus(str(path), Characters()).digest)
+    assert len(digests) == 3
 
 
 def test_a_directory_is_split_by_file(tmp_path: Path) -> None:

@@ -188,6 +188,18 @@ def test_wider_ids_without_a_header_are_refused_and_the_docs_mend_them(
     np.testing.assert_array_equal(training.ids, ids)
 
 
+def test_the_digest_of_a_folder_is_that_of_its_text(tmp_path: Path) -> None:
+    def digest(first: int, last: int, name: str = "a_train_1") -> str:
+        folder = tmp_path / f"{first}-{last}-{name}"
+        folder.mkdir()
+        _with_header(folder / f"{name}.bin", np.array([first, *range(100_000), last]) % 50_000)
+        _with_header(folder / "a_val_1.bin", np.arange(100))
+        return _opened(folder).corpus(Ids(50257)).digest
+
+    assert digest(1, 2) == digest(1, 2, "b_train_7")
+    assert len({digest(1, 3), digest(2, 2), digest(1, 2, "c_train")}) == 3
+
+
 @pytest.mark.parametrize("vocab_size", [2, 5, 17, 65, 50257])
 def test_ids_of_two_bytes_are_never_taken_for_wider_ones(vocab_size: int, tmp_path: Path) -> None:
     for seed, count in enumerate([64, 100, 10_000, 100_000]):

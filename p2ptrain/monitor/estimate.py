@@ -108,13 +108,13 @@ def at_rest_bytes(params: int) -> int:
     return round(4 * AT_REST * params)
 
 
-def in_a_round_bytes(params: int) -> int:
-    """Host memory that a round and the libraries need beyond that."""
-    return round(4 * IN_A_ROUND * params) + LIBRARIES_BYTES
+def in_a_round_bytes(params: int, vectors: int = 0) -> int:
+    """Host memory that a round and the libraries need beyond that. `vectors`: as `vectors_more` counts them."""
+    return round(4 * (IN_A_ROUND + vectors) * params) + LIBRARIES_BYTES
 
 
 def vectors_more(run: RunConfig) -> int:
-    """Vectors that a peer holds beyond `in_a_round_bytes`: one in pairs; error buffers before and after a round."""
+    """Vectors that this run needs beyond IN_A_ROUND: one in pairs; error buffers before and after a round."""
     return 1 if run.is_pairwise else 2 if gradient_codec(run).error_decay else 0
 
 
@@ -157,7 +157,7 @@ def estimate_run(run: RunConfig, params: int, link: Link) -> Estimate:
         state_bytes=state_bytes,
         joining_s=joining_s,
         at_rest_bytes=at_rest_bytes(params),
-        in_a_round_bytes=in_a_round_bytes(params) + vectors_more(run) * 4 * params,
+        in_a_round_bytes=in_a_round_bytes(params, vectors_more(run)),
     )
 
 

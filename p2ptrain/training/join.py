@@ -17,6 +17,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.doctor.local import quick_look
+from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.monitor.trackers import open_tracker
 from p2ptrain.peer.sinks import Sink
@@ -121,7 +122,7 @@ def join_run(
                 f"one process, without torchrun"
             )
         known = count_parameters(run.model, vocab_size=run.vocab_size) if run.model in PRESETS else None
-        for finding in quick_look(out, run.model, config.device, num_parameters=known):
+        for finding in quick_look(out, run.model, config.device, num_parameters=known, vectors=vectors_more(run)):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         job = Job(run, config, session.network.peer_id, source, chosen.tokenizer, out, saved, device)
         # Until the member has left, too. What follows is done by all ranks, the others in `follow`.

@@ -13,6 +13,7 @@ from p2ptrain.monitor.doctor import reach
 from p2ptrain.monitor.doctor.finding import Finding, failed
 from p2ptrain.monitor.doctor.local import check_machine
 from p2ptrain.monitor.doctor.machine import read_machine
+from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.network.addresses import check_host_maddrs
 from p2ptrain.network.probe import Probe, probe
 from p2ptrain.network.thread import NetworkThread
@@ -53,7 +54,10 @@ def examine(settings: Settings, count_parameters: Callable[[str], int]) -> Itera
 
     machine = read_machine(out, gpu=config.device != "cpu")
     parameters = count_parameters(model) if model else None
-    yield from check_machine(machine, out=out, model=model, num_parameters=parameters, device=config.device)
+    vectors = 0 if run is None else vectors_more(run)
+    yield from check_machine(
+        machine, out=out, model=model, num_parameters=parameters, device=config.device, vectors=vectors
+    )
     yield reach.check_port(config.network, refusal)
     if found is None:
         assert broken is not None

@@ -26,7 +26,7 @@ ENOUGH_FILES, LEAST_FILES = 1024, 128
 
 
 def check_machine(
-    machine: Machine, *, out: Path, model: str, num_parameters: int | None, device: str
+    machine: Machine, *, out: Path, model: str, num_parameters: int | None, device: str, vectors: int = 0
 ) -> Iterator[Finding]:
     """Run all checks that do not need the network.
 
@@ -36,24 +36,27 @@ def check_machine(
         model: name of the model, for messages.
         num_parameters: of that model; None if unknown.
         device: as given by `--device`.
+        vectors: how many more of the model's size the run's settings need (`vectors_more`).
     """
     on_gpu = machine.gpu is not None
     yield check_versions(machine)
     yield check_threads(machine)
     yield check_gpu(machine, device)
     if num_parameters is not None:
-        yield check_memory(machine, model, num_parameters, on_gpu=on_gpu)
+        yield check_memory(machine, model, num_parameters, on_gpu=on_gpu, vectors=vectors)
         if on_gpu:
             yield check_gpu_memory(machine, model, num_parameters)
     yield check_disk(machine, out, model, num_parameters)
     yield check_open_files(machine)
 
 
-def quick_look(out: Path, model: str, device: str, *, num_parameters: int | None) -> list[Finding]:
+def quick_look(out: Path, model: str, device: str, *, num_parameters: int | None, vectors: int = 0) -> list[Finding]:
     """The problems of this machine, as warnings when a peer starts; arguments as above. Never raises."""
     try:
         machine = read_machine(out, gpu=device != "cpu")
-        found = list(check_machine(machine, out=out, model=model, num_parameters=num_parameters, device=device))
+        found = list(
+            check_machine(machine, out=out, model=model, num_parameters=num_parameters, device=device, vectors=vectors)
+        )
     except Exception as error:  # a failing check must not keep a peer from training
         logger.debug("the quick check of this machine failed: %r", error)
         return []
@@ -94,9 +97,9 @@ def check_gpu(machine: Machine, device: str) -> Finding:
     return Finding("GPU", Mark.OK, "torch finds none: using the CPU" if device == "auto" else f"--device {device}")
 
 
-def check_memory(machine: Machine, model: str, num_parameters: int, *, on_gpu: bool) -> Finding:
+def check_memory(machine: Machine, model: str, num_parameters: int, *, on_gpu: bool, vectors: int = 0) -> Finding:
     """Compare host memory with what a peer needs in a round; the memory of a batch is not known here."""
-    needed = in_a_round_bytes(num_parameters) + (0 if on_gpu else at_rest_bytes(num_parameters))
+    needed = in_a_round_bytes(num_parameters, vectors) + (0 if on_gpu else at_rest_bytes(num_parameters))
     text = f"{model} needs {_size(needed)} in a round, plus its batch"
     if machine.memory_bytes is None:
         return Finding("memory", Mark.OK, f"{text}; the free memory of this system is unknown")

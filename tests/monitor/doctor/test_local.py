@@ -11,6 +11,8 @@ from p2ptrain.monitor.doctor import local
 from p2ptrain.monitor.doctor.finding import Finding, Mark, works
 from p2ptrain.monitor.doctor.local import check_machine, check_versions, quick_look
 from p2ptrain.monitor.doctor.machine import Machine, read_machine
+from p2ptrain.monitor.estimate import vectors_more
+from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.models import PRESETS, build, count_parameters
 from tests.training.characters import VOCAB_SIZE
 
@@ -41,6 +43,17 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
     assert _findings(GOOD)["disk"].text == "100 GB free for p2ptrain-r; checkpoints of gpt2-124m need 10 GB"
     assert _findings(GPU)["memory"].text == "16 GB free; gpt2-124m needs 2.3 GB in a round, plus its batch"
     assert _findings(GPU)["GPU memory"].text == "140 GB free; gpt2-124m needs 2.0 GB, plus its batch"
+
+
+def test_error_buffers_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = vectors_more(RunConfig(round_codec="int2"))
+    found = check_machine(GOOD, out=OUT, model="gpt2-124m", num_parameters=M124, device="cpu", vectors=vectors)
+    (memory,) = (finding for finding in found if finding.check == "memory")
+    assert memory.text == "16 GB free; gpt2-124m needs 5.2 GB in a round, plus its batch"
+    monkeypatch.setattr(local, "read_machine", lambda out, gpu: replace(GOOD, memory_bytes=6_000_000_000))
+    assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=M124) == []
+    (finding,) = quick_look(OUT, "gpt2-124m", "cpu", num_parameters=M124, vectors=vectors)
+    assert finding.check == "memory"
 
 
 @pytest.mark.parametrize(

@@ -66,25 +66,25 @@ def check_host_maddrs(maddrs: Iterable[str]) -> None:
     each then gets half of the other's connections.
     """
     for text in maddrs:
-        maddr = _parse("host address", text, HOST_EXAMPLE)
+        maddr = _parse("--host-maddrs", text, HOST_EXAMPLE)
         if maddr.protocols()[0].name not in ("ip4", "ip6") or maddr.protocols()[-1].name == "p2p":
             raise ConfigError(
-                f"host address {text!r} must be an IP address and a port to listen on, such as {HOST_EXAMPLE}"
+                f"--host-maddrs {text!r} must be an IP address and a port to listen on, such as {HOST_EXAMPLE}"
             )
         try:
             _try_to_listen(maddr)
         except OSError as error:
             remedy = _LISTEN_REMEDIES.get(error.errno or 0, f"choose another, such as {HOST_EXAMPLE}")
-            raise ConfigError(f"host address {text!r}: {error.strerror}; {remedy}") from None
+            raise ConfigError(f"--host-maddrs {text!r}: {error.strerror}; {remedy}") from None
 
 
 def check_announce_maddrs(maddrs: Iterable[str]) -> None:
     """Raises ConfigError unless each is a multiaddr with a port and without a peer id."""
     for text in maddrs:
-        maddr = _parse("announced address", text, "/dns4/example.org/tcp/4001")
+        maddr = _parse("--announce-maddrs", text, "/dns4/example.org/tcp/4001")
         if maddr.protocols()[-1].name == "p2p" or port_of(maddr) in (None, 0):
             raise ConfigError(
-                f"announced address {text!r} must have a port and must not contain /p2p/, "
+                f"--announce-maddrs {text!r} must have a port and must not contain /p2p/, "
                 "such as /dns4/example.org/tcp/4001"
             )
 

@@ -100,9 +100,9 @@ def test_reachability_from_a_dial_back() -> None:
 def test_ports() -> None:
     assert check_port(NetworkConfig(), None).mark is Mark.OK
     assert check_port(NetworkConfig(host_maddrs=("/ip4/0.0.0.0/tcp/4001",)), None).text.endswith("4001: free")
-    refused = check_port(NetworkConfig(), ConfigError("host address 'x': in use; choose another one"))
+    refused = check_port(NetworkConfig(), ConfigError("--host-maddrs 'x': in use; choose another one"))
     assert (refused.mark, refused.text, refused.remedy) == (
-        Mark.FAILED, "host address 'x': in use", "choose another one",
+        Mark.FAILED, "--host-maddrs 'x': in use", "choose another one",
     )  # fmt: skip
 
 

@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from p2ptrain.peer.model_layout import ModelParts
     from p2ptrain.peer.peer import Peer
 
-# The other ranks wait as long for rank 0 while it joins, which is as long as the download of the model takes. A process
-# that ends is noticed at once, and torchrun then ends the others.
+# The other ranks wait as long for rank 0, which joins, downloads the model and writes checkpoints while they wait. A
+# process that ends is noticed at once, and torchrun then ends the others.
 JOIN_TIMEOUT = datetime.timedelta(days=1)
-# In a step: far longer than steps of one machine differ. A process that hangs is given up after it.
+# Rank 0 waits as long for the others, and all do in a step: far longer than the times differ that ranks of one machine
+# take to start, to read data or for a step. A process that hangs is given up after it, unless it is rank 0.
 STEP_TIMEOUT = datetime.timedelta(minutes=10)
 # torchrun notices that a process has ended, and so frees its number, within a tenth of a second.
 GONE_TIMEOUT_S, GONE_POLL_S = 2.0, 0.05
+# What gloo says of a collective in which another rank did not take part in time.
+_TIMED_OUT = "Timed out"
 
 
 class Ranks:
@@ -114,7 +117,9 @@ class Ranks:
                 raise  # NotAllowedError is of both kinds, and tells of another machine
             ignore_signals()  # torchrun ends all processes when one has ended
             if not (lost := self._gone()):
-                raise
+                if _TIMED_OUT not in str(error) and not isinstance(error, dist.DistStoreError):
+                    raise
+                raise _hanging(f"a process of the {self.size} of this peer has not answered") from error
             speaker = next(rank for rank in range(self.size) if rank not in lost)
             if speaker != self.rank or (first_speaks and 0 in lost):
                 self._await_end(speaker)
@@ -140,6 +145,13 @@ class Ranks:
             time.sleep(GONE_POLL_S)
 
 
+def _hanging(what: str) -> TransientError:
+    return TransientError(
+        f"{what} within {STEP_TIMEOUT.total_seconds():g} s; start them again with the same command, as "
+        f"torchrun --max-restarts 3 does: they continue from the newest checkpoint"
+    )
+
+
 def _is_there(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -152,15 +164,23 @@ def _is_there(pid: int) -> bool:
 
 @contextmanager
 def open_ranks(launch: Launch) -> Iterator[Ranks]:
-    """Connect the processes that torchrun has started; blocks until all are there. Nothing to do for one process."""
+    """Connect the processes that torchrun has started; blocks until all are there. Nothing to do for one process.
+
+    Raises TransientError on rank 0 if not all have started within STEP_TIMEOUT.
+    """
     if launch.size == 1:
         yield Ranks()
         return
     # NCCL averages gradients on GPUs.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(
-        backend, store=_store(launch, os.environ), rank=launch.rank, world_size=launch.size, timeout=JOIN_TIMEOUT
-    )
+    timeout = STEP_TIMEOUT if launch.rank == 0 else JOIN_TIMEOUT
+    try:
+        store = _store(launch, os.environ, timeout)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timeout)
+    except dist.DistStoreError as error:
+        if launch.rank:
+            raise
+        raise _hanging(f"the {launch.size} processes of this peer have not all started") from error
     try:
         assert dist.group.WORLD is not None
         yield Ranks(dist.group.WORLD)
@@ -168,7 +188,7 @@ def open_ranks(launch: Launch) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def _store(launch: Launch, environ: Mapping[str, str]) -> Any:
+def _store(launch: Launch, environ: Mapping[str, str], timeout: datetime.timedelta) -> Any:
     """The store of torchrun's agent, in which ranks find each other.
 
     The agent keeps its store when it restarts processes (pytorch issue 135712). Without a prefix for each start, a rank
@@ -178,7 +198,7 @@ def _store(launch: Launch, environ: Mapping[str, str]) -> Any:
     torch_distributed: Any = dist  # its stubs lack the stores
     store = torch_distributed.TCPStore(
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), launch.size,
-        is_master=launch.rank == 0 and not is_agents, timeout=JOIN_TIMEOUT,
+        is_master=launch.rank == 0 and not is_agents, timeout=timeout,
     )  # fmt: skip
     return torch_distributed.PrefixStore(f"p2ptrain/{environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 

@@ -25,9 +25,9 @@ def check_fsdp(config: PeerConfig, num_ranks: int) -> None:
     if config.fsdp == "off":
         return
     if num_ranks == 1:
-        raise ConfigError("fsdp = 'on': needs several processes; start them with torchrun, or leave it out")
+        raise ConfigError("--fsdp on: needs several processes; start them with torchrun, or leave it out")
     if config.compile == "on":
-        raise ConfigError("fsdp = 'on': is not supported with compile = 'on'; leave one of them out")
+        raise ConfigError("--fsdp on: does not go together with --compile on; leave one of them out")
 
 
 def shard(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
@@ -49,7 +49,7 @@ def shard(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
             fully_shard(module, mesh=mesh, reshard_after_forward=True)
         except ValueError as error:
             name = f"module {names[module]}" if names[module] else "the model"
-            fault = ConfigError(f"fsdp = 'on': {name} cannot be sharded: {error} Change it, or leave --fsdp out")
+            fault = ConfigError(f"--fsdp on: {name} cannot be sharded: {error} Change it, or leave the flag out")
             raise ranks.once(fault) from error
 
 

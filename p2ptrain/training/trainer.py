@@ -114,7 +114,8 @@ class Trainer:
         self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
         eval_count = max(1, round(eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
-        self._eval_batch = EVAL_BATCH
+        # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
+        self._eval_batch = min(EVAL_BATCH, self._micro_batch) if self._is_sharded else EVAL_BATCH
         self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])
         self.utilisation = utilisation_of(model, self._device)
         self.optimizer = InnerOptimizer(model, run)
@@ -179,7 +180,8 @@ class Trainer:
                 if not _is_out_of_memory(error):
                     raise
                 if self._eval_batch == 1 or self._is_sharded:
-                    raise ConfigError(f"evaluation: {self._device} is out of memory; train a smaller model") from error
+                    fix = "train a smaller model" if self._eval_batch == 1 else "give a smaller --micro-batch"
+                    raise ConfigError(f"evaluation: {self._device} is out of memory; {fix}") from error
                 fits = False
             if self.ranks.any(not fits):
                 self._eval_batch = self._halved(self._eval_batch, "to evaluate")

@@ -17,7 +17,7 @@ TORCHRUN = "torchrun --standalone --nproc-per-node 2"
 def test_two_ranks_train_as_one_process_would(swarm: Swarm, tmp_path: Path) -> None:
     ranks = swarm.start(f"{TORCHRUN} {Path(__file__).parent / 'two_ranks.py'} {tmp_path / 'checkpoints'}")
     assert ranks.wait() == 0, swarm.report()
-    assert len(ranks.output.splitlines()) == 7, swarm.report()
+    assert len(ranks.output.splitlines()) == 8, swarm.report()
 
 
 def test_a_peer_of_two_processes_survives_the_loss_of_one_and_ends_as_one(swarm: Swarm) -> None:

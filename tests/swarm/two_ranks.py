@@ -209,6 +209,18 @@ def sharded_ranks_train_as_whole_ones(ranks: Ranks) -> None:
     assert_close(continued(sharded=False, was_sharded=True), expected)
 
 
+def a_sharded_step_is_not_halved(ranks: Ranks) -> None:
+    model = Model(most=2)
+    shard(model, ranks, torch.device("cpu"))
+    refusal = "it was not refused"
+    try:
+        trainer_of(model, ranks, micro_batch=None).step(0)
+    except ConfigError as error:
+        refusal = str(error)
+    expected = "--micro-batch 5: cpu is out of memory; give a smaller --micro-batch; auto cannot halve it with --fsdp"
+    assert refusal == expected, refusal
+
+
 def lists_of_lists_are_sharded(ranks: Ranks) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -239,7 +251,7 @@ def lists_of_lists_are_sharded(ranks: Ranks) -> None:
         refusal = str(error)
     except SystemExit as end:
         refusal = f"exit status {end.code}"
-    assert refusal.startswith("fsdp = 'on': module 0.0 cannot" if ranks.is_first else "exit status 0"), refusal
+    assert refusal.startswith("--fsdp on: module 0.0 cannot" if ranks.is_first else "exit status 0"), refusal
 
 
 def one_stops_all(ranks: Ranks) -> None:
@@ -256,7 +268,8 @@ def main() -> None:
     with open_ranks(launch_of(os.environ)) as ranks:
         for check in (
             a_step_is_that_of_all_windows_at_once, parameters_may_be_unused, a_state_goes_on_bit_for_bit,
-            ranks_halve_together, one_stops_all, sharded_ranks_train_as_whole_ones, lists_of_lists_are_sharded,
+            ranks_halve_together, one_stops_all, sharded_ranks_train_as_whole_ones, a_sharded_step_is_not_halved,
+            lists_of_lists_are_sharded,
         ):  # fmt: skip
             check(ranks)
             if ranks.is_first:

@@ -4,7 +4,7 @@ Only rank 0 is on the network; it holds the `Peer`. The run sees one peer, with 
 
 If each rank has the whole model, DistributedDataParallel or a similar wrapper keeps the weights of all ranks equal
 between exchanges. After each exchange rank 0 sends the other ranks what has changed: the blocks of merged fragments,
-O(pN), or all weights after a round. If FSDP2 has sharded the model, the other ranks read and write their shards for
+O(pN), or all weights after a round. If FSDP2 has sharded the model, the other ranks read and write their row shards for
 rank 0 during the exchange (`sharded_view.py`).
 
 Every method documented with "all ranks" is collective: all ranks must call it, and it waits for the other ranks, at

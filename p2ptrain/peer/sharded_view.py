@@ -4,8 +4,8 @@ Rank 0 calls the methods of a `WeightView`. Each sends a command to the other ra
 do their share: they send the blocks that they hold, or write those that they receive. What is computed from blocks is
 computed on rank 0, by the code of a peer of one process, so the weights have the same bits.
 
-All weights at once (`read`, `write`, `add`) go parameter by parameter between each rank's shard and rank 0's buffer in
-host memory. So no device ever holds more than its shard, and one part of a parameter in transfer.
+All weights at once (`read`, `write`, `add`) go parameter by parameter between each rank's row shard and rank 0's buffer
+in host memory. So no device ever holds more than its row shard, and one part of a parameter in transfer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
-from p2ptrain.algorithms.shards import Held, Shard, put, take
+from p2ptrain.algorithms.row_shards import Held, RowShard, put, take
 from p2ptrain.peer.process_group import ProcessGroup
 
 
@@ -54,7 +54,7 @@ class ShardedView:
         self.space = space
         self._tensors = [tensor.detach() for tensor in tensors]
         self._ranks = ranks
-        self._shards = [Shard(space, rows, rank, ranks.size) for rank in range(ranks.size)]
+        self._shards = [RowShard(space, rows, rank, ranks.size) for rank in range(ranks.size)]
         self._own = self._shards[ranks.rank]
         self._view = ParameterView(self._own.space, self._own.segments(self._tensors))
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class ShardedView:
 
 @torch.no_grad()
 def _change(tensor: torch.Tensor, values: torch.Tensor, *, adds: bool) -> None:
-    """Change a shard as `ParameterView.add` or `write` changes a tensor. `values`: float32 CPU, flat."""
+    """Change a row shard as `ParameterView.add` or `write` changes a tensor. `values`: float32 CPU, flat."""
     line = tensor.view(-1)
     if adds:
         line.add_(values.to(tensor.device))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from p2ptrain.algorithms.shards import row_range
+from p2ptrain.algorithms.row_shards import row_range
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.process_group import ProcessGroup
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from p2ptrain.algorithms.shards import row_range
+from p2ptrain.algorithms.row_shards import row_range
 from p2ptrain.errors import ConfigError
 from p2ptrain.peer.sharding import fsdp_modules, is_sharded, local_of
 from p2ptrain.settings.peer_config import PeerConfig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
-from p2ptrain.algorithms.shards import Shard, put, row_range, take
+from p2ptrain.algorithms.row_shards import RowShard, put, row_range, take
 
 # Rows that fit the ranks or not, fewer rows than ranks, no rows, blocks that lie in several ranks, and long rows.
 SHAPES = [(8, 64), (7, 13), (3,), (0, 7), (10, 100), (1, 640), (129,)]
@@ -25,11 +25,11 @@ def new_tensors(seed: int) -> list[torch.Tensor]:
     return tensors
 
 
-def split(tensors: list[torch.Tensor], size: int) -> list[tuple[Shard, ParameterView]]:
+def split(tensors: list[torch.Tensor], size: int) -> list[tuple[RowShard, ParameterView]]:
     """What each rank holds of the tensors: copies, and views of them."""
     ranks = []
     for rank in range(size):
-        shard = Shard(SPACE, [shape[0] for shape in SHAPES], rank, size)
+        shard = RowShard(SPACE, [shape[0] for shape in SHAPES], rank, size)
         local = [tensor[slice(*row_range(len(tensor), rank, size))].clone() for tensor in tensors]
         ranks.append((shard, ParameterView(shard.space, shard.segments(local))))
     return ranks

@@ -1,4 +1,4 @@
-"""Which blocks of the flat layout a rank holds, if each parameter is split over the ranks along its first dimension.
+"""Row shards: the blocks of the flat layout that a rank holds, if each parameter is split along its first dimension.
 
 That is how FSDP2 splits (`Shard(0)`, rows as `torch.chunk` cuts them). A rank's part of a parameter is one range of
 its values, which begins and ends anywhere, so a block of 64 may lie in several ranks. Each range is cut at its first
@@ -44,8 +44,8 @@ class Held:
     widths: Numbers
 
 
-class Shard:
-    """What one rank holds of the flat layout.
+class RowShard:
+    """What one rank holds of the flat layout: some rows of each tensor.
 
     Attributes:
         ranges: for each tensor the values [start, stop) that the rank holds, of the flattened tensor.

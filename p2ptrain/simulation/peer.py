@@ -17,7 +17,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.simulation.experiment import Experiment
-from p2ptrain.training.data import Corpus, Shards
+from p2ptrain.training.data import Corpus, Partition
 from p2ptrain.training.loop import record_evaluation, training_steps
 from p2ptrain.training.trainer import Trainer
 
@@ -30,7 +30,7 @@ class SimulatedPeer:
 
     def __init__(
         self, number: int, experiment: Experiment, model: torch.nn.Module, corpus: Corpus, network: MemoryNetwork,
-        incarnation: int, shards: Shards | None, run_audit: RunAudit,
+        incarnation: int, partition: Partition | None, run_audit: RunAudit,
     ) -> None:  # fmt: skip
         self.number = number
         self.peer_id = f"peer-{number}"
@@ -47,9 +47,9 @@ class SimulatedPeer:
         self._experiment = experiment
         parts = ModelParts(model)
         spans, shard_tokens = None, 0
-        if shards is not None:
-            shard = number % shards.count
-            spans, shard_tokens = shards.spans(shard), shards.sizes[shard]
+        if partition is not None:
+            share = number % partition.count
+            spans, shard_tokens = partition.spans(share), partition.sizes[share]
         seed = run.data_seed(self.peer_id)
         self.trainer = Trainer(model, corpus, run, batch_size=experiment.batch_size, seed=seed, spans=spans)
         averaged = parts.averaged(run, self.trainer.optimizer.adamw)

@@ -22,7 +22,7 @@ from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.scheduled_event import ScheduledEvent
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.models import build, context_length
-from p2ptrain.training.sharding import make_shards, train_briefly
+from p2ptrain.training.partitioning import make_partition, train_briefly
 
 # A run that takes so many times its expected time counts as hanging.
 MOST_TIMES_AS_LONG = 20
@@ -61,7 +61,7 @@ class _Simulation:
         if experiment.pretrain_steps:
             train_briefly(model, self._corpus, experiment.run, steps=experiment.pretrain_steps)
         layout = ModelParts(model).layout_sha256
-        self._shards = make_shards(
+        self._partition = make_partition(
             experiment.run, self._corpus, context=context_length(model), device=torch.device("cpu")
         )
         self._experiment = dataclasses.replace(experiment, run=dataclasses.replace(experiment.run, model_layout=layout))
@@ -108,7 +108,7 @@ class _Simulation:
         incarnation = sum(peer.number == number for peer in self._all)
         peer = SimulatedPeer(
             number, self._experiment, copy.deepcopy(self._model), self._corpus, self._network, incarnation,
-            self._shards, self._run_audit,
+            self._partition, self._run_audit,
         )  # fmt: skip
         self._all.append(peer)
         self._present[number] = peer

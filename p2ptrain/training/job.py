@@ -18,7 +18,7 @@ from p2ptrain.settings.setting import settings_of
 from p2ptrain.settings.torchrun import Launch
 from p2ptrain.signals import interruptible
 from p2ptrain.training import checkpoint
-from p2ptrain.training.data import Corpus, Shards
+from p2ptrain.training.data import Corpus, Partition
 from p2ptrain.training.data.corpus import TextFiles
 from p2ptrain.training.data.source import open_source
 from p2ptrain.training.data.token_files import TokenFolder
@@ -27,8 +27,8 @@ from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import choose_precision, device_of
 from p2ptrain.training.fsdp import shard
 from p2ptrain.training.models import batch_windows, build, context_length, eval_tokens
+from p2ptrain.training.partitioning import choose_share, make_partition
 from p2ptrain.training.ranks import Ranks
-from p2ptrain.training.sharding import choose_shard, make_shards
 from p2ptrain.training.trainer import Trainer
 
 
@@ -110,16 +110,16 @@ def place_model(job: Job, model: nn.Module, ranks: Ranks) -> None:
 
 def build_trainer(
     job: Job, model: nn.Module, ranks: Ranks, say: Callable[[str], None]
-) -> tuple[Trainer, Shards | None, int]:
-    """All ranks: what trains the model, with the state of the checkpoint; and the run's shards with this peer's number.
+) -> tuple[Trainer, Partition | None, int]:
+    """All ranks: what trains the model, with the state of the checkpoint; the run's partition; and this peer's share.
 
     Blocks while data is read and cut. Raises ConfigError if it cannot be trained on.
     """
     run, config = job.run, job.config
     corpus = interruptible(partial(job.source.corpus, job.tokenizer))
-    shards, own_shard = _shards(job, corpus, model, say) if ranks.is_first else (None, 0)
+    partition, share = _partition(job, corpus, model, say) if ranks.is_first else (None, 0)
     # Of rank 0: with clusters, ranks on other GPUs might cut otherwise.
-    told = ranks.tell({"spans": None if shards is None else shards.spans(own_shard).tolist()})
+    told = ranks.tell({"spans": None if partition is None else partition.spans(share).tolist()})
     context = context_length(model)
     trainer = Trainer(
         model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
@@ -131,7 +131,7 @@ def build_trainer(
     )  # fmt: skip
     if job.saved:
         trainer.load_state_dict(job.saved.state["trainer"])
-    return trainer, shards, own_shard
+    return trainer, partition, share
 
 
 def _seed(job: Job, rank: int) -> int:
@@ -141,18 +141,18 @@ def _seed(job: Job, rank: int) -> int:
     return job.run.data_seed(f"{job.peer_id if job.config.seed is None else job.config.seed}/{rank}")
 
 
-def _shards(job: Job, corpus: Corpus, model: nn.Module, say: Callable[[str], None]) -> tuple[Shards | None, int]:
-    """Compute the run's shards and this peer's shard number; (None, 0) without shards. `model` is only read."""
+def _partition(job: Job, corpus: Corpus, model: nn.Module, say: Callable[[str], None]) -> tuple[Partition | None, int]:
+    """The run's partition of the text and this peer's share; (None, 0) without shares. `model` is only read."""
     run, given = job.run, job.config.shard
     if run.num_shards == 0 and given is None:
         return None, 0
-    shard = choose_shard(given, run, job.peer_id)
+    share = choose_share(given, run, job.peer_id)
     if run.sharding == "clusters":
         say(f"sorting the text into {run.num_shards} clusters; this takes a while")
-    shards = make_shards(run, corpus, context=context_length(model), device=job.device)
-    assert shards is not None
+    partition = make_partition(run, corpus, context=context_length(model), device=job.device)
+    assert partition is not None
     say(
-        f"training on shard {shard} of {run.num_shards} ({run.sharding}): {shards.sizes[shard]:,} of "
-        f"{sum(shards.sizes):,} tokens; partition {shards.digest[:12]}, the same on peers with the same text"
+        f"training on shard {share} of {run.num_shards} ({run.sharding}): {partition.sizes[share]:,} of "
+        f"{sum(partition.sizes):,} tokens; partition {partition.digest[:12]}, the same on peers with the same text"
     )
-    return shards, shard
+    return partition, share

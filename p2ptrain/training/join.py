@@ -133,7 +133,7 @@ def join_run(
             say(_init_weights(model, job, is_live=chosen.is_live, knows_others=session.knows_others))
         place_model(job, model, ranks)
         # Before joining: this takes a second or more, and a member would delay rounds in that time.
-        trainer, shards, shard = build_trainer(job, model, ranks, say)
+        trainer, partition, share = build_trainer(job, model, ranks, say)
         member, peer = join_ranks(model, ranks, partial(
             session.enter, run=run, optimizer=trainer.optimizer.adamw,
             metrics=Path(config.metrics or out / METRICS_FILE), sinks=watching,
@@ -145,9 +145,11 @@ def join_run(
         on_peer(peer)
         if config.network.write_addresses:
             write_addresses(Path(config.network.write_addresses), peer.maddrs)
-        if shards is not None:
-            peer.shard_tokens = shards.sizes[shard]
-            peer.record("shard", sharding=run.sharding, shard=shard, sizes=shards.sizes, partition_sha256=shards.digest)
+        if partition is not None:
+            peer.shard_tokens = partition.sizes[share]
+            peer.record(
+                "shard", sharding=run.sharding, shard=share, sizes=partition.sizes, partition_sha256=partition.digest
+            )
         if show is not None:
             say(f"the run is shown at {show(peer)}")
         announce(

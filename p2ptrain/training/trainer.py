@@ -89,7 +89,7 @@ class Trainer:
             compiled: whether to train with torch.compile.
             read_ahead: whether to read the next batch in a thread.
             seed: seeds this peer's windows and torch's global generator (dropout).
-            spans: int64 (spans, 2), ranges of the training text to draw windows from (`Shards.spans`); None for all.
+            spans: int64 (spans, 2), ranges of the training text to draw windows from (`Partition.spans`); None for all.
             ranks: train the model together, each on windows of its own; all call every method.
                 None: there is one.
 

@@ -1,4 +1,4 @@
-"""The shards of a run: clusters differ in content, the same numbers give the same shards, global state is untouched."""
+"""A run's shares: clusters differ in content, the same numbers give the same partition, global state is untouched."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
-from p2ptrain.training import sharding
-from p2ptrain.training.data import Corpus, Shards
+from p2ptrain.training import partitioning
+from p2ptrain.training.data import Corpus, Partition
 from p2ptrain.training.data.corpus import BLOCK_TOKENS
-from p2ptrain.training.data.shards import block_bounds
+from p2ptrain.training.data.partition import block_bounds
 from p2ptrain.training.models import GPT, GPTConfig
-from p2ptrain.training.sharding import block_features, choose_shard, make_shards, train_briefly
+from p2ptrain.training.partitioning import block_features, choose_share, make_partition, train_briefly
 from tests.training.characters import encode
 
 CPU = torch.device("cpu")
@@ -53,52 +53,52 @@ def _tiny() -> GPT:
         return GPT(GPTConfig(vocab_size=98, layers=1, heads=2, width=8, context=16))
 
 
-def _shards(run: RunConfig) -> Shards:
-    shards = make_shards(run, CORPUS, context=64, device=CPU)
-    assert shards is not None
-    return shards
+def _partition(run: RunConfig) -> Partition:
+    partition = make_partition(run, CORPUS, context=64, device=CPU)
+    assert partition is not None
+    return partition
 
 
 @pytest.mark.slow
 def test_clusters_are_kinds_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "STEPS", 100)
-    shards = _shards(RUN)
-    assert [len(set(KINDS[shards.shard_of == shard])) for shard in range(3)] == [1, 1, 1]
-    kind_of_shard = [KINDS[shards.shard_of == shard][0] for shard in range(3)]
-    assert shards.sizes == tuple(BLOCK_TOKENS * np.count_nonzero(kind == KINDS) for kind in kind_of_shard)
+    monkeypatch.setattr(partitioning, "STEPS", 100)
+    partition = _partition(RUN)
+    assert [len(set(KINDS[partition.share_of == share])) for share in range(3)] == [1, 1, 1]
+    kind_of_share = [KINDS[partition.share_of == share][0] for share in range(3)]
+    assert partition.sizes == tuple(BLOCK_TOKENS * np.count_nonzero(kind == KINDS) for kind in kind_of_share)
 
 
 @pytest.mark.slow
 def test_clusters_do_not_depend_on_what_went_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "STEPS", 30)
+    monkeypatch.setattr(partitioning, "STEPS", 30)
     features: list[np.ndarray] = []
 
     def kept(*arguments: object) -> np.ndarray:
         features.append(block_features(*arguments))  # type: ignore[arg-type]
         return features[-1]
 
-    monkeypatch.setattr(sharding, "block_features", kept)
+    monkeypatch.setattr(partitioning, "block_features", kept)
     torch.manual_seed(1)
-    first = _shards(RUN)
+    first = _partition(RUN)
     torch.manual_seed(2)
     state = torch.get_rng_state()
     torch.set_num_threads(2)
-    assert _shards(RUN).digest == first.digest
+    assert _partition(RUN).digest == first.digest
     np.testing.assert_array_equal(features[0], features[1])
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == 2
 
 
 def test_the_other_ways_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "build", lambda *arguments, **named: pytest.fail("built a model"))
-    iid = _shards(RunConfig(num_shards=4, sharding="iid"))
+    monkeypatch.setattr(partitioning, "build", lambda *arguments, **named: pytest.fail("built a model"))
+    iid = _partition(RunConfig(num_shards=4, sharding="iid"))
     assert set(iid.sizes) == {12 * BLOCK_TOKENS}
-    unbalanced = _shards(RunConfig(num_shards=4, sharding="unbalanced"))
+    unbalanced = _partition(RunConfig(num_shards=4, sharding="unbalanced"))
     assert unbalanced.sizes[0] > 3 * unbalanced.sizes[3]
-    assert iid.digest != _shards(RunConfig(num_shards=4, run_seed=1)).digest
-    assert make_shards(RunConfig(), CORPUS, context=64, device=CPU) is None
+    assert iid.digest != _partition(RunConfig(num_shards=4, run_seed=1)).digest
+    assert make_partition(RunConfig(), CORPUS, context=64, device=CPU) is None
     with pytest.raises(ConfigError, match=r"num_shards = 49: .*48 of 4096 characters"):
-        _shards(RunConfig(model="gpt-demo", num_shards=49, sharding="clusters"))
+        _partition(RunConfig(model="gpt-demo", num_shards=49, sharding="clusters"))
 
 
 def test_features_are_the_last_layers_mean_over_the_block() -> None:
@@ -140,15 +140,15 @@ def _loss(model: nn.Module) -> float:
         return nn.functional.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:]).item()
 
 
-def test_a_shard_is_given_or_follows_from_the_identity() -> None:
-    assert choose_shard(2, RUN, "QmA") == 2
-    assert choose_shard(None, RUN, "QmA") == RUN.shard_of("QmA")
+def test_a_share_is_given_or_follows_from_the_identity() -> None:
+    assert choose_share(2, RUN, "QmA") == 2
+    assert choose_share(None, RUN, "QmA") == RUN.shard_of("QmA")
     with pytest.raises(ConfigError, match="--shard 3: must be 0 to 2"):
-        choose_shard(3, RUN, "QmA")
+        choose_share(3, RUN, "QmA")
 
 
 def test_long_windows_get_long_blocks() -> None:
-    shards = make_shards(RunConfig(num_shards=2), CORPUS, context=8000, device=CPU)
-    assert shards is not None
-    assert shards.bounds.tolist() == block_bounds(len(CORPUS.training), context=8000).tolist()
-    assert np.diff(shards.bounds).min() >= 32_000
+    partition = make_partition(RunConfig(num_shards=2), CORPUS, context=8000, device=CPU)
+    assert partition is not None
+    assert partition.bounds.tolist() == block_bounds(len(CORPUS.training), context=8000).tolist()
+    assert np.diff(partition.bounds).min() >= 32_000

@@ -1,4 +1,4 @@
-"""The shards of a run. Every peer computes them locally from the settings, the text and, for clusters, a model.
+"""The shares of a run's text. Every peer computes them locally from the settings, the text and, for clusters, a model.
 
 Clusters are made from a model's last-layer features (DiLoCo, section 3.1). The paper uses a pretrained model. Here it
 is the run's own model, trained locally from its initial weights for a few hundred small steps. That is enough to tell
@@ -23,7 +23,14 @@ from torch import nn
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.training.data import Corpus, Shards, Tokens, shards
+from p2ptrain.training.data import Corpus, Partition, Tokens
+from p2ptrain.training.data.partition import (
+    block_bounds,
+    check_enough_blocks,
+    clustered_partition,
+    iid_partition,
+    unbalanced_partition,
+)
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.trainer import Trainer
 
@@ -43,13 +50,13 @@ CPU_PARAMETERS = 1_000_000
 logger = logging.getLogger(__name__)
 
 
-def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.device) -> Shards | None:
-    """Compute the run's partition of the training text; None if the run has no shards.
+def make_partition(run: RunConfig, corpus: Corpus, *, context: int, device: torch.device) -> Partition | None:
+    """Compute the run's partition of the training text; None if every peer trains on all of it.
 
     "iid" and "unbalanced" depend only on the run's seed, the length of the text and the model's context. "clusters"
     also depends on the text, the versions of torch and scikit-learn, and the processor: with plain SSE instead of AVX
-    the demo model's features moved by 1e-4, and none of 996 blocks changed its cluster. `Shards.digest` shows whether
-    two peers have the same partition. If they differ, their shards overlap; nothing else happens.
+    the demo model's features moved by 1e-4, and none of 996 blocks changed its cluster. `Partition.digest` shows
+    whether two peers have the same partition. If they differ, their shares overlap; nothing else happens.
 
     Blocks for up to a minute with "clusters", longer for models of more than CPU_PARAMETERS.
 
@@ -60,19 +67,19 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
         device: trains models of more than CPU_PARAMETERS.
 
     Raises:
-        ConfigError: the text is too small for so many shards, or the model diverges at the run's learning rate.
+        ConfigError: the text is too small for so many shares, or the model diverges at the run's learning rate.
     """
     if run.num_shards == 0:
         return None
-    bounds = shards.block_bounds(len(corpus.training), context=context)
+    bounds = block_bounds(len(corpus.training), context=context)
     match run.sharding:
         case "iid":
-            return shards.iid_shards(bounds, run.num_shards, seed=run.run_seed)
+            return iid_partition(bounds, run.num_shards, seed=run.run_seed)
         case "unbalanced":
-            return shards.unbalanced_shards(bounds, run.num_shards, seed=run.run_seed)
+            return unbalanced_partition(bounds, run.num_shards, seed=run.run_seed)
     # Both before training the model, which takes minutes.
     require_extra("simulate", "sharding = 'clusters'")
-    shards.check_enough_blocks(bounds, run.num_shards)
+    check_enough_blocks(bounds, run.num_shards)
     model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
     with _one_thread() if small else nullcontext():
@@ -81,13 +88,13 @@ def make_shards(run: RunConfig, corpus: Corpus, *, context: int, device: torch.d
         features = block_features(model, corpus.training, bounds)
     if not np.isfinite(features).all():
         raise ConfigError(f"lr = {run.lr}: the model that clusters the text diverged; start a run with a lower --lr")
-    return shards.clustered_shards(bounds, features, run.num_shards, seed=run.run_seed)
+    return clustered_partition(bounds, features, run.num_shards, seed=run.run_seed)
 
 
-def choose_shard(given: int | None, run: RunConfig, peer_id: str) -> int:
-    """Return the shard of a peer: the one the user gave, else one by the hash of its id, which peers may share.
+def choose_share(given: int | None, run: RunConfig, peer_id: str) -> int:
+    """Return the share of a peer: the one the user gave, else one by the hash of its id, which peers may share.
 
-    Raises ConfigError if the run has no such shard.
+    Raises ConfigError if the run has no such share.
     """
     if given is None:
         return run.shard_of(peer_id)
@@ -112,7 +119,7 @@ def train_briefly(model: nn.Module, corpus: Corpus, run: RunConfig, *, steps: in
         for step in range(steps):
             loss, _ = trainer.step(step)
             if step % 50 == 0:
-                logger.debug("features for shards: step %d of %d, loss %.3f", step, steps, loss)
+                logger.debug("features for shares: step %d of %d, loss %.3f", step, steps, loss)
 
 
 @torch.no_grad()

@@ -408,6 +408,17 @@ def test_without_shards_all_of_the_text_is_everybodys(
     assert "shard" not in dict(session.peer.events)
 
 
+def test_the_memory_check_knows_the_error_buffers_of_the_run(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[int]()
+    monkeypatch.setattr(
+        "p2ptrain.training.join.quick_look", lambda *given, vectors, **named: seen.append(vectors) or []
+    )
+    _join(steps="1", round_codec="int2")
+    assert seen == [2]
+
+
 def test_a_joiner_takes_the_shard_of_its_identity(session: type[FakeNetworkSession]) -> None:
     session.live = replace(LIVE, num_shards=5, sharding="unbalanced")
     lines = _join(initial_peers=MADDR)

@@ -119,7 +119,7 @@ class Ranks:
             if not (lost := self._gone()):
                 if _TIMED_OUT not in str(error) and not isinstance(error, dist.DistStoreError):
                     raise
-                raise _hanging(f"a process of the {self.size} of this peer has not answered") from error
+                raise _hanging(f"one of the {self.size} processes of this peer has not answered") from error
             speaker = next(rank for rank in range(self.size) if rank not in lost)
             if speaker != self.rank or (first_speaks and 0 in lost):
                 self._await_end(speaker)

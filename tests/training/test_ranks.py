@@ -47,5 +47,5 @@ def test_a_rank_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         return ""
 
     said, silent = on_all_ranks(work, timeout_s=0.5, size=2)
-    assert said.startswith("a process of the 2 of this peer has not answered within 600 s; start them again")
+    assert said.startswith("one of the 2 processes of this peer has not answered within 600 s; start them again")
     assert silent == ""

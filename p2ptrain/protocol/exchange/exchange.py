@@ -1,4 +1,4 @@
-"""The synchronous part of `Peer.step()`: merges fragments, gathers pushes and snapshots, lands rounds.
+"""The synchronous part of `Peer.step()`: merges fragments (`merging.py`), gathers pushes and snapshots, lands rounds.
 
 Only an `Exchange` changes the model, and only inside `step()`, on the training thread. The node runs elsewhere (on the
 network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
@@ -16,19 +16,18 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from p2ptrain.algorithms.fragments import Walk
-from p2ptrain.algorithms.indexspace import WeightView, mix_clipped, rms_of
+from p2ptrain.algorithms.indexspace import WeightView
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
-from p2ptrain.algorithms.sparta import ClipRule, max_age_steps, merge_weights
+from p2ptrain.algorithms.sparta import max_age_steps
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import types
 from p2ptrain.protocol.exchange.inbox import Inbox
+from p2ptrain.protocol.exchange.merging import Merger
 from p2ptrain.protocol.exchange.position import Position
 from p2ptrain.settings.config import RunConfig
 
@@ -51,7 +50,6 @@ class Exchange:
     Attributes:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last included.
-        merge_cpu_s: CPU seconds of merging the last fragment.
         inbox: received fragments, and counts of merged and skipped ones.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_landed: likewise, with the seconds for which the landing blocked training.
@@ -77,7 +75,7 @@ class Exchange:
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False
-        self.step_s = self.merge_cpu_s = 0.0
+        self.step_s = 0.0
         self.cpu_clock = cpu_clock
         self.tokens = 0
         self.on_due: Callable[[], None]
@@ -99,11 +97,10 @@ class Exchange:
         self._clock = clock
         self._post = post
         self._errors = ErrorLog(logger)
-        self._clip = ClipRule()
         self._credit = 0.0
         self._last_end_s: float | None = None
         self._rewritten = False
-        self._mixed: list[npt.NDArray[np.int64]] = []
+        self._merger = Merger(view, self.inbox, cpu_clock, self._tell_outlier)
         # The current request for a snapshot; written by the node alone.
         self._wish: types.SnapshotWanted | None = None
         # Written by both sides, under the lock.
@@ -153,6 +150,11 @@ class Exchange:
         with self._lock:
             self._push_plan = None
             self._told_due = False
+
+    @property
+    def merge_cpu_s(self) -> float:
+        """CPU seconds of merging the last fragment."""
+        return self._merger.cpu_s
 
     @property
     def steps(self) -> int:
@@ -213,9 +215,9 @@ class Exchange:
         with self._lock:
             self._position = self._position.stepped()
         self.tokens += samples
-        self._mixed.clear()
+        self._merger.mixed.clear()
         report = self._land()
-        merged, skipped = self._merge(start)
+        merged, skipped = self._merger.step(start, self.epoch, self.step_s, self.max_age_s)
         sent = self._gather(start)
         self._snapshot(start)
         with self._lock:
@@ -235,10 +237,11 @@ class Exchange:
 
     def take_changes(self) -> types.Changes:
         """The weights changed by the last step, and by landings since the last call."""
-        blocks = np.unique(np.concatenate(self._mixed)) if self._mixed else np.zeros(0, np.int64)
+        mixed = self._merger.mixed
+        blocks = np.unique(np.concatenate(mixed)) if mixed else np.zeros(0, np.int64)
         changes = types.Changes(self._rewritten, blocks)
         self._rewritten = False
-        self._mixed.clear()
+        mixed.clear()
         return changes
 
     def _land(self) -> types.RoundReport | None:
@@ -261,50 +264,6 @@ class Exchange:
         held_s = self._clock() - start
         self._tell("a round has landed", lambda: self.on_landed(landing, held_s), fatal=True)
         return landing.report
-
-    def _merge(self, now: float) -> tuple[int, dict[str, int]]:
-        arrivals, skipped = self.inbox.take()
-        if not arrivals and not skipped:
-            return 0, {}
-        epoch = self.epoch
-        held_back: list[types.Arrival] = []
-        age_steps = 0.0
-        looked_at: set[str] = set()
-        covered: list[np.ndarray] = []
-        for arrival in arrivals:
-            age_s = arrival.age_s + now - arrival.arrived_s
-            if age_s > self.max_age_s:
-                skipped["too_old"] += 1
-            elif arrival.epoch.lineage != epoch.lineage or arrival.epoch.round < epoch.round:
-                skipped["epoch"] += 1
-            elif arrival.epoch.round > epoch.round or arrival.sender in looked_at:
-                # The round has landed at the sender and not here yet, or this step has looked at a fragment of the
-                # sender: one per step, merged or not, so that sending more gives neither weight nor further tries.
-                held_back.append(arrival)
-            else:
-                looked_at.add(arrival.sender)
-                if self._mix(arrival, covered):
-                    covered.append(arrival.plan.blocks)
-                    age_steps += age_s / max(self.step_s, 1e-3)
-                else:
-                    skipped["clipped"] += 1
-        return len(covered), self.inbox.settle(held_back, len(covered), skipped, age_steps)
-
-    def _mix(self, arrival: types.Arrival, covered: list[np.ndarray]) -> bool:
-        start_s = self.cpu_clock()
-        weight = merge_weights(covered, arrival.plan.blocks)
-        weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
-        own = self.view.gather(arrival.plan)
-        limit = self._clip.limit(rms_of(own, arrival.plan))
-        rms = mix_clipped(self.view, arrival.plan, arrival.values, weights, limit, own)
-        mixed = rms <= limit
-        self._clip.record(arrival.sender, rms, mixed=mixed)
-        if mixed:
-            self._mixed.append(arrival.plan.blocks)
-        elif self._clip.is_outlier(arrival.sender):
-            self._tell("a peer is an outlier", lambda: self.on_outlier(arrival.sender))
-        self.merge_cpu_s = self.cpu_clock() - start_s
-        return mixed
 
     def _gather(self, now: float) -> int:
         self._credit += self.fragment_rate * self._slots_per_step
@@ -339,6 +298,9 @@ class Exchange:
                 (wanted.take or self.on_snapshot)(snapshot)
 
         self._tell("a snapshot was taken", tell)
+
+    def _tell_outlier(self, sender: str) -> None:
+        self._tell("a peer is an outlier", lambda: self.on_outlier(sender))
 
     def _tell(self, what: str, call: Callable[[], None], *, fatal: bool = False) -> None:
         """Run `call` on the node's thread. An exception is logged once; if `fatal`, it ends the node."""

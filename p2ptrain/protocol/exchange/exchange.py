@@ -4,6 +4,12 @@ Only an `Exchange` changes the model, and only inside `step()`, on the training 
 network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
 one side fills and the other empties, and `post`, which runs a callable on the node's thread.
 
+Weights on a GPU are copied beside training (`algorithms/transfers.py`): a step starts a transfer, and a later one
+finishes it. The order of a step's parts is the same. A round that is landing has the old epoch until a step applies it,
+and nothing is reported before. No snapshot is begun meanwhile; one that was begun before has the weights, position,
+tokens and epoch of the step that began it, and so does a push. A fragment that was compared with θ before a landing is
+of an old epoch after it, and is skipped.
+
 The slots and the position are written by both sides, under one lock, which is never held while tensors are read or
 written. The epoch is replaced as a whole, also under the lock; reading it needs none. Everything else is written by the
 training thread alone.
@@ -13,9 +19,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from p2ptrain.algorithms.fragments import Walk
 from p2ptrain.algorithms.indexspace import WeightView
@@ -23,6 +32,7 @@ from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import max_age_steps
+from p2ptrain.algorithms.transfers import AtOnce, Transfer, Transfers
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import types
@@ -37,12 +47,22 @@ logger = logging.getLogger(__name__)
 STEP_TIME_DECAY = 0.9
 
 
+@dataclass(frozen=True, slots=True)
+class _Taking:
+    """A snapshot on its way into host memory, and the request for it."""
+
+    wanted: types.SnapshotWanted
+    weights: Transfer[None]
+    snapshot: types.Snapshot
+
+
 class Exchange:
     """Connects a model's parameters to a node.
 
     Args:
         view: of the live trainable parameters, which are changed in place, inside `step()` only.
         averaged: what rounds average: the parameters and the inner optimizer's moments; None: only the parameters.
+        transfers: of the parameters; None: they are read and written at once, as moments always are.
         clock: seconds on the node's clock, callable from any thread.
         post: runs a callable on the node's thread, soon.
         cpu_clock: CPU seconds of the thread that calls it; simulations leave it out, and gossip costs nothing there.
@@ -65,6 +85,7 @@ class Exchange:
         run: RunConfig,
         *,
         averaged: MomentView | None = None,
+        transfers: Transfers | None = None,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
         cpu_clock: Callable[[], float] = lambda: 0.0,
@@ -72,6 +93,8 @@ class Exchange:
         self.space = view.space
         self.view = view
         self.averaged: WeightView | MomentView = averaged or view
+        self._transfers: Transfers = transfers or AtOnce(view)
+        self._averaged: Transfers = self._transfers if averaged is None else AtOnce(view, averaged)
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False
@@ -100,7 +123,13 @@ class Exchange:
         self._credit = 0.0
         self._last_end_s: float | None = None
         self._rewritten = False
-        self._merger = Merger(view, self.inbox, cpu_clock, self._tell_outlier)
+        self._merger = Merger(self._transfers, self.inbox, cpu_clock, self._tell_outlier)
+        # Transfers that were started: pushes in order, a landing with the seconds for which it has blocked training so
+        # far, and a snapshot.
+        self._gathered: deque[tuple[Transfer[torch.Tensor], Callable[[torch.Tensor], types.Push]]] = deque()
+        self._upload: Transfer[None] | None = None
+        self._landing_s = 0.0
+        self._taking: _Taking | None = None
         # The current request for a snapshot; written by the node alone.
         self._wish: types.SnapshotWanted | None = None
         # Written by both sides, under the lock.
@@ -218,7 +247,8 @@ class Exchange:
         self._merger.mixed.clear()
         report = self._land()
         merged, skipped = self._merger.step(start, self.epoch, self.step_s, self.max_age_s)
-        sent = self._gather(start)
+        self._gather(start)
+        sent = self._push()
         self._snapshot(start)
         with self._lock:
             becomes_due = self._position.due and not self._told_due
@@ -230,9 +260,13 @@ class Exchange:
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
 
     def idle(self) -> types.RoundReport | None:
-        """Land a round and take a snapshot without a training step: for the wait at the end of a run."""
-        report = self._land()
-        self._snapshot(self._clock())
+        """Land a round and take a snapshot without a training step: for the wait at the end of a run.
+
+        Waits for transfers, as there is no training to go on with.
+        """
+        report = self._land(waits=True)
+        self._push(waits=True)
+        self._snapshot(self._clock(), waits=True)
         return report
 
     def take_changes(self) -> types.Changes:
@@ -244,14 +278,20 @@ class Exchange:
         mixed.clear()
         return changes
 
-    def _land(self) -> types.RoundReport | None:
+    def _land(self, *, waits: bool = False) -> types.RoundReport | None:
         landing = self._landing
         if landing is None:
             return None
         start = self._clock()
         if landing.kind != "keep":
-            assert landing.buffer is not None
-            (self.averaged.add if landing.kind == "add" else self.averaged.write)(landing.buffer)
+            if self._upload is None:
+                assert landing.buffer is not None
+                self._upload = self._averaged.land(landing.buffer, adds=landing.kind == "add")
+            if not waits and not self._upload.done:
+                self._landing_s += self._clock() - start
+                return None
+            self._upload.finish()
+            self._upload = None
         self._rewritten |= landing.kind != "keep"
         self.tokens = 0 if landing.kind == "write" else max(0, self.tokens - landing.included_tokens)
         self.finished = landing.finished
@@ -261,43 +301,66 @@ class Exchange:
             self._position = self._position.landed(landing.run_step, landing.sync_every, landing.snapshot_steps)
             self._told_due = False
             self._landing = None
-        held_s = self._clock() - start
+        held_s, self._landing_s = self._landing_s + self._clock() - start, 0.0
         self._tell("a round has landed", lambda: self.on_landed(landing, held_s), fatal=True)
         return landing.report
 
-    def _gather(self, now: float) -> int:
+    def _gather(self, now: float) -> None:
         self._credit += self.fragment_rate * self._slots_per_step
         with self._lock:
             plan = self._push_plan
             if plan is None or self._credit < plan.slot_count or now < plan.due_s:
-                return 0
+                return
             self._push_plan = None
         # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
         start_s = self.cpu_clock()
-        values = self.view.gather(plan.plan)
-        push = types.Push(plan, self.epoch, values, now, self.steps, self.cpu_clock() - start_s)
-        self._tell("a push was gathered", lambda: self.on_push(push))
-        return 1
+        gathered = self._transfers.gather(plan.plan)
+        epoch, steps, cpu_s = self.epoch, self.steps, self.cpu_clock() - start_s
+        self._gathered.append((gathered, lambda values: types.Push(plan, epoch, values, now, steps, cpu_s)))
 
-    def _snapshot(self, now: float) -> None:
+    def _push(self, *, waits: bool = False) -> int:
+        """Hand over what was gathered and has arrived in host memory, in order. Returns how many."""
+        sent = 0
+        while self._gathered and (waits or self._gathered[0][0].done):
+            gathered, push_of = self._gathered.popleft()
+            self._tell_pushed(push_of(gathered.finish()))
+            sent += 1
+        return sent
+
+    def _snapshot(self, now: float, *, waits: bool = False) -> None:
+        if self._taking is None:
+            self._start_snapshot(now)
+        if self._taking is None or not (waits or self._taking.weights.done):
+            return
+        taken, self._taking = self._taking, None
+        taken.weights.finish()
+
+        def tell() -> None:
+            # Otherwise the request was withdrawn or replaced while the weights were read.
+            if self._wish is taken.wanted:
+                (taken.wanted.take or self.on_snapshot)(taken.snapshot)
+
+        self._tell("a snapshot was taken", tell)
+
+    def _start_snapshot(self, now: float) -> None:
+        if self._upload is not None:
+            # The round that is landing comes first, so that the snapshot has its epoch.
+            return
         with self._lock:
             wanted, position = self._wanted, self._position
             if wanted is None or not (position.due or now >= wanted.latest_s):
                 return
             self._wanted = None
-        self.averaged.read(wanted.buffer)
+        weights = self._averaged.read(wanted.buffer)
         snapshot = types.Snapshot(
             self.epoch, wanted.buffer, self.tokens, position.steps, position.run_step, position.at_length,
             self._clock() - now,
         )  # fmt: skip
+        self._taking = _Taking(wanted, weights, snapshot)
 
-        def tell() -> None:
-            # Otherwise the request was withdrawn or replaced while the weights were read.
-            if self._wish is wanted:
-                (wanted.take or self.on_snapshot)(snapshot)
-
-        self._tell("a snapshot was taken", tell)
+    def _tell_pushed(self, push: types.Push) -> None:
+        self._tell("a push was gathered", lambda: self.on_push(push))
 
     def _tell_outlier(self, sender: str) -> None:
         self._tell("a peer is an outlier", lambda: self.on_outlier(sender))

@@ -1,30 +1,42 @@
 """Which received fragments are merged in a step, with what weights, and which are skipped.
 
 Of each sender a step looks at one fragment and merges at most one, so that sending more gives neither weight nor
-further tries.
+further tries. Where comparing a fragment with θ ends in a later step, it is merged there: with the θ of that step, if
+it is still of our epoch and young enough, and weighed with what else that step merges. Until then its sender's next
+fragments wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from p2ptrain.algorithms.indexspace import WeightView, mix_clipped, rms_of
 from p2ptrain.algorithms.sparta import ClipRule, merge_weights
+from p2ptrain.algorithms.transfers import Comparison, Transfer, Transfers
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.types import Arrival, Epoch
 
 Blocks = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A fragment whose comparison with θ was started. `cpu_s`: CPU seconds that it took so far."""
+
+    arrival: Arrival
+    comparison: Transfer[Comparison]
+    cpu_s: float
+
+
 class Merger:
     """Merges the fragments of an inbox into the weights. For the training thread.
 
     Args:
-        view: of the weights.
+        transfers: of the weights.
         cpu_clock: CPU seconds of the thread that calls it.
         on_outlier: called with a peer whose fragments were refused 100 times in a row.
 
@@ -34,15 +46,16 @@ class Merger:
     """
 
     def __init__(
-        self, view: WeightView, inbox: Inbox, cpu_clock: Callable[[], float], on_outlier: Callable[[str], None]
+        self, transfers: Transfers, inbox: Inbox, cpu_clock: Callable[[], float], on_outlier: Callable[[str], None]
     ) -> None:
         self.mixed: list[Blocks] = []
         self.cpu_s = 0.0
-        self._view = view
+        self._transfers = transfers
         self._inbox = inbox
         self._cpu_clock = cpu_clock
         self._on_outlier = on_outlier
         self._clip = ClipRule()
+        self._compared: list[_Compared] = []
 
     def step(self, now: float, epoch: Epoch, step_s: float, max_age_s: float) -> tuple[int, dict[str, int]]:
         """Merge what can be merged in this step.
@@ -57,42 +70,73 @@ class Merger:
             The fragments merged, and those skipped by reason.
         """
         arrivals, skipped = self._inbox.take()
-        if not arrivals and not skipped:
+        if not arrivals and not skipped and not self._compared:
             return 0, {}
         held_back: list[Arrival] = []
         age_steps = 0.0
-        looked_at: set[str] = set()
         covered: list[Blocks] = []
+        # Those of earlier steps; of each sender there is at most one.
+        started, self._compared = self._compared, []
+        ready: list[_Compared] = []
+        for compared in started:
+            (ready if compared.comparison.done else self._compared).append(compared)
+        looked_at = {compared.arrival.sender for compared in self._compared}
+        finished = {compared.arrival.sender for compared in ready}
+
+        def merge(compared: _Compared) -> None:
+            nonlocal age_steps
+            if self._mix(compared, covered):
+                covered.append(compared.arrival.plan.blocks)
+                age_steps += _age_s(compared.arrival, now) / max(step_s, 1e-3)
+            else:
+                skipped["clipped"] += 1
+
+        for compared in ready:
+            # A round may have landed since.
+            if reason := _refused(compared.arrival, now, epoch, max_age_s):
+                skipped[reason] += 1
+            else:
+                merge(compared)
         for arrival in arrivals:
-            age_s = arrival.age_s + now - arrival.arrived_s
-            if age_s > max_age_s:
-                skipped["too_old"] += 1
-            elif arrival.epoch.lineage != epoch.lineage or arrival.epoch.round < epoch.round:
-                skipped["epoch"] += 1
+            if reason := _refused(arrival, now, epoch, max_age_s):
+                skipped[reason] += 1
             elif arrival.epoch.round > epoch.round or arrival.sender in looked_at:
                 # The round has landed at the sender and not here yet, or it is not the sender's turn.
                 held_back.append(arrival)
             else:
                 looked_at.add(arrival.sender)
-                if self._mix(arrival, covered):
-                    covered.append(arrival.plan.blocks)
-                    age_steps += age_s / max(step_s, 1e-3)
+                start_s = self._cpu_clock()
+                comparison = self._transfers.compare(arrival.plan, arrival.values)
+                compared = _Compared(arrival, comparison, self._cpu_clock() - start_s)
+                if comparison.done and arrival.sender not in finished:
+                    merge(compared)
                 else:
-                    skipped["clipped"] += 1
+                    self._compared.append(compared)
         return len(covered), self._inbox.settle(held_back, len(covered), skipped, age_steps)
 
-    def _mix(self, arrival: Arrival, covered: list[Blocks]) -> bool:
-        start_s = self._cpu_clock()
+    def _mix(self, compared: _Compared, covered: list[Blocks]) -> bool:
+        start_s, arrival = self._cpu_clock(), compared.arrival
         weight = merge_weights(covered, arrival.plan.blocks)
         weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
-        own = self._view.gather(arrival.plan)
-        limit = self._clip.limit(rms_of(own, arrival.plan))
-        rms = mix_clipped(self._view, arrival.plan, arrival.values, weights, limit, own)
+        comparison = compared.comparison.finish()
+        limit = self._clip.limit(comparison.own_rms)
+        rms = comparison.mix(weights, limit)
         mixed = rms <= limit
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:
             self.mixed.append(arrival.plan.blocks)
         elif self._clip.is_outlier(arrival.sender):
             self._on_outlier(arrival.sender)
-        self.cpu_s = self._cpu_clock() - start_s
+        self.cpu_s = compared.cpu_s + self._cpu_clock() - start_s
         return mixed
+
+
+def _age_s(arrival: Arrival, now: float) -> float:
+    return arrival.age_s + now - arrival.arrived_s
+
+
+def _refused(arrival: Arrival, now: float, epoch: Epoch, max_age_s: float) -> str:
+    """Why a fragment is not merged, also not later; "" if it may be."""
+    if _age_s(arrival, now) > max_age_s:
+        return "too_old"
+    return "epoch" if arrival.epoch.lineage != epoch.lineage or arrival.epoch.round < epoch.round else ""

@@ -135,7 +135,13 @@ class ParameterView:
     @torch.no_grad()
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
-        gathered = torch.empty(len(plan.blocks), BLOCK, device=self._device)
+        return self.gather_on_device(plan).cpu()
+
+    @torch.no_grad()
+    def gather_on_device(self, plan: BlockPlan) -> torch.Tensor:
+        """As `gather`, on the parameters' device. If the plan's index is there too, the host waits for nothing; then
+        neither in `scatter`, with `values` on the device."""
+        gathered = torch.empty(len(plan.blocks), BLOCK, dtype=torch.float32, device=self._device)
         for items, out, numbers in self._plain_pieces(plan, gathered):
             # With mode="raise" numpy would copy once more; the plan's numbers are in range.
             items.take(numbers, out=out, mode="clip")
@@ -146,7 +152,7 @@ class ParameterView:
                 rows.zero_()[0, : len(tail)] = tail
             else:
                 rows.copy_(_full_blocks(source).index_select(0, index.to(source.device)))
-        return gathered.cpu()
+        return gathered
 
     @torch.no_grad()
     def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None:

@@ -8,8 +8,11 @@ import safetensors.torch
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
+from p2ptrain.algorithms.side_stream import CudaSideStream
+from p2ptrain.algorithms.transfers import AtOnce, Transfers
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
@@ -90,6 +93,16 @@ class ModelParts:
                 "the model was moved after it had joined the run (to another device, or into a wrapper that copies its "
                 "parameters); move it first, then join"
             )
+
+    def transfers(self) -> Transfers:
+        """How an exchange moves the weights to and from host memory: beside training, on a CUDA or ROCm GPU.
+
+        At once elsewhere, and if the weights are sharded or lie on several devices.
+        """
+        devices = {tensor.device for tensor in self.tensors}
+        if isinstance(self.view, ParameterView) and len(devices) == 1 and self.tensors[0].is_cuda:
+            return DeviceTransfers(self.view, CudaSideStream(self.tensors[0].device))
+        return AtOnce(self.view)
 
     def averaged(self, run: RunConfig, optimizer: torch.optim.Optimizer | None) -> MomentView | None:
         """Return the view of parameters and moments that rounds average; None if they average only parameters.

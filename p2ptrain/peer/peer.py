@@ -103,8 +103,8 @@ class Peer:
         self._ended = threading.Event()
         averaged = self._parts.averaged(self.run, optimizer)
         self._exchange = Exchange(
-            self._parts.view, self.run, averaged=averaged, clock=time.monotonic, post=thread.post,
-            cpu_clock=time.thread_time,
+            self._parts.view, self.run, averaged=averaged, transfers=self._parts.transfers(), clock=time.monotonic,
+            post=thread.post, cpu_clock=time.thread_time,
         )  # fmt: skip
         self.record(
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=self.run.digest, maddrs=self.maddrs,

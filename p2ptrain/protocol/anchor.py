@@ -35,15 +35,18 @@ def chunk_hash(data: bytes | memoryview) -> str:
 class AnchorState:
     """Owns the vectors. Used only by the node; rounds change it in worker threads, one at a time."""
 
-    def __init__(self, num_blocks: int, num_moments: int, num_stepped: int | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, num_moments: int, num_stepped: int | None = None, anchor: np.ndarray | None = None
+    ) -> None:
         """
         Args:
             num_blocks: blocks of each vector.
             num_moments: moments of the outer optimizer.
             num_stepped: the outer step applies to the first so many blocks (None: all); the rest are only averaged.
+            anchor: memory for the anchor, float32 of [num_blocks, 64], all zero; None: new memory.
         """
         self.num_stepped = num_blocks if num_stepped is None else num_stepped
-        self.anchor = np.zeros((num_blocks, 64), np.float32)
+        self.anchor = np.zeros((num_blocks, 64), np.float32) if anchor is None else anchor
         self.moments = [np.zeros((num_blocks, 64), np.float32) for _ in range(num_moments)]
         self.hashes = StateHashes((), "", "")
 

@@ -229,7 +229,7 @@ class Gossip:
     ) -> Arrival:
         plan = self._exchange.space.plan(self._blocks(message.cycle, message.slot, message.slot_count))
         values = torch.from_numpy(self._codec.decode(payload, len(plan.blocks)))
-        return Arrival(sender, epoch, plan, values, age_s, arrived_s)
+        return Arrival(sender, epoch, plan, self._exchange.pin(values), age_s, arrived_s)
 
     async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> tuple[T, float]:
         """Run `work` in the worker thread if it is long, else here. Returns its result and its CPU seconds."""

@@ -7,7 +7,7 @@ commit is the weighted mean of what their contributors brought.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import trio
 
+from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.side_stream import SideStream
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.protocol.event_log.event_log import EventLog
@@ -119,6 +121,8 @@ class Swarm:
         self.run_audit = RunAudit()
         # What a visit to the worker thread takes.
         self.work_s = 0.0
+        # Of peers that train on a device, the stream beside training.
+        self.sides: Mapping[str, SideStream] = {}
         self._nursery = nursery
         self._rng = random.Random(seed)
         self._incarnations = 0
@@ -136,8 +140,10 @@ class Swarm:
         tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in self.shapes]
         run = run or self.run
         rng = random.Random(self._rng.randrange(2**31))
+        view, side = ParameterView(IndexSpace(self.shapes), tensors), self.sides.get(peer_id)
         exchange = Exchange(
-            ParameterView(IndexSpace(self.shapes), tensors), run, clock=trio.current_time, post=lambda work: work(),
+            view, run, transfers=side and DeviceTransfers(view, side), clock=trio.current_time,
+            post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1
         incarnation = f"{peer_id}.{self._incarnations}"

@@ -25,7 +25,6 @@ from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
 from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
-from p2ptrain.protocol.rounds.snapshot import touched_buffer
 from p2ptrain.protocol.rounds.timeouts import (
     MARGIN,
     MIN_ATTEMPT_S,
@@ -497,7 +496,7 @@ def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(
                     work: Callable[..., Any], *args: Any, name: str = name, engine: RoundDriver = engine,
                     compute: Any = engine.context.compute,
                 ) -> Any:  # fmt: skip
-                    if work is not touched_buffer:
+                    if work != engine.context.exchange.new_buffer:
                         return await compute(work, *args)
                     touched.append((name, engine.head.round, snapshots[name]))
                     # A worker thread ends its work although the attempt was cancelled.

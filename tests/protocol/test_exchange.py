@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
+from p2ptrain.algorithms.side_stream import SideStream
 from p2ptrain.protocol.exchange import inbox
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER
@@ -34,14 +36,18 @@ STEP_S = 0.1
 class Bench:
     """An exchange on a hand-driven clock; what it posts to the node's side waits until `deliver_posts`."""
 
-    def __init__(self, *, fragment_fraction: float = 0.1, sync_every: int = 10, total_steps: int = 0) -> None:
+    def __init__(
+        self, *, fragment_fraction: float = 0.1, sync_every: int = 10, total_steps: int = 0,
+        side: SideStream | None = None,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         self.tensors = [torch.randn(30, 64, generator=generator), torch.randn(70, generator=generator)]
         self.now = 100.0
         self.posted: list[Callable[[], object]] = []
         run = RunConfig(fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps)
+        view = ParameterView(SPACE, self.tensors)
         self.exchange = Exchange(
-            ParameterView(SPACE, self.tensors), run, clock=lambda: self.now, post=self.posted.append
+            view, run, transfers=side and DeviceTransfers(view, side), clock=lambda: self.now, post=self.posted.append
         )
         self.exchange.epoch = Epoch("L", 3)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from p2ptrain.protocol.rounds.os_memory import release_pages, release_unused
@@ -32,6 +33,14 @@ def test_whole_pages_are_returned_and_the_rest_stays() -> None:
     assert (values[2 * PAGE : -2 * PAGE] == (0 if sys.platform == "linux" else 1)).all()
     values[:] = 2
     assert (values == 2).all()
+
+
+def test_pinned_memory_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU has it by the addresses of its pages: with new ones, host and GPU would have different values."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    values = np.ones(16 * PAGE, np.float32)
+    release_pages(values)
+    assert (values == 1).all()
 
 
 def test_less_than_a_page_stays_as_it_is() -> None:

@@ -133,9 +133,9 @@ def test_quantisation_error_stays_in_the_weights() -> None:
             landed: list[tuple[torch.Tensor, torch.Tensor]] = []
             land = peer.exchange._land
 
-            def spy():  # type: ignore[no-untyped-def]
+            def spy(**how):  # type: ignore[no-untyped-def]
                 before = peer.flat()
-                report = land()
+                report = land(**how)
                 if report is not None:
                     landed.append((before, peer.flat()))
                 return report

@@ -141,9 +141,21 @@ class Exchange:
         self._landing: types.Landing | None = None
         self.detach()
 
-    def new_state(self) -> AnchorState:
-        """A zero state of the shape that rounds agree on."""
-        return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks)
+    def new_state(self, *, lands: bool = False) -> AnchorState:
+        """A zero state of the shape that rounds agree on. `lands`: a GPU may copy from its anchor."""
+        anchor = self.new_buffer().zero_().numpy() if lands and self._averaged.pins else None
+        return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks, anchor)
+
+    def new_buffer(self) -> torch.Tensor:
+        """Memory for a snapshot: (num_blocks, 64) float32, with its pages allocated here, not in the training thread.
+
+        Any thread may call it. For weights on a GPU it is pinned memory.
+        """
+        return self._averaged.buffer()
+
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of a fragment, in memory that the device can copy from. Any thread may call it."""
+        return self._transfers.pin(values)
 
     def offer_push(self, plan: types.PushPlan) -> None:
         """Set the next slots for the training thread to gather."""

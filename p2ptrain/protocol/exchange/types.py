@@ -91,8 +91,9 @@ class Landing:
     leaves θ unchanged. The next interval counts from step `snapshot_steps` (None: from now). `included_tokens` are no
     longer outstanding: the round averaged them in.
 
-    The node owns `buffer`, and the training thread only reads it. Once an "add" has landed, the pages of its buffer are
-    returned: nobody may read it again. The buffer of a "write" is the live anchor.
+    The node owns `buffer`; the training thread, or a GPU, only reads it, until `on_landed`. Once an "add" has landed,
+    the pages of its buffer are returned, unless they are pinned: nobody may read it again. The buffer of a "write" is
+    the live anchor.
     """
 
     kind: LandingKind

@@ -112,7 +112,7 @@ class Node:
         self._exchange = exchange
         self._events = events
         self._digest = run.digest
-        self.state = exchange.new_state()
+        self.state = exchange.new_state(lands=True)
         self.links = Links(
             transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, closed=closed, refusal=refusal,
             errors=errors,

@@ -31,7 +31,6 @@ from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.pairwise.swap import Swaps
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.record import MOST_INTERVAL
-from p2ptrain.protocol.rounds.snapshot import touched_buffer
 from p2ptrain.protocol.wire.messages import PairAnswer, PairOffer, PairWeights, Request
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -313,7 +312,7 @@ class Pairwise:
 
     async def _snapshot(self) -> Snapshot | None:
         """A copy of the weights at the next inner step; None if a round needs them first."""
-        buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
+        buffer = await self._context.compute(self._exchange.new_buffer)
         taken: list[Snapshot] = []
 
         def take(snapshot: Snapshot) -> None:

@@ -8,6 +8,7 @@ import mmap
 import sys
 
 import numpy as np
+import torch
 
 # From this size of the anchor on, `release_unused` pays in the midst of a round (guess). Simulated peers are smaller.
 LARGE_BYTES = 64 * 1024 * 1024
@@ -33,8 +34,11 @@ def release_pages(values: np.ndarray) -> None:
     """Return the whole pages of a contiguous array whose values are not needed any more.
 
     The array can be read and written as before, which takes new pages. On Linux the values of these pages become zero;
-    elsewhere they stay. Values beside whole pages always stay.
+    elsewhere they stay. Values beside whole pages always stay. Pinned memory stays as it is, as a GPU would go on using
+    the old pages.
     """
+    if torch.from_numpy(values).is_pinned():
+        return
     libc = _libc()
     start = -(-values.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (values.ctypes.data + values.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -93,7 +93,7 @@ class SnapshotTaker:
         with self._context.errors.containing("getting memory for a snapshot"):
             if not self._others_may_need_parts():
                 self._context.parts.trim([])
-            memory.buffer = await self._context.compute(touched_buffer, self._context.state.num_blocks)
+            memory.buffer = await self._context.compute(self._context.exchange.new_buffer)
         if memory.buffer is None and self._memory is memory:
             self._memory = None
         memory.ready.set()
@@ -171,8 +171,3 @@ class SnapshotTaker:
     def _traffic(self) -> tuple[int, int]:
         counters = self._context.links.counters
         return counters.sent[Traffic.ROUND], counters.received[Traffic.ROUND]
-
-
-def touched_buffer(num_blocks: int) -> torch.Tensor:
-    """A (num_blocks, 64) buffer with its pages allocated here, not in the training thread."""
-    return torch.empty((num_blocks, 64)).fill_(0.0)

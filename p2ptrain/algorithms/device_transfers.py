@@ -1,0 +1,144 @@
+"""The transfers of a model's weights on a GPU: copies on a side stream, while the device trains on.
+
+What must be of one step is first copied on the device, by a kernel on the training stream: it takes its turn after the
+optimizer's last kernels and before the next ones, and needs no waiting. The copy then goes to host memory on the side
+stream. What comes from the host goes into memory of its own on the device, and changes the weights later, by a kernel
+on the training stream too. So weights are only read and written on the training stream, in the order of the calls.
+
+A snapshot takes 4 bytes a parameter on the device until it is in host memory, and so does a landing until it is
+applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.has_room`), a snapshot or a
+landing goes tensor by tensor as on other devices, and training waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+
+from p2ptrain.algorithms.blocks import BLOCK
+from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView
+from p2ptrain.algorithms.side_stream import Pending, SideStream
+from p2ptrain.algorithms.transfers import Comparison, Done, Transfer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued(Generic[T]):
+    """A transfer whose work was queued; `complete` makes its result once that is done."""
+
+    pending: Pending
+    complete: Callable[[], T]
+
+    @property
+    def done(self) -> bool:
+        return self.pending.done
+
+    def finish(self) -> T:
+        if not self.pending.done:
+            self.pending.wait()
+        return self.complete()
+
+
+class DeviceTransfers:
+    """Implements `Transfers`. All tensors of the view must be on the device of the stream."""
+
+    pins: ClassVar[bool] = True
+
+    def __init__(self, view: ParameterView, side: SideStream) -> None:
+        self._view = view
+        self._side = side
+
+    def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
+        gathered = self._view.gather_on_device(self._on_device(plan))
+        values = self._side.host(*gathered.shape)
+        return self._queued(lambda: values.copy_(gathered, non_blocking=True), [gathered], [values], lambda: values)
+
+    def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
+        on_device, source = self._on_device(plan), self._side.pin(received)
+        own = self._view.gather_on_device(on_device)
+        theirs = torch.empty_like(own)
+        norms = self._side.host(2)
+
+        def work() -> None:
+            theirs.copy_(source, non_blocking=True)
+            difference = theirs - own
+            for piece in plan.pieces:
+                if piece.is_tail:
+                    difference[piece.rows.start, self._view.space.numels[piece.tensor] % BLOCK :].zero_()
+            both = torch.stack([torch.linalg.vector_norm(own), torch.linalg.vector_norm(difference)])
+            norms.copy_(both, non_blocking=True)
+
+        def complete() -> _Compared:
+            own_rms, rms = (norms / math.sqrt(max(1, plan.numel))).tolist()
+            return _Compared(self._view, self._side, on_device, theirs, own_rms, rms)
+
+        return self._queued(work, [source, own], [theirs, norms], complete)
+
+    def read(self, out: torch.Tensor) -> Transfer[None]:
+        staged = self._staging()
+        if staged is None:
+            self._view.read(out)
+            return Done(lambda: None)
+        self._view.read(staged)
+        return self._queued(lambda: out.copy_(staged, non_blocking=True), [staged], [out], lambda: None)
+
+    def land(self, flat: torch.Tensor, *, adds: bool) -> Transfer[None]:
+        apply, staged = self._view.add if adds else self._view.write, self._staging()
+        if staged is None:
+            return Done(lambda: apply(flat))
+        return self._queued(lambda: staged.copy_(flat, non_blocking=True), [flat], [staged], lambda: apply(staged))
+
+    def buffer(self) -> torch.Tensor:
+        return self._side.host(self._view.space.num_blocks, BLOCK)
+
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        return self._side.pin(values)
+
+    def _queued(
+        self, work: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor],
+        complete: Callable[[], T],
+    ) -> _Queued[T]:  # fmt: skip
+        return _Queued(self._side.run(work, reads=reads, writes=writes), complete)
+
+    def _on_device(self, plan: BlockPlan) -> BlockPlan:
+        """The plan with its index on the device; 8 bytes a block, copied on the training stream."""
+        return dataclasses.replace(plan, index=_uploaded(self._side, plan.index))
+
+    def _staging(self) -> torch.Tensor | None:
+        """Memory on the device for all weights as float32; None if there is too little."""
+        shape = (self._view.space.num_blocks, BLOCK)
+        if not self._side.has_room(4 * math.prod(shape)):
+            return None
+        try:
+            return torch.empty(shape, dtype=torch.float32, device=self._side.device)
+        except torch.cuda.OutOfMemoryError:  # what is free is in pieces
+            return None
+
+
+class _Compared:
+    """Implements `Comparison`: a received fragment on the device, and its distance from θ when it was compared."""
+
+    def __init__(
+        self, view: ParameterView, side: SideStream, plan: BlockPlan, theirs: torch.Tensor, own_rms: float, rms: float
+    ) -> None:
+        self.own_rms = own_rms
+        self._view, self._side, self._plan, self._theirs, self._rms = view, side, plan, theirs, rms
+
+    @torch.no_grad()
+    def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
+        if math.isfinite(self._rms) and self._rms <= max_rms:
+            mixed = self._view.gather_on_device(self._plan)
+            mixed.lerp_(self._theirs, weight if isinstance(weight, float) else _uploaded(self._side, weight))
+            self._view.scatter(self._plan, mixed)
+        return self._rms
+
+
+def _uploaded(side: SideStream, values: torch.Tensor) -> torch.Tensor:
+    """Copy a few values to the device, on the training stream."""
+    return side.pin(values).to(side.device, non_blocking=True)

@@ -1,0 +1,104 @@
+"""Work that a GPU does beside training: a second stream, with events that tell when the work is done.
+
+Kernels and copies that are queued on one stream run in order, and those of two streams side by side. PyTorch's rules
+that this file keeps (notes on CUDA semantics, and the docs of `Tensor.record_stream`):
+
+- A copy between host and device is only asynchronous if the host memory is pinned and `non_blocking` is given, if both
+  sides are contiguous, and if their dtypes are equal. Else torch copies through memory of its own, and waits.
+- The allocator gives freed memory of a tensor to the next one of the *same stream* at once. A tensor that another
+  stream uses must be held until that stream is done; `Pending` does so.
+- The host may read or change host memory of a copy only after an event that was recorded after the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Pending(Protocol):
+    """Work that was queued. Hold it until it is done: it holds the tensors in use."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the work is done. Never blocks."""
+
+    def wait(self) -> None:
+        """Block until the work is done."""
+
+
+class SideStream(Protocol):
+    """A stream beside the one that the caller queues its own work on, the training stream."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def run(
+        self, work: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> Pending:
+        """Queue `work` after all that is queued on the training stream now.
+
+        Args:
+            work: queues kernels and copies that wait for nothing. Memory that it allocates must not leave it.
+            reads: what it reads. Until it is done nobody may change these, also not by work on the training stream.
+            writes: what it writes. Until it is done nobody may read or change these.
+        """
+
+    def host(self, *shape: int) -> torch.Tensor:
+        """New float32 host memory, pinned if there is enough of it. Any thread may call it."""
+
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, or a copy of them in pinned memory. Any thread may call it."""
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether the device has this memory to spare, also while training takes the most that it has taken so far."""
+
+
+class CudaSideStream:
+    """A stream of CUDA, or of ROCm, which torch calls CUDA too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(
+        self, work: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> Pending:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            work()
+            event = self._stream.record_event()
+        return _Recorded(event, (*reads, *writes))
+
+    def host(self, *shape: int) -> torch.Tensor:
+        try:
+            return torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=True)
+        except RuntimeError:
+            # The system limits pinned memory. Copies then work too, but hold the thread that queues them.
+            return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        # torch keeps the memory of a pinned tensor that was freed until the copies from it are done.
+        return values if values.is_pinned() else values.pin_memory()
+
+    def has_room(self, size_bytes: int) -> bool:
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        ours_bytes = free_bytes + torch.cuda.memory_reserved(self.device)
+        return ours_bytes - torch.cuda.max_memory_allocated(self.device) >= size_bytes
+
+
+class _Recorded:
+    """Implements `Pending` with an event, recorded after the work."""
+
+    def __init__(self, event: torch.cuda.Event, held: tuple[torch.Tensor, ...]) -> None:
+        self._event = event
+        self._held = held
+
+    @property
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()

@@ -197,6 +197,17 @@ def test_of_one_sender_a_step_merges_one_also_if_two_end_in_it() -> None:
     assert [bench.step().merged for _ in range(3)] == [1, 1, 0]
 
 
+def test_a_senders_next_fragment_waits_until_its_last_one_is_merged() -> None:
+    polls = iter((2, 0))
+    bench = Bench(side=LateStream(lambda: next(polls)))
+    bench.steps(2)
+    merged = []
+    for block in (2, 7):
+        bench.receive("b", blocks=(block,))
+        merged.append(bench.step(took_s=0.01).merged)
+    assert [*merged, *(bench.step(took_s=0.01).merged for _ in range(3))] == [0, 0, 1, 1, 0]
+
+
 def test_no_snapshot_is_begun_while_a_round_lands() -> None:
     """So it has the epoch of its weights, as it has where a landing takes one step."""
     bench, _ = late(polls=1)

@@ -260,7 +260,7 @@ class Exchange:
         report = self._land()
         merged, skipped = self._merger.step(start, self.epoch, self.step_s, self.max_age_s)
         self._gather(start)
-        sent = self._push()
+        sent = self._push() if self._gathered else 0
         self._snapshot(start)
         with self._lock:
             becomes_due = self._position.due and not self._told_due
@@ -341,7 +341,7 @@ class Exchange:
         return sent
 
     def _snapshot(self, now: float, *, waits: bool = False) -> None:
-        if self._taking is None:
+        if self._taking is None and self._wanted is not None:
             self._start_snapshot(now)
         if self._taking is None or not (waits or self._taking.weights.done):
             return

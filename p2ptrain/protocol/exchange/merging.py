@@ -83,11 +83,11 @@ class Merger:
         looked_at = {compared.arrival.sender for compared in self._compared}
         finished = {compared.arrival.sender for compared in ready}
 
-        def merge(compared: _Compared) -> None:
+        def merge(arrival: Arrival, comparison: Transfer[Comparison], start_s: float) -> None:
             nonlocal age_steps
-            if self._mix(compared, covered):
-                covered.append(compared.arrival.plan.blocks)
-                age_steps += _age_s(compared.arrival, now) / max(step_s, 1e-3)
+            if self._mix(arrival, comparison, covered, start_s):
+                covered.append(arrival.plan.blocks)
+                age_steps += _age_s(arrival, now) / max(step_s, 1e-3)
             else:
                 skipped["clipped"] += 1
 
@@ -96,7 +96,7 @@ class Merger:
             if reason := _refused(compared.arrival, now, epoch, max_age_s):
                 skipped[reason] += 1
             else:
-                merge(compared)
+                merge(compared.arrival, compared.comparison, self._cpu_clock() - compared.cpu_s)
         for arrival in arrivals:
             if reason := _refused(arrival, now, epoch, max_age_s):
                 skipped[reason] += 1
@@ -107,27 +107,26 @@ class Merger:
                 looked_at.add(arrival.sender)
                 start_s = self._cpu_clock()
                 comparison = self._transfers.compare(arrival.plan, arrival.values)
-                compared = _Compared(arrival, comparison, self._cpu_clock() - start_s)
                 if comparison.done and arrival.sender not in finished:
-                    merge(compared)
+                    merge(arrival, comparison, start_s)
                 else:
-                    self._compared.append(compared)
+                    self._compared.append(_Compared(arrival, comparison, self._cpu_clock() - start_s))
         return len(covered), self._inbox.settle(held_back, len(covered), skipped, age_steps)
 
-    def _mix(self, compared: _Compared, covered: list[Blocks]) -> bool:
-        start_s, arrival = self._cpu_clock(), compared.arrival
+    def _mix(self, arrival: Arrival, comparison: Transfer[Comparison], covered: list[Blocks], start_s: float) -> bool:
+        """Merge a fragment, if it is near enough. `start_s`: when this began, on the clock of the CPU."""
         weight = merge_weights(covered, arrival.plan.blocks)
         weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
-        comparison = compared.comparison.finish()
-        limit = self._clip.limit(comparison.own_rms)
-        rms = comparison.mix(weights, limit)
+        compared = comparison.finish()
+        limit = self._clip.limit(compared.own_rms)
+        rms = compared.mix(weights, limit)
         mixed = rms <= limit
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:
             self.mixed.append(arrival.plan.blocks)
         elif self._clip.is_outlier(arrival.sender):
             self._on_outlier(arrival.sender)
-        self.cpu_s = compared.cpu_s + self._cpu_clock() - start_s
+        self.cpu_s = self._cpu_clock() - start_s
         return mixed
 
 

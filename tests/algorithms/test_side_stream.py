@@ -1,0 +1,87 @@
+"""The calls that `CudaSideStream` makes, in order, with a torch.cuda that only notes them: there may be no GPU here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from p2ptrain.algorithms.side_stream import CudaSideStream
+
+DEVICE = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+
+    class Event:
+        done = False
+
+        def query(self) -> bool:
+            calls.append("query")
+            return self.done
+
+        def synchronize(self) -> None:
+            calls.append("synchronize")
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            calls.append(f"stream of {device}")
+
+        def wait_stream(self, stream: str) -> None:
+            calls.append(f"wait for {stream}")
+
+        def record_event(self) -> Event:
+            calls.append("record")
+            return Event()
+
+    @contextlib.contextmanager
+    def stream(side: Stream) -> Iterator[None]:
+        calls.append("enter")
+        yield
+        calls.append("exit")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"training on {device}")
+    return calls
+
+
+def test_work_waits_for_training_and_the_event_for_the_work(calls: list[str]) -> None:
+    side = CudaSideStream(DEVICE)
+    pending = side.run(lambda: calls.append("work"), reads=[], writes=[])
+    assert calls == ["stream of cuda:1", "wait for training on cuda:1", "enter", "work", "record", "exit"]
+    calls.clear()
+    assert not pending.done
+    assert calls == ["query"]  # and nothing that blocks
+    pending.wait()
+    assert calls == ["query", "synchronize"]
+
+
+@pytest.mark.parametrize(("needed", "has_room"), [(350, True), (351, False)])
+def test_room_is_what_training_leaves_at_its_peak(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, needed: int, has_room: bool
+) -> None:
+    """Of 1000 bytes others have 250, and training took 400 at most, of which it has given back some."""
+    stats = SimpleNamespace(free=150, reserved=600, peak=400)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (stats.free, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: stats.reserved)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: stats.peak)
+    assert CudaSideStream(DEVICE).has_room(needed) == has_room
+
+
+def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def limited(*shape: int, pin_memory: bool = False, **how: object) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*shape, **how)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", limited)
+    memory = CudaSideStream(DEVICE).host(3, 64)
+    assert (memory.shape, memory.dtype, memory.device.type) == ((3, 64), torch.float32, "cpu")

@@ -132,7 +132,6 @@ class ParameterView:
         # Full blocks of the plain tensors, by number of the tensor.
         self._items = {n: _items(tensor) for n, tensor in enumerate(self.tensors) if in_memory and _is_plain(tensor)}
 
-    @torch.no_grad()
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
         return self.gather_on_device(plan).cpu()

@@ -30,7 +30,7 @@ class Pending(Protocol):
 
 
 class SideStream(Protocol):
-    """A stream beside the one that the caller queues its own work on, the training stream."""
+    """A stream beside the one that the caller queues its own work on: the training stream, the same at each call."""
 
     @property
     def device(self) -> torch.device: ...

@@ -114,7 +114,6 @@ class Exchange:
         self._is_pairwise = run.is_pairwise
         # What rounds agree on has no moments with pairwise steps: each peer has its own, and rounds are plain averages.
         self._num_moments = 0 if run.is_pairwise else OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
-        self._max_age_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
         self._slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._fragment_schedule = run.fragment_schedule
         self._clock = clock
@@ -123,7 +122,8 @@ class Exchange:
         self._credit = 0.0
         self._last_end_s: float | None = None
         self._rewritten = False
-        self._merger = Merger(self._transfers, self.inbox, cpu_clock, self._tell_outlier)
+        most_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
+        self._merger = Merger(self._transfers, self.inbox, most_steps, cpu_clock, self._tell_outlier)
         # Transfers that were started: pushes in order, a landing with the seconds for which it has blocked training so
         # far, and a snapshot.
         self._gathered: deque[tuple[Transfer[torch.Tensor], Callable[[torch.Tensor], types.Push]]] = deque()
@@ -239,7 +239,7 @@ class Exchange:
     @property
     def max_age_s(self) -> float:
         """Older fragments do more harm than good: p · delay ≤ 0.15, in this peer's own steps."""
-        return self._max_age_steps * max(self.step_s, 1e-3)
+        return self._merger.max_age_s(self.step_s)
 
     def postpone(self) -> None:
         """A round was skipped: the next is due one interval from here."""
@@ -258,7 +258,7 @@ class Exchange:
         self.tokens += samples
         self._merger.mixed.clear()
         report = self._land()
-        merged, skipped = self._merger.step(start, self.epoch, self.step_s, self.max_age_s)
+        merged, skipped = self._merger.step(start, self.epoch, self.step_s)
         self._gather(start)
         sent = self._push() if self._gathered else 0
         self._snapshot(start)

@@ -37,6 +37,7 @@ class Merger:
 
     Args:
         transfers: of the weights.
+        max_age_steps: fragments that are older, in our own steps, are skipped.
         cpu_clock: CPU seconds of the thread that calls it.
         on_outlier: called with a peer whose fragments were refused 100 times in a row.
 
@@ -46,25 +47,30 @@ class Merger:
     """
 
     def __init__(
-        self, transfers: Transfers, inbox: Inbox, cpu_clock: Callable[[], float], on_outlier: Callable[[str], None]
-    ) -> None:
+        self, transfers: Transfers, inbox: Inbox, max_age_steps: float, cpu_clock: Callable[[], float],
+        on_outlier: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.mixed: list[Blocks] = []
         self.cpu_s = 0.0
         self._transfers = transfers
         self._inbox = inbox
+        self._max_age_steps = max_age_steps
         self._cpu_clock = cpu_clock
         self._on_outlier = on_outlier
         self._clip = ClipRule()
         self._compared: list[_Compared] = []
 
-    def step(self, now: float, epoch: Epoch, step_s: float, max_age_s: float) -> tuple[int, dict[str, int]]:
+    def max_age_s(self, step_s: float) -> float:
+        """The age from which on a fragment is skipped."""
+        return self._max_age_steps * max(step_s, 1e-3)
+
+    def step(self, now: float, epoch: Epoch, step_s: float) -> tuple[int, dict[str, int]]:
         """Merge what can be merged in this step.
 
         Args:
             now: on the clock of the arrivals.
             epoch: the last resolved round in the weights.
             step_s: duration of a step.
-            max_age_s: older fragments are skipped.
 
         Returns:
             The fragments merged, and those skipped by reason.
@@ -72,6 +78,7 @@ class Merger:
         arrivals, skipped = self._inbox.take()
         if not arrivals and not skipped and not self._compared:
             return 0, {}
+        max_age_s = self.max_age_s(step_s)
         held_back: list[Arrival] = []
         age_steps = 0.0
         covered: list[Blocks] = []

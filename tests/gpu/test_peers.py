@@ -63,6 +63,7 @@ def mlp() -> nn.Module:
 
 def test_two_peers_commit_rounds_and_merge_fragments(device: str) -> None:
     first, second = Loop(mlp(), device), Loop(mlp(), device)
+    assert isinstance(ModelParts(first.model).transfers(), DeviceTransfers)
     run = {"run_id": "gpu", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
     with (
         p2ptrain.join(first.model, diloco=p2ptrain.DiLoCo(sync_every=20), **run) as a,

@@ -80,7 +80,7 @@ class _Queued:
         return self.is_done
 
     def wait(self) -> None:
-        self._stream.waited += 1
+        self._stream.waited += not self.is_done
         self._stream.do_until(self)
 
 

@@ -40,8 +40,7 @@ class _Queued(Generic[T]):
         return self.pending.done
 
     def finish(self) -> T:
-        if not self.pending.done:
-            self.pending.wait()
+        self.pending.wait()
         return self.complete()
 
 

@@ -32,12 +32,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __init__(self, device: torch.device) -> None:
             calls.append(f"stream of {device}")
 
-        def wait_stream(self, stream: str) -> None:
-            calls.append(f"wait for {stream}")
+        def wait_stream(self, stream: Training) -> None:
+            calls.append(f"wait for {stream.name}")
 
         def record_event(self) -> Event:
             calls.append("record")
             return Event()
+
+    class Training:
+        name = "training"
+
+        def wait_event(self, event: Event) -> None:
+            calls.append("training waits")
+
+    def current_stream(device: torch.device) -> Training:
+        assert device == DEVICE
+        return Training()
 
     @contextlib.contextmanager
     def stream(side: Stream) -> Iterator[None]:
@@ -47,19 +57,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"training on {device}")
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     return calls
 
 
 def test_work_waits_for_training_and_the_event_for_the_work(calls: list[str]) -> None:
     side = CudaSideStream(DEVICE)
     pending = side.run(lambda: calls.append("work"), reads=[], writes=[])
-    assert calls == ["stream of cuda:1", "wait for training on cuda:1", "enter", "work", "record", "exit"]
+    assert calls == ["stream of cuda:1", "wait for training", "enter", "work", "record", "exit"]
     calls.clear()
     assert not pending.done
     assert calls == ["query"]  # and nothing that blocks
     pending.wait()
-    assert calls == ["query", "synchronize"]
+    assert calls == ["query", "query", "synchronize", "training waits"]
+    calls.clear()
+    pending._event.done = True  # type: ignore[attr-defined]
+    pending.wait()
+    assert calls == ["query", "training waits"]
 
 
 @pytest.mark.parametrize(("needed", "has_room"), [(350, True), (351, False)])

@@ -16,8 +16,8 @@ import click
 
 from benchmarks.processes import WorkerError
 from benchmarks.results import machine
-from benchmarks.shakespeare import data_parallel, peers
-from benchmarks.shakespeare.cells import PARALLEL, SEEDS, Cell, stages
+from benchmarks.shakespeare import data_parallel, peers, simulated
+from benchmarks.shakespeare.cells import PARALLEL, SEEDS, SIMULATED, Cell, stages
 from benchmarks.shakespeare.data import prepare
 from benchmarks.shakespeare.report import RESULTS, append, read, report
 from p2ptrain.demo.orchestrator import DemoFailedError
@@ -29,7 +29,7 @@ from p2ptrain.errors import ConfigError
     "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="tinyshakespeare's input.txt."
 )
 @click.option("--work", default="p2ptrain-results", type=click.Path(path_type=Path), help="Directory for the runs.")
-@click.option("--stage", multiple=True, type=int, help="1 to 8, in the order of the page; may be repeated.")
+@click.option("--stage", multiple=True, type=int, help="1 to 10, in the order of the page; may be repeated.")
 @click.option("--seed", multiple=True, type=int, default=SEEDS, help="May be repeated.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
 @click.option("--report", "only_report", is_flag=True, help="Run nothing: write tables and pictures.")
@@ -60,7 +60,7 @@ def _measure(cell: Cell, data: Path, out: Path, results: Path) -> bool:
     before = os.getloadavg()[0]
     click.echo(f"{cell.name} … ", nl=False)
     try:
-        measured = (data_parallel if cell.arm == PARALLEL else peers).run(cell, data, out)
+        measured = {PARALLEL: data_parallel, SIMULATED: simulated}.get(cell.arm, peers).run(cell, data, out)
     except (peers.RunFailedError, DemoFailedError, WorkerError) as error:
         click.echo(f"failed: {error}")
         return False

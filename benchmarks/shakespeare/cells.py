@@ -22,6 +22,8 @@ OUTER = {"outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.6}
 
 # A large batch is what data parallel computes, in one process: the mean gradient of four peers' windows at every step.
 ALONE, LARGE, PARALLEL, TOGETHER = "alone", "large batch", "data parallel", "peers"
+# The nodes and the protocol of four peers, in one process, on a network in memory and in virtual time.
+SIMULATED = "simulated peers"
 # The two of the grid that are run first: the defaults, and what was best at equal bytes in simulations.
 FIRST = (("adamw", "int8", 0.005), ("muon", "int4", 0.005))
 GRID = tuple(itertools.product(("adamw", "muon"), ("int8", "int4"), (0.0, 0.005, 0.02)))
@@ -41,12 +43,17 @@ class Cell:
     @property
     def name(self) -> str:
         """Its directory, and its run id."""
-        peers = f"-{self.codec}-p{100 * self.p:g}" if self.arm == TOGETHER else ""
+        peers = f"-{self.codec}-p{100 * self.p:g}" if self.has_rounds else ""
         return f"{self.arm.replace(' ', '-')}-{self.optimizer}-{self.steps}{peers}-seed{self.seed}"
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether it is of four peers of a run."""
+        return self.arm in (TOGETHER, SIMULATED)
+
+    @property
     def peers(self) -> int:
-        return PEERS if self.arm in (PARALLEL, TOGETHER) else 1
+        return PEERS if self.arm == PARALLEL or self.has_rounds else 1
 
     @property
     def batch(self) -> int:
@@ -63,7 +70,7 @@ class Cell:
         found: dict[str, object] = {
             "total_steps": self.steps, "inner_optimizer": self.optimizer, "run_seed": self.seed, **NANOGPT
         }  # fmt: skip
-        if self.arm == TOGETHER:
+        if self.has_rounds:
             return {
                 **found, "sync_every": H, "round_codec": self.codec, "fragment_fraction": self.p, **OUTER
             }  # fmt: skip
@@ -84,11 +91,14 @@ def stages() -> Iterator[tuple[int, list[Cell]]]:
     # At four times the tokens, for comparison with the fourth stage.
     yield 7, _apart(LARGE, 2000)
     yield 8, _together(2000, rest)
+    # Simulated: all of stages 3 and 5, and stage 4.
+    yield 9, _together(500, [*FIRST, *rest], SIMULATED)
+    yield 10, _together(2000, FIRST, SIMULATED)
 
 
 def _apart(arm: str, steps: int) -> list[Cell]:
     return [Cell(arm, optimizer, steps, seed) for seed in SEEDS for optimizer in ("adamw", "muon")]
 
 
-def _together(steps: int, grid: Sequence[tuple[str, str, float]]) -> list[Cell]:
-    return [Cell(TOGETHER, optimizer, steps, seed, codec, p) for seed in SEEDS for optimizer, codec, p in grid]
+def _together(steps: int, grid: Sequence[tuple[str, str, float]], arm: str = TOGETHER) -> list[Cell]:
+    return [Cell(arm, optimizer, steps, seed, codec, p) for seed in SEEDS for optimizer, codec, p in grid]

@@ -41,10 +41,12 @@ def prepare(text: Path, out: Path) -> Path:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, data: Path, windows: int = EVAL_WINDOWS) -> float:
-    """Mean loss in nats on fixed windows of val.bin."""
+def held_out_loss(
+    model: nn.Module, data: Path, windows: int = EVAL_WINDOWS, vocab_size: int = ALPHABET
+) -> float:  # fmt: skip
+    """Mean loss in nats on fixed windows of the held-out tokens."""
     model.eval()
-    held_out = load_corpus(str(data), Ids(ALPHABET)).held_out
+    held_out = load_corpus(str(data), Ids(vocab_size)).held_out
     inputs, targets = fixed_windows(held_out, context=context_length(model), count=windows)
     losses = [
         functional.cross_entropy(model(some).flatten(0, 1), wanted.flatten(), reduction="sum").item()

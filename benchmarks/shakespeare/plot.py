@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.shakespeare.cells import ALONE, CONTEXT, FIRST, LARGE, PARALLEL, PEERS, TOGETHER, Cell
+from benchmarks.shakespeare.cells import ALONE, CONTEXT, FIRST, LARGE, PARALLEL, PEERS, SIMULATED, TOGETHER, Cell
 from p2ptrain.monitor.plot_style import COLOURS, STYLE
 
 Runs = Sequence[tuple[Cell, dict[str, Any]]]
@@ -84,7 +84,7 @@ def draw_grid(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) -
         axes = figure.subplots()
         for runs in groups:
             cell = runs[0][0]
-            if cell.arm in (ALONE, PARALLEL):
+            if cell.arm in (ALONE, PARALLEL, SIMULATED):
                 continue
             losses = [row["loss"] for _, row in runs]
             is_large = cell.arm == LARGE
@@ -107,6 +107,37 @@ def draw_grid(groups: Sequence[Runs], path: Path, data_parallel_mb: Megabytes) -
         axes.set_xlabel(f"MB sent by one of {PEERS} peers (numbers: p)")
         axes.set_ylabel("held-out loss at the end, nats")
         axes.legend(frameon=False, fontsize=8, ncols=2)
+        figure.savefig(path, dpi=130)
+
+
+def draw_simulated(groups: Sequence[Runs], path: Path) -> None:
+    """The loss at the end of four simulated peers, 500 steps, against what a peer sent; crosses are real peers."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        axes = figure.subplots()
+        lines: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+        for runs in groups:
+            cell = runs[0][0]
+            x, y = (statistics.fmean(row[name] for _, row in runs) for name in ("mb_per_peer", "loss"))
+            if cell.arm == TOGETHER and cell.steps == 500:
+                axes.plot(x, y, "x", color="#222222", markersize=8)
+            elif cell.arm == SIMULATED and cell.steps == 500:
+                lines.setdefault((cell.optimizer, cell.codec), []).append((cell.p, x, y))
+        for (optimizer, codec), points in sorted(lines.items()):
+            colour = COLOURS[0] if optimizer == "adamw" else COLOURS[1]
+            marker = "o" if codec == "int8" else "^"
+            label = f"{'AdamW' if optimizer == 'adamw' else 'Muon'}, {codec} rounds"
+            shares, sent, losses = zip(*sorted(points), strict=True)
+            axes.plot(sent, losses, marker, linestyle="-" if codec == "int8" else "--", color=colour, label=label,
+                      linewidth=1, markersize=6)  # fmt: skip
+            for p, x, y in zip(shares, sent, losses, strict=True):
+                axes.annotate(f"{100 * p:g} %", (x, y), fontsize=7, color="#555555", xytext=(4, 4),
+                              textcoords="offset points")  # fmt: skip
+        axes.plot([], [], "x", color="#222222", label="real peers")
+        axes.set_title("Simulated: four peers, 500 steps", loc="left")
+        axes.set_xlabel(f"MB sent by one of {PEERS} peers (numbers: p)")
+        axes.set_ylabel("held-out loss at the end, nats")
+        axes.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=130)
 
 

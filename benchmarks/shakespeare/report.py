@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.shakespeare.cells import ALONE, LARGE, PARALLEL, PEERS, TOGETHER, Cell, stages
-from benchmarks.shakespeare.plot import draw_curves, draw_grid, has_curve
+from benchmarks.shakespeare.cells import ALONE, GRID, LARGE, PARALLEL, PEERS, SIMULATED, TOGETHER, Cell, stages
+from benchmarks.shakespeare.plot import draw_curves, draw_grid, draw_simulated, has_curve
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 RESULTS, PAGE = DOCS / "results" / "shakespeare.jsonl", DOCS / "results.md"
 BEGIN, END = "<!-- made by make results -->", "<!-- end of what make results makes -->"
 PARAMETERS = 809_856
 NAMES = {
-    ALONE: "one peer", LARGE: "data parallel, in one process", PARALLEL: "data parallel, gloo", TOGETHER: "four peers"
+    ALONE: "one peer", LARGE: "data parallel, in one process", PARALLEL: "data parallel, gloo",
+    TOGETHER: "four peers", SIMULATED: "four peers, simulated",
 }  # fmt: skip
 STAGES = {
     1: "one peer, 2000 and 500 steps",
@@ -28,6 +29,8 @@ STAGES = {
     6: "data parallel over gloo, 500 steps",
     7: "data parallel in one process, 2000 steps",
     8: "four peers, 2000 steps: the other codecs and p",
+    9: "simulated: four peers, 500 steps, all codecs and p",
+    10: "simulated: four peers, 2000 steps, those of stage 4",
 }
 
 Results = dict[Cell, dict[str, Any]]
@@ -70,12 +73,47 @@ def table(results: Results) -> str:
     ]
     for runs in grouped(results):
         cell, rows = runs[0][0], [row for _, row in runs]
-        settings = f"{cell.codec}, {100 * cell.p:g} %" if cell.arm == TOGETHER else "–"
+        settings = f"{cell.codec}, {100 * cell.p:g} %" if cell.has_rounds else "–"
         tokens = statistics.fmean(row["tokens"] for row in rows) / 1e6
         lines.append(
             f"| {NAMES[cell.arm]} | {cell.optimizer} | {cell.steps} | {settings} | {len(rows)} | {_loss(rows)} | "
             f"{tokens:.2f}M | {_sent(cell, rows)} | {_late(rows)} | {_seconds(rows)} |"
         )
+    return "\n".join(lines)
+
+
+def compared(results: Results) -> str:
+    """Markdown: the runs of real peers beside those of simulated ones with the same settings."""
+    lines = [
+        "| inner | steps | rounds, p | loss, real | loss, simulated | difference | MB, real | MB, simulated |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for runs in grouped(results):
+        cell, rows = runs[0][0], [row for _, row in runs]
+        twins = _of_kind(results, dataclasses.replace(cell, arm=SIMULATED))
+        if cell.arm == TOGETHER and twins:
+            difference = _mean(twins, "loss") - _mean(rows, "loss")
+            lines.append(
+                f"| {cell.optimizer} | {cell.steps} | {cell.codec}, {100 * cell.p:g} % | {_loss(rows)} | "
+                f"{_loss(twins)} | {difference:+.3f} | {_mean(rows, 'mb_per_peer'):,.1f} | "
+                f"{_mean(twins, 'mb_per_peer'):,.1f} |"
+            )
+    return "\n".join(lines)
+
+
+def grid(results: Results) -> str:
+    """Markdown: loss and megabytes a peer of the simulated runs of 500 steps, by codec and p."""
+    shares = sorted({p for _, _, p in GRID})
+    lines = [
+        "| simulated, 500 steps | " + " | ".join(f"p = {100 * p:g} %" for p in shares) + " |",
+        "|---" * (1 + len(shares)) + "|",
+    ]
+    for optimizer, codec in dict.fromkeys((optimizer, codec) for optimizer, codec, _ in GRID):
+        fields = []
+        for p in shares:
+            rows = _of_kind(results, Cell(SIMULATED, optimizer, 500, 0, codec, p))
+            fields.append(f"{_loss(rows)}, {_mean(rows, 'mb_per_peer'):,.1f} MB" if rows else "–")
+        lines.append(f"| {optimizer}, {codec} | " + " | ".join(fields) + " |")
     return "\n".join(lines)
 
 
@@ -101,6 +139,10 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         parts.append(
             "![Loss at the end against bytes, of all that four peers and data parallel sent](results/grid.png)"
         )
+    if any(cell.arm == SIMULATED for cell in results):
+        draw_simulated(grouped(results), pictures / "simulated.png")
+        parts += [compared(results), grid(results)]
+        parts.append("![Simulated: loss at the end against bytes, by codec and p](results/simulated.png)")
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
     page.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
@@ -120,7 +162,7 @@ def _sent(cell: Cell, rows: Sequence[dict[str, Any]]) -> str:
 
 def _late(rows: Sequence[dict[str, Any]]) -> str:
     """Mean and largest; and how many rounds were without one of the peers."""
-    rounds = [round_ for row in rows for round_ in row.get("rounds", ()) if row["arm"] == TOGETHER]
+    rounds = [round_ for row in rows for round_ in row.get("rounds", ()) if row["arm"] in (TOGETHER, SIMULATED)]
     late = [round_["late_steps"] for round_ in rounds if round_["late_steps"] is not None]
     if not late:
         return "–"
@@ -129,6 +171,17 @@ def _late(rows: Sequence[dict[str, Any]]) -> str:
     return f"{statistics.fmean(late):.1f}, at most {max(late):.0f}{missed}"
 
 
+def _of_kind(results: Results, cell: Cell) -> list[dict[str, Any]]:
+    """The runs like `cell`, of all seeds."""
+    return [row for other, row in results.items() if dataclasses.replace(other, seed=cell.seed) == cell]
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(row[name] for row in rows)
+
+
 def _seconds(rows: Sequence[dict[str, Any]]) -> str:
+    if rows[0]["arm"] == SIMULATED:
+        return "–"
     load = statistics.fmean(statistics.fmean(row["load"]) for row in rows)
     return f"{statistics.fmean(row['seconds'] for row in rows):,.0f} ({load:.0f})"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import trio
+from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import MemoryNetwork
@@ -21,6 +22,7 @@ from p2ptrain.simulation.peer import SimulatedPeer
 from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.scheduled_event import ScheduledEvent
 from p2ptrain.training.data import Characters, Corpus, load_corpus
+from p2ptrain.training.data.tokenizer import IDS, Ids
 from p2ptrain.training.models import build, context_length
 from p2ptrain.training.partitioning import make_partition, train_briefly
 
@@ -30,7 +32,11 @@ PROGRESS_EVERY_S = 1.0
 POLL_S = 0.05
 
 
-def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda step: None) -> Records:
+def simulate(
+    experiment: Experiment,
+    on_progress: Callable[[int], None] = lambda step: None,
+    on_end: Callable[[Sequence[nn.Module]], None] = lambda models: None,
+) -> Records:
     """Simulate a run.
 
     The same experiment gives the same records, byte for byte, on the same machine and version of torch.
@@ -38,6 +44,7 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
     Args:
         experiment: what to simulate.
         on_progress: called from time to time with the run's step.
+        on_end: called with the models of the peers that are there at the end.
 
     Raises:
         ConfigError: a setting is invalid, or the run does not end.
@@ -46,17 +53,25 @@ def simulate(experiment: Experiment, on_progress: Callable[[int], None] = lambda
     torch.set_num_threads(1)  # threads do not pay off for the demo model, and change the order of sums
     try:
         with torch.random.fork_rng(devices=[]):
-            return run_virtual(_Simulation(experiment, on_progress).main, experiment.seed)
+            return run_virtual(_Simulation(experiment, on_progress, on_end).main, experiment.seed)
     finally:
         torch.set_num_threads(threads)
 
 
 class _Simulation:
-    def __init__(self, experiment: Experiment, on_progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        on_progress: Callable[[int], None],
+        on_end: Callable[[Sequence[nn.Module]], None],
+    ) -> None:
         self._on_progress = on_progress
-        self._corpus: Corpus = load_corpus(experiment.data, Characters())
-        # Every peer starts with a copy.
+        self._on_end = on_end
         run = experiment.run
+        # Token files have ids; text is read as characters.
+        tokenizer = Ids(run.vocab_size) if run.tokenizer == IDS else Characters()
+        self._corpus: Corpus = load_corpus(experiment.data, tokenizer)
+        # Every peer starts with a copy.
         self._model = model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
         if experiment.pretrain_steps:
             train_briefly(model, self._corpus, experiment.run, steps=experiment.pretrain_steps)
@@ -100,6 +115,7 @@ class _Simulation:
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+        self._on_end([peer.trainer.model for peer in self._present.values()])
         return Records(
             experiment, {peer.node.incarnation: peer.records for peer in self._all}, began_s, self._run_audit
         )

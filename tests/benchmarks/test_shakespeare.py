@@ -12,23 +12,38 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.shakespeare import peers
-from benchmarks.shakespeare.cells import ALONE, BATCH, CONTEXT, LARGE, PARALLEL, PEERS, TOGETHER, Cell, stages
+from benchmarks.shakespeare import peers, simulated
+from benchmarks.shakespeare.cells import (
+    ALONE,
+    BATCH,
+    CONTEXT,
+    LARGE,
+    PARALLEL,
+    PEERS,
+    SIMULATED,
+    TOGETHER,
+    Cell,
+    H,
+    stages,
+)
 from benchmarks.shakespeare.data import held_out_loss, prepare
 from benchmarks.shakespeare.events import measures
 from benchmarks.shakespeare.model import GATE_VARIABLE, nanogpt_cpu
-from benchmarks.shakespeare.report import BEGIN, END, append, data_parallel_mb, grouped, read, report
+from benchmarks.shakespeare.report import BEGIN, END, append, compared, data_parallel_mb, grid, grouped, read, report
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.table import merge
+from p2ptrain.training.models import GPT, GPTConfig
 
 CELLS = [cell for _, cells in stages() for cell in cells]
 MUON = Cell(TOGETHER, "muon", 500, 1, "int4", 0.02)
 
 
 def test_every_run_is_listed_once_and_its_command_line_gives_its_settings() -> None:
-    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (5 * 2 + 2 * 12)
+    assert len({cell.name for cell in CELLS}) == len(set(CELLS)) == len(CELLS) == 3 * (5 * 2 + 2 * 12 + 14)
     for cell in CELLS:
+        if cell.arm == SIMULATED:
+            continue
         out = Path("out")
         given = [
             *peers.flags(cell, Path("data")),
@@ -126,11 +141,12 @@ def test_runs_that_are_done_are_read_back_and_reported(tmp_path: Path) -> None:
     assert read(file) == {}
     done = [MUON, dataclasses.replace(MUON, seed=0), Cell(ALONE, "adamw", 2000, 0), Cell(LARGE, "adamw", 500, 0)]
     done += [Cell(PARALLEL, "adamw", 500, 0)]
+    done += [dataclasses.replace(MUON, arm=SIMULATED)]
     for cell in done:
-        append(file, cell, result(cell))
+        append(file, cell, {**result(cell), **dataclasses.asdict(cell)})
     results = read(file)
     assert set(results) == set(done)
-    assert [len(runs) for runs in grouped(results)] == [1, 1, 2, 1]
+    assert [len(runs) for runs in grouped(results)] == [1, 1, 2, 1, 1]
     report(results, page, tmp_path)
     written = page.read_text()
     assert written.startswith(f"before\n\n{BEGIN}\n\n")
@@ -142,9 +158,46 @@ def test_runs_that_are_done_are_read_back_and_reported(tmp_path: Path) -> None:
         "| four peers | muon | 500 | int4, 2 % | 2 | 2.050 (2.000 to 2.100) | 1.54M | 9.2 | 2.8, at most 4; 2 of 4 "
         "without a peer | 100 (2) |"
     ) in lines
+    assert (
+        "| four peers, simulated | muon | 500 | int4, 2 % | 1 | 2.100 | 1.54M | 9.2 | 2.8, at most 4; 1 of 2 without a "
+        "peer | – |"
+    ) in lines
     assert "| one peer | adamw | 2000 | – | 1 | 2.000 | 1.54M | 0 | – | 100 (2) |" in lines
     # No picture of curves with Muon: of the grid they show only what is run first.
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "grid.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["adamw.png", "grid.png", "simulated.png"]
+
+
+def test_simulated_peers_are_those_of_the_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same settings; and it runs, with a small model and few steps."""
+    (tmp_path / "input.txt").write_text((string.ascii_letters + string.digits + "\n .")[:65] * 100)
+    data = prepare(tmp_path / "input.txt", tmp_path / "data")
+    cell = dataclasses.replace(MUON, arm=SIMULATED)
+    found = simulated.experiment(cell, data)
+    assert {name: getattr(found.run, name) for name in MUON.settings} == MUON.settings
+    assert (found.peers, found.batch_size, found.run.sync_every, found.run.vocab_size) == (PEERS, BATCH, H, 65)
+    monkeypatch.setattr(simulated, "MODEL", f"{__name__}:small")
+    monkeypatch.setattr("benchmarks.shakespeare.cells.H", 10)
+    measured = simulated.run(dataclasses.replace(cell, steps=20, optimizer="adamw"), data, tmp_path)
+    assert [round_["contributors"] for round_ in measured["rounds"]] == [4, 4]
+    # Virtual time: each round lands as late as the others, and no fragment waits for a busy core.
+    assert {round_["late_steps"] for round_ in measured["rounds"]} <= {2.0, 3.0, None}
+    assert (measured["tokens"], measured["fragments"]["sent"] > 0) == (4 * 20 * BATCH * 16, True)
+    assert len(measured["losses"]) == 4
+    assert measured["loss"] < math.log(65)
+
+
+def small(vocab_size: int) -> torch.nn.Module:
+    return GPT(GPTConfig(vocab_size=vocab_size, layers=1, heads=1, width=8, context=16))
+
+
+def test_simulated_runs_are_beside_real_ones_and_in_the_grid() -> None:
+    twin = dataclasses.replace(MUON, arm=SIMULATED)
+    results = {cell: result(cell) for cell in (MUON, twin, dataclasses.replace(twin, p=0.0))}
+    results[twin]["loss"] = 2.075
+    assert compared(results).splitlines()[2:] == [
+        "| muon | 500 | int4, 2 % | 2.100 | 2.075 | -0.025 | 9.2 | 9.2 |"
+    ]  # fmt: skip
+    assert grid(results).splitlines()[-1] == "| muon, int4 | 2.100, 9.2 MB | – | 2.075, 9.2 MB |"
 
 
 def test_four_processes_send_six_times_the_parameters_a_step() -> None:

@@ -83,10 +83,11 @@ harm: $(STAMP)
 pairwise: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.pairwise $(ARGS)
 
-# nanoGPT's shakespeare_char by one peer, four peers and data parallel, and docs/results.md: hours of two cores; runs
-# that are done are kept. ARGS="--text input.txt", or ARGS=--report for the page only.
+# nanoGPT's shakespeare_char by one peer, four peers and data parallel, a larger model, and docs/results.md: hours of
+# two cores; runs that are done are kept. ARGS="--text input.txt", or ARGS=--report for the page only.
 results: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.shakespeare $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.larger $(filter --report,$(ARGS))
 
 # The compose demo, built, started, scaled, broken and stopped: needs Docker and Compose, and nothing else.
 compose-test:

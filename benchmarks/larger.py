@@ -24,7 +24,7 @@ from benchmarks.results import machine
 from benchmarks.shakespeare.cells import NANOGPT, OUTER, PEERS
 from benchmarks.shakespeare.data import held_out_loss
 from benchmarks.shakespeare.events import measures
-from benchmarks.shakespeare.report import DOCS
+from benchmarks.shakespeare.report import DOCS, PAGE, write_between
 from benchmarks.shakespeare.simulated import LATENCY_S, STEP_S
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.simulation.experiment import Experiment
@@ -37,6 +37,7 @@ from p2ptrain.training.models import Llama, LlamaConfig
 VOCABULARY = 4096
 MODEL = "benchmarks.larger:llama_10m"
 RESULTS = DOCS / "results" / "larger.jsonl"
+BEGIN, END = "<!-- made by python -m benchmarks.larger -->", "<!-- end of what benchmarks.larger makes -->"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 # By the name of an arm: peers, and windows of each in a step as a multiple of `Size.batch`. What one of four peers has
 # alone; the four; and the same tokens in one process, with the mean gradient at every step.
@@ -168,10 +169,16 @@ def measure(size: Size, data: Path, results: Path) -> list[dict[str, Any]]:
 @click.option("--batch", default=Size.batch, show_default=True, help="Windows of 128 tokens in a step of a peer.")
 @click.option("--work", default="p2ptrain-larger", type=click.Path(path_type=Path), help="Directory for the tokens.")
 @click.option("--results", default=RESULTS, type=click.Path(path_type=Path), help="File of one JSON line for each run.")
-def main(steps: int, sync_every: int, batch: int, work: Path, results: Path) -> None:
-    """Train what is missing, and print the table."""
+@click.option("--report", "only_report", is_flag=True, help="Run nothing: print and write the table.")
+def main(steps: int, sync_every: int, batch: int, work: Path, results: Path, only_report: bool) -> None:
+    """Train what is missing, print the table, and write it into docs/results.md if no option changes the size."""
     size = Size(steps=steps, sync_every=sync_every, batch=batch)
-    click.echo(table(measure(size, tokens(work, size.megabytes), results)))
+    if not only_report:
+        measure(size, tokens(work, size.megabytes), results)
+    made = table(read(results, size))
+    click.echo(made)
+    if size == Size():
+        write_between(PAGE, BEGIN, END, [made])
 
 
 if __name__ == "__main__":

@@ -143,9 +143,14 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         draw_simulated(grouped(results), pictures / "simulated.png")
         parts += [compared(results), grid(results)]
         parts.append("![Simulated: loss at the end against bytes, by codec and p](results/simulated.png)")
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    page.write_text("\n\n".join([before + BEGIN, *parts, END + after]), encoding="utf-8")
+    write_between(page, BEGIN, END, parts)
+
+
+def write_between(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
+    """Replace what is between two marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text("\n\n".join([before + begin, *parts, end + after]), encoding="utf-8")
 
 
 def _loss(rows: Sequence[dict[str, Any]]) -> str:

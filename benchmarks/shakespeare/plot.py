@@ -72,8 +72,8 @@ def draw_curves(groups: Sequence[Runs], path: Path, title: str, data_parallel_mb
         steps.set_ylim(min([PUBLISHED, *ends]) - 0.05, 2.9)
         steps.set_title(title, loc="left")
         steps.legend(frameon=False)
-        transform = tokens.get_yaxis_transform()
-        tokens.text(0.01, PUBLISHED, "nanoGPT: 1.88", transform=transform, va="bottom", color="#666666")
+        transform = sent.get_yaxis_transform()
+        sent.text(0.01, PUBLISHED, "nanoGPT: 1.88", transform=transform, va="bottom", color="#666666")
         figure.savefig(path, dpi=130)
 
 
@@ -114,31 +114,39 @@ def draw_simulated(groups: Sequence[Runs], path: Path) -> None:
     """The loss at the end of four simulated peers, 500 steps, against what a peer sent; crosses are real peers."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9, 4), layout="constrained")
-        axes = figure.subplots()
-        lines: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-        for runs in groups:
-            cell = runs[0][0]
-            x, y = (statistics.fmean(row[name] for _, row in runs) for name in ("mb_per_peer", "loss"))
-            if cell.arm == TOGETHER and cell.steps == 500:
-                axes.plot(x, y, "x", color="#222222", markersize=8)
-            elif cell.arm == SIMULATED and cell.steps == 500:
-                lines.setdefault((cell.optimizer, cell.codec), []).append((cell.p, x, y))
-        for (optimizer, codec), points in sorted(lines.items()):
-            colour = COLOURS[0] if optimizer == "adamw" else COLOURS[1]
-            marker = "o" if codec == "int8" else "^"
-            label = f"{'AdamW' if optimizer == 'adamw' else 'Muon'}, {codec} rounds"
-            shares, sent, losses = zip(*sorted(points), strict=True)
-            axes.plot(sent, losses, marker, linestyle="-" if codec == "int8" else "--", color=colour, label=label,
-                      linewidth=1, markersize=6)  # fmt: skip
-            for p, x, y in zip(shares, sent, losses, strict=True):
-                axes.annotate(f"{100 * p:g} %", (x, y), fontsize=7, color="#555555", xytext=(4, 4),
-                              textcoords="offset points")  # fmt: skip
-        axes.plot([], [], "x", color="#222222", label="real peers")
-        axes.set_title("Simulated: four peers, 500 steps", loc="left")
-        axes.set_xlabel(f"MB sent by one of {PEERS} peers (numbers: p)")
-        axes.set_ylabel("held-out loss at the end, nats")
-        axes.legend(frameon=False, fontsize=8)
+        for axes, optimizer, name in zip(figure.subplots(1, 2), ("adamw", "muon"), ("AdamW", "Muon"), strict=True):
+            for arm, codec, colour, look in (
+                (SIMULATED, "int8", COLOURS[0], "o-"), (SIMULATED, "int4", COLOURS[1], "^--"),
+                (TOGETHER, "int8", COLOURS[0], "x"), (TOGETHER, "int4", COLOURS[1], "x"),
+            ):  # fmt: skip
+                points = sorted(
+                    (cell.p, _mean_of(runs, "mb_per_peer"), _mean_of(runs, "loss"))
+                    for runs in groups
+                    for cell in [runs[0][0]]
+                    if (cell.arm, cell.optimizer, cell.steps, cell.codec) == (arm, optimizer, 500, codec)
+                )
+                label = f"{codec}, {'simulated' if arm == SIMULATED else 'real peers'}"
+                if points:
+                    _, sent, losses = zip(*points, strict=True)
+                    axes.plot(sent, losses, look, color=colour, label=label, linewidth=1, markersize=6)
+                    for p, x, y in points if arm == SIMULATED else ():
+                        axes.annotate(f"{100 * p:g} %", (x, y), fontsize=7, color="#555555", xytext=(5, 4),
+                                      textcoords="offset points")  # fmt: skip
+            axes.set_title(f"Simulated, 500 steps, {name}", loc="left")
+            axes.set_xlabel(f"MB sent by one of {PEERS} peers (numbers: p)")
+            axes.set_ylabel("held-out loss at the end, nats")
+            axes.margins(0.12)
+            if axes.lines:
+                # A range of the axis that does not make differences between seeds look large.
+                low, high = axes.get_ylim()
+                middle, half = (low + high) / 2, max(0.06, (high - low) / 2)
+                axes.set_ylim(middle - half, middle + half)
+                axes.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=130)
+
+
+def _mean_of(runs: Runs, name: str) -> float:
+    return statistics.fmean(row[name] for _, row in runs)
 
 
 def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

@@ -141,7 +141,8 @@ def report(results: Results, page: Path = PAGE, pictures: Path = RESULTS.parent)
         )
     if any(cell.arm == SIMULATED for cell in results):
         draw_simulated(grouped(results), pictures / "simulated.png")
-        parts += [compared(results), grid(results)]
+        parts += ["### Simulated peers beside real ones", compared(results)]
+        parts += ["### Codecs and p, simulated", grid(results)]
         parts.append("![Simulated: loss at the end against bytes, by codec and p](results/simulated.png)")
     write_between(page, BEGIN, END, parts)
 

@@ -24,7 +24,7 @@ from benchmarks.results import machine
 from benchmarks.shakespeare.cells import NANOGPT, OUTER, PEERS
 from benchmarks.shakespeare.data import held_out_loss
 from benchmarks.shakespeare.events import measures
-from benchmarks.shakespeare.report import DOCS, PAGE, write_between
+from benchmarks.shakespeare.report import DOCS, PAGE, data_parallel_mb, write_between
 from benchmarks.shakespeare.simulated import LATENCY_S, STEP_S
 from p2ptrain.settings.config import resolve_run
 from p2ptrain.simulation.experiment import Experiment
@@ -110,9 +110,10 @@ def run(arm: str, size: Size, data: Path) -> dict[str, Any]:
     began_s = time.process_time()
     simulation = experiment(arm, size, data)
     records = simulate(simulation, on_end=evaluate)
+    _, start = next(records.of("start"))
     found = measures(list(records.events.values()), records.began_s, simulation.eval_every)
     return {
-        "arm": arm, **asdict(size), **found,
+        "arm": arm, **asdict(size), **found, "parameters": start["parameters"],
         "loss": round(statistics.fmean(losses), 4), "losses": [round(loss, 4) for loss in losses],
         "seconds": round(time.process_time() - began_s, 1),
     }  # fmt: skip
@@ -122,7 +123,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: a line for each arm that is done."""
     lines = ["| | steps | tokens | loss | perplexity | MB a peer |", "|---|---|---|---|---|---|"]
     for row in rows:
-        sent = f"{row['mb_per_peer']:,.1f}" if row["rounds"][0]["contributors"] > 1 else "–"
+        peers, share = ARMS[row["arm"]]
+        sent = "0" if peers == 1 else f"{row['mb_per_peer']:,.1f}"
+        if share > 1:
+            sent = f"{data_parallel_mb(row['steps'], row['parameters']):,.0f} (computed)"
         lines.append(
             f"| {row['arm']} | {row['steps']} | {row['tokens']:,} | {row['loss']:.3f} | {math.exp(row['loss']):,.0f} "
             f"| {sent} |"

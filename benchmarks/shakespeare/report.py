@@ -60,9 +60,9 @@ def grouped(results: Results) -> list[Row]:
     return [runs for runs in groups.values() if runs]
 
 
-def data_parallel_mb(steps: int) -> float:
+def data_parallel_mb(steps: int, parameters: int = PARAMETERS) -> float:
     """What each of four processes sends in that many ring all-reduces of float32 gradients."""
-    return 8 * PARAMETERS * (PEERS - 1) / PEERS * steps / 1e6
+    return 8 * parameters * (PEERS - 1) / PEERS * steps / 1e6
 
 
 def table(results: Results) -> str:

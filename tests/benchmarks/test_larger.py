@@ -47,7 +47,11 @@ def test_what_is_missing_is_run_and_read_back(tmp_path: Path) -> None:
     assert [len(row["rounds"]) for row in rows] == [1, 2, 1]
     lines = table(rows).splitlines()
     assert lines[2].startswith("| one peer | 8 | 128 | ")
-    assert [line.endswith("| – |") for line in lines[2:]] == [True, False, True]
+    assert lines[2].endswith(" | 0 |")
+    assert lines[3].endswith(f" | {rows[1]['mb_per_peer']:,.1f} |")
+    # Six bytes for each parameter and step.
+    parameters = sum(parameter.numel() for parameter in small().parameters())
+    assert lines[4].endswith(f" | {8 * 6e-6 * parameters:,.0f} (computed) |")
     # Nothing is run again; another size is another result.
     written = results.read_text()
     assert measure(size, tmp_path, results) == rows

@@ -33,6 +33,7 @@ def test_two_peers_of_the_minimal_example(swarm: Swarm) -> None:
     assert "Traceback" not in first.output + second.output
 
 
+@pytest.mark.long
 def test_together_two_image_classifiers_know_what_each_was_not_shown(swarm: Swarm) -> None:
     demo = swarm.start(f"python {EXAMPLES / 'image_classifier.py'} --steps 180 {LOOPBACK}")
     assert demo.wait() == 0, swarm.report()

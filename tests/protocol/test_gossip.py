@@ -586,6 +586,7 @@ def test_gossip_shrinks_the_disagreement_of_a_swarm() -> None:
     run_virtual(main)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_in_a_swarm_nearly_all_fragments_are_merged() -> None:
     """Also across rounds: epoch drops above 5 % are a defect."""
@@ -638,7 +639,14 @@ def test_a_hostile_fragment_costs_its_sender_the_link_and_us_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [1e15, 0.0, -1.0], ids=["huge", "zeros", "flipped"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(1e15, id="huge", marks=pytest.mark.long),
+        pytest.param(0.0, id="zeros", marks=pytest.mark.long),
+        pytest.param(-1.0, id="flipped"),
+    ],
+)
 def test_a_member_that_floods_with_lies_moves_nobody_and_loses_its_links(
     value: float, caplog: pytest.LogCaptureFixture
 ) -> None:

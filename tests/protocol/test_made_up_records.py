@@ -172,6 +172,7 @@ def test_nobody_founds_a_run_before_all_announced_peers_were_tried_to_the_end() 
     run_virtual(main)
 
 
+@pytest.mark.long
 def test_of_too_many_to_try_the_joiner_says_so_and_founds_no_run() -> None:
     async def main() -> None:
         async with swarm(RUN, shapes=SMALL) as s:

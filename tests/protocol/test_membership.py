@@ -620,6 +620,7 @@ def large_from_12(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"p2ptrain.protocol.membership.neighbours.{name}", value)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("large_from_12")
 def test_in_a_large_swarm_few_links_are_sought() -> None:
     async def main() -> None:
@@ -879,6 +880,7 @@ def test_a_peer_whose_first_dial_was_cut_short_counts_once() -> None:
     run_virtual(main)
 
 
+@pytest.mark.long
 def test_peers_that_are_dialled_in_vain_again_and_again_or_were_only_named_lower_no_size() -> None:
     async def main() -> None:
         async with town() as t:

@@ -198,6 +198,7 @@ def test_a_joiner_that_gets_nothing_says_so_in_the_end() -> None:
 # --- unequal peers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_at_unequal_speeds_nobody_is_idle_and_nobody_is_alone() -> None:
     async def main() -> None:
@@ -241,6 +242,7 @@ def test_lost_fragments_cost_what_they_carry_and_nothing_else(share: float) -> N
     run_virtual(main)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_on_a_link_that_is_too_slow_fragments_are_shed_and_rounds_are_not() -> None:
     """2 Mbit/s, of which the fragments alone would take more."""

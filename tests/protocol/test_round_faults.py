@@ -64,7 +64,7 @@ def leaders_order_where_the_order_is_hit(request: pytest.FixtureRequest, monkeyp
         monkeypatch.setattr(leader, "without_roots", lambda contributors: None)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, 5, pytest.param(8, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ROUND_MESSAGES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
 def test_a_member_killed_at_a_message_is_left_out_and_the_others_go_on(

@@ -742,6 +742,7 @@ def test_partners_that_announce_the_same_round_are_all_followed_again_at_once() 
     run_virtual(main)
 
 
+@pytest.mark.long
 def test_false_claims_to_be_ahead_are_followed_less_and_less_and_delay_no_other_partner() -> None:
     """Each claim costs 10 s, in which rounds of our own land."""
 
@@ -939,7 +940,14 @@ def test_three_join_at_once_through_one_slow_uplink_while_its_peer_goes_on_from_
     run_virtual(main)
 
 
-@pytest.mark.parametrize("says", ["nothing", "nonsense", "a head and no more"])
+@pytest.mark.parametrize(
+    "says",
+    [
+        pytest.param("nothing", marks=pytest.mark.long),
+        pytest.param("nonsense", marks=pytest.mark.long),
+        "a head and no more",
+    ],
+)
 def test_peers_that_only_claim_to_have_a_state_keep_nobody_from_joining(says: str) -> None:
     """Their beats say that they are far ahead of all others."""
 

@@ -29,6 +29,7 @@ def test_storm_of_a_run_that_gathers(seed: int) -> None:
     weather(Storm.of(seed, "gather"))
 
 
+@pytest.mark.long
 def test_a_storm_is_the_same_every_time() -> None:
     storm = Storm.of(3)
     first, second = (weather(storm) for _ in range(2))

@@ -121,6 +121,7 @@ def test_a_way_to_gossip_keeps_peers_together(apart: Records, settings: dict[str
     assert together.correlations()[-1][1] > apart.correlations()[-1][1]
 
 
+@pytest.mark.long
 def test_the_full_average_sends_to_everybody() -> None:
     one, everybody = (run(**FOUR, steps=20, fragment_fraction=0.02, topology=topology) for topology in ("push", "all"))
     sent = [sum(event["sent"] for _, event in records.of("fragments")) for records in (one, everybody)]
@@ -154,6 +155,7 @@ def test_a_pretrained_start_is_a_better_start() -> None:
     assert pretrained < fresh - 0.5
 
 
+@pytest.mark.long
 def test_who_is_left_out_often_goes_on_from_its_own_weights_if_the_run_says_so() -> None:
     overwritten, kept = (
         sum(event["tokens_discarded"] for _, event in run(steps=60, drop=0.5, max_missed_rounds=rounds).of("round"))

@@ -119,6 +119,7 @@ def test_where_all_have_gone_the_run_waits_for_those_to_come() -> None:
     assert [event["reason"] for event in records.events["peer-1.0"] if event["event"] == "stop"] == ["finished"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cut_off_peer_is_left_out_until_it_is_mended() -> None:
     records = run(steps=260, schedule=["22:cut:1", "90:mend:1"])
@@ -127,6 +128,7 @@ def test_a_cut_off_peer_is_left_out_until_it_is_mended() -> None:
     assert records.goodput > 0.99
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_narrow_link_makes_rounds_longer_for_as_long_as_it_is() -> None:
     records = run(steps=120, schedule=["1:narrow:1:0.5", "62:widen:1"])

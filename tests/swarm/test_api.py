@@ -146,6 +146,7 @@ def test_an_exception_of_the_loop_leaves_the_run_and_comes_out_unchanged() -> No
         train_until(lambda: a.alive == [], Loop(cnn_a, a))
 
 
+@pytest.mark.long
 def test_one_that_is_cut_off_for_good_says_so_and_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "RESTART_AFTER_S", ())
     with p2ptrain.join(model := cnn(0), diloco=DILOCO, **RUN) as peer:
@@ -256,6 +257,7 @@ def test_what_contradicts_the_run_is_named() -> None:
             p2ptrain.join(nn.Linear(2, 2), initial_peers=peer.maddrs, **RUN)
 
 
+@pytest.mark.long
 def test_a_joiner_takes_over_the_moments_that_rounds_average() -> None:
     diloco = p2ptrain.DiLoCo(sync_every=10, codec="none", inner_moments="averaged")
     models = [nn.Linear(8, 4), nn.Linear(8, 4)]

@@ -105,6 +105,7 @@ def test_ctrl_c_while_state_comes_and_twice_in_the_middle_of_a_step(swarm: Swarm
     swarm.until(lambda: founder.leftovers() == [])
 
 
+@pytest.mark.long
 def test_ctrl_c_in_the_middle_of_rounds_and_checkpoints(swarm: Swarm) -> None:
     # A round every five steps and a checkpoint after each step: there is hardly a moment without.
     settings = {"steps": 0, "sync_every": 5, "fragment_fraction": 0.02}

@@ -6,6 +6,7 @@ import json
 import statistics
 
 import psutil
+import pytest
 
 from tests.swarm.processes import Event, Process, Swarm, assert_anchors_agree
 
@@ -40,6 +41,7 @@ def test_a_swarm_outlives_its_founder_and_takes_in_a_late_joiner(swarm: Swarm) -
     assert_anchors_agree(*four, late)
 
 
+@pytest.mark.long
 def test_a_bootstrap_node_brings_peers_together_and_is_not_needed_after_that(swarm: Swarm) -> None:
     bootstrap = swarm.start("p2ptrain bootstrap")
     swarm.until_ready(bootstrap)

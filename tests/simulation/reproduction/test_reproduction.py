@@ -83,6 +83,7 @@ def test_the_headline_rows_are_marked() -> None:
     assert rows >= {"S5", "S7", "D1", "D12", "S12"}
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_claims_are_judged_by_their_figures(small: Path) -> None:
     reproduction = read_reproduction(str(small))

@@ -8,8 +8,9 @@ import click
 
 from p2ptrain.cli import join
 from p2ptrain.cli.options import settings_command
-from p2ptrain.settings.setting import value_text
-from p2ptrain.settings.table import Settings
+from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
+from p2ptrain.settings.setting import Value, value_text
+from p2ptrain.settings.table import DEFAULT, MODEL, Settings
 
 
 @click.group()
@@ -28,20 +29,41 @@ def config() -> None:
 def show(settings: Settings, as_json: bool) -> None:
     """Show the settings that `p2ptrain join` would use, and the source of each.
 
-    Takes the same options as `p2ptrain join`.
+    Takes the same options as `p2ptrain join`. Values of a new run: a joiner adopts those of the run, and what follows
+    from the model then follows from the run's.
 
     \b
         p2ptrain config show -c peer.toml --steps 500
     """
-    merged = {name: {"value": value, "source": settings.sources[name]} for name, value in settings.values.items()}
+    values, sources = {**settings.values}, {**settings.sources}
+    for name, value in _from_model(settings).items():
+        if values[name] is None:
+            values[name], sources[name] = value, settings.with_model
     if as_json:
+        merged = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
         click.echo(json.dumps(merged, indent=2))
         return
-    texts = {name: value_text(value) for name, value in settings.values.items()}
+    texts = {name: value_text(value) for name, value in values.items()}
+    if sources["muon_lr"] == DEFAULT:
+        texts["muon_lr"] = "unused"  # by AdamW
+    windows = {"batch_tokens": BATCH_WINDOWS, "eval_tokens": EVAL_STEPS * BATCH_WINDOWS}
+    # Of a model whose length is known only once it is built.
+    texts.update({name: f"{count} windows" for name, count in windows.items() if values[name] is None})
     width = max(map(len, texts))
     value_width = max(map(len, texts.values()))
     for name, text in texts.items():
-        click.echo(f"{name:<{width}}  {text:<{value_width}}  {settings.sources[name]}")
+        click.echo(f"{name:<{width}}  {text:<{value_width}}  {sources[name]}")
+
+
+def _from_model(settings: Settings) -> dict[str, Value]:
+    """Settings of the machine that a peer takes from the model."""
+    defaults = model_defaults(str(settings.values[MODEL]))
+    tokens = defaults.batch_tokens
+    return {
+        "batch_tokens": tokens,
+        "eval_tokens": None if tokens is None else EVAL_STEPS * tokens,
+        "eval_every": defaults.eval_every,
+    }
 
 
 @config.command()

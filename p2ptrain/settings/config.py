@@ -17,6 +17,7 @@ from typing import Any
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.presets import MODELS, PAIR_DEFAULTS, muon_defaults
 from p2ptrain.settings.setting import (
+    FROM_MODEL,
     POSITIVE,
     as_float,
     check,
@@ -73,37 +74,42 @@ class RunConfig:
     # the number of its ids.
     tokenizer: str = "chars"
     vocab_size: int = 98
-    total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps",
+    total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps", default_text=FROM_MODEL,
         help="Length of the run in inner steps; 0 for no end.",
-        why="2,000 steps of the demo model take a few minutes on a laptop.")
+        why="2,000 steps of the demo model take a few minutes on a laptop. 20,000 for large ones (a guess: 1.3 billion "
+        "tokens of each peer).")
     inner_optimizer: str = setting("adamw", choice("adamw", "muon"),
         help="Inner optimizer; muon: for hidden matrices, AdamW else.",
         why="DiLoCo's. Muon was 0.19 nats better at the same bytes (simulated), but takes more computing.")
-    lr: float = setting(3e-3, POSITIVE,
+    lr: float = setting(3e-3, POSITIVE, default_text=FROM_MODEL,
         help="Peak learning rate of the inner AdamW.",
-        why="Tuned for the demo model, with 50 steps of warm-up (simulated, k = 8).")
-    muon_lr: float = setting(0.0, NOT_NEGATIVE, default_text="4 x --lr",
+        why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). Others have their papers'.")
+    # 0: 4 x lr, on every peer. The command line states it, as it depends on the model.
+    muon_lr: float = setting(0.0, NOT_NEGATIVE, default_text="from the model, 2 or 4 x --lr",
         help="Peak learning rate of Muon's matrices.",
-        why="Flat from 4 to 8 times AdamW's in short runs (simulated); long runs want less.")
+        why="2 x --lr for GPT-2, DiLoCo's models, Llamas and those of transformers: torch scales Muon's updates so "
+        "that AdamW's rate can be used (Moonlight, arXiv 2502.16982), and long runs want less than short ones. 4 x for "
+        "the demo model and your own: flat from 4 to 8 times in short runs (simulated).")
     schedule: str = setting("cosine", choice("cosine", "wsd", "constant"),
         help="Learning rates after the warm-up.",
         why="Cosine to a tenth, as nanoGPT. wsd: at the peak until it decays to zero in the last fifth; constant: "
         "at the peak.")
-    warmup_steps: int = setting(50, count(0),
+    warmup_steps: int = setting(50, count(0), default_text=FROM_MODEL,
         help="Steps of linear learning rate warm-up.",
-        why="Tuned for the demo model, with the learning rate (simulated, k = 8).")
-    beta2: float = setting(0.95, number("at least 0 and below 1", lambda x: 0 <= x < 1),
+        why="50: tuned for the demo model, with the learning rate (simulated, k = 8).")
+    beta2: float = setting(0.95, number("at least 0 and below 1", lambda x: 0 <= x < 1), default_text=FROM_MODEL,
         help="Second beta of the inner AdamW.",
-        why="As nanoGPT for GPT-2. With few tokens a step 0.99, as in its shakespeare_char.")
+        why="0.95, as nanoGPT for GPT-2. For gpt-small, with few tokens a step, 0.99, as in its shakespeare_char.")
     weight_decay: float = setting(0.1, NOT_NEGATIVE,
         help="Weight decay of matrices in the inner optimizer.",
         why="DiLoCo, table 5.")
     grad_clip: float = setting(1.0, NOT_NEGATIVE, default_text="1.0",
         help="Norm to clip gradients to; 0 for none.",
         why="As nanoGPT and DiLoCo.")
-    sync_every: int = setting(200, count(1, "(inner steps between two rounds)"), metavar="H",
+    sync_every: int = setting(200, count(1, "(inner steps between two rounds)"), metavar="H", default_text=FROM_MODEL,
         help="Inner steps between two rounds (H in DiLoCo).",
-        why="DiLoCo, section 3.1, uses 500 as its trade-off between loss and bytes; the demo model's runs are shorter.")
+        why="500 for large models: DiLoCo's trade-off between loss and bytes (section 3.1). 200 for the demo model, "
+        "whose runs are shorter.")
     sync_schedule: str = setting("fixed", choice("fixed", "grow", "shrink"),
         help="Keep H, or change it between H/2 and 3H/2 over the run.",
         why="Both papers keep H fixed; SPARTA leaves schedules open.")

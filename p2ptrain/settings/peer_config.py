@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import RunKey
-from p2ptrain.settings.setting import POSITIVE, Rule, check_settings, choice, count, number, setting, text
+from p2ptrain.settings.setting import FROM_MODEL, POSITIVE, Rule, check_settings, choice, count, number, setting, text
 
 # Not reachable from other machines, unless the user gives a host.
 LOOPBACK = "127.0.0.1"
@@ -148,7 +148,7 @@ class PeerConfig:
     network: NetworkConfig = NetworkConfig()
     preset: str | None = setting(None, choice(*PRESETS), metavar="NAME",
         help=f"A paper's settings as defaults of a new run: {', '.join(PRESETS)}.",
-        why="The defaults fit the demo model. Presets fit a paper's model.")
+        why="None: learning rate, length and H follow from the model. A preset has the paper's other settings, too.")
     data: str = setting("stdlib", metavar="stdlib|FILE|DIR", names=("stdlib",),
         help="Training text, or token files (train.bin, prepared).",
         why="The source of Python's library is available wherever Python is, and English enough to show that a model "
@@ -160,9 +160,10 @@ class PeerConfig:
     init_from: str | None = setting(None, metavar="DIR|FILE",
         help="Initial weights of a new run: checkpoint or .safetensors file.",
         why="Random weights, from run_seed.")
-    batch_tokens: int | None = setting(None, count(1), default_text="from the model", metavar="N",
+    batch_tokens: int | None = setting(None, count(1), default_text=FROM_MODEL, metavar="N",
         help="Tokens of this peer in an inner step, rounded to windows.",
-        why="256 for the demo model, tuned for one slow core. Models of a paper have an eighth of its batch.")
+        why="256 for the demo model, tuned for one slow core. 65,536 for GPT-2: an eighth of nanoGPT's half million, "
+        "which eight peers then have together. DiLoCo gives each replica half a million.")
     micro_batch: str = setting("auto", MICRO_BATCH, metavar="N|auto",
         help="Windows at once; the gradients of a step are added up.",
         why="auto: all of a step, and half as many each time that memory does not suffice.")
@@ -202,14 +203,14 @@ class PeerConfig:
     shard: int | None = setting(None, count(0), default_text="from its identity",
         help="Text shard to train on, from 0.",
         why="As the seed: needs no coordination, though two peers may get the same shard.")
-    eval_every: int = setting(100, count(1),
+    eval_every: int | None = setting(None, count(1), default_text=FROM_MODEL,
         help="Steps between two evaluations on held-out text.",
-        why="An evaluation of the demo model takes about six of its steps, so 100 costs near 5 %. For other models a "
-        "guess.")
-    eval_tokens: int | None = setting(None, count(1), default_text="from the model", metavar="N",
+        why="100 for the demo model: an evaluation takes about six of its steps, so near 5 % of the time. 500 for "
+        "models of more than 50M parameters and those of transformers, 100 for other models.")
+    eval_tokens: int | None = setting(None, count(1), default_text=FROM_MODEL, metavar="N",
         help="Held-out tokens to evaluate on, rounded to windows.",
         why="As many as 16 inner steps of the model train on (4096 for the demo's, a million for GPT-2), which costs "
-        "about 5 % at the default of eval_every; all held-out text if that is less. The same windows each time, and on "
+        "about 5 % at an eval_every of 100; all held-out text if that is less. The same windows each time, and on "
         "each peer with this number and the same held-out text.")
     checkpoint_minutes: float = setting(10.0, POSITIVE, metavar="MINUTES",
         help="Minutes between two checkpoints.",

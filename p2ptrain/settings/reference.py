@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from p2ptrain.settings import table
+from p2ptrain.settings.model_defaults import BATCH_WINDOWS, MODEL_DEFAULTS, model_defaults
 from p2ptrain.settings.presets import PRESETS
-from p2ptrain.settings.setting import Setting
+from p2ptrain.settings.setting import FROM_MODEL, Setting, value_text
 
 INTRODUCTION = f"""\
 # Configuration
@@ -34,6 +35,7 @@ def reference() -> str:
     for title, settings in table.SECTIONS.items():
         parts.append(f"\n## {title}\n")
         parts += [_entry(setting) for setting in settings]
+    parts += _models()
     parts.append("\n## Presets\n\n`--preset NAME` replaces these defaults. Settings that you give win over a preset.\n")
     parts.append(f"\n| setting | {' | '.join(PRESETS)} |\n|---|{'---|' * len(PRESETS)}\n")
     for setting in table.RUN_SETTINGS:
@@ -43,9 +45,29 @@ def reference() -> str:
     return "".join(parts)
 
 
+def _models() -> list[str]:
+    """The table of what follows from the model."""
+    names = ("lr", "warmup_steps", "steps", "sync_every", "beta2", "batch_tokens", "eval_every")
+    models = {name: f"`{name}`" for name in MODEL_DEFAULTS}
+    others = {"hf:NAME": "`hf:NAME`", "hf:NAME:pretrained": "`hf:NAME:pretrained`", "": "`package.module:factory`"}
+    parts = [
+        "\n## Models\n\nDefaults that follow from the model of a new run, where neither you nor a preset gives "
+        f"them. No number: {BATCH_WINDOWS} windows of the model's length.\n",
+        f"\n| model | {' | '.join(f'[{name}](#{name})' for name in names)} | [muon_lr](#muon_lr) |\n",
+        f"|---|{'---|' * len(names)}---|\n",
+    ]
+    for model, shown in {**models, **others}.items():
+        defaults = model_defaults(model)
+        values = [value_text(getattr(defaults, name)) for name in names]
+        parts.append(f"| {shown} | {' | '.join(values)} | {defaults.muon_times:g} x lr |\n")
+    return parts
+
+
 def _entry(setting: Setting) -> str:
     described = setting.default_text or "none"
-    default = described if setting.default in (None, ()) else f"`{described}`"
+    is_value = setting.default not in (None, ()) and not described.startswith(FROM_MODEL)
+    default = f"`{described}`" if is_value else described
+    default = default.replace(FROM_MODEL, f"[{FROM_MODEL}](#models)")
     return (
         f"\n### {setting.name}\n\n{setting.help}\n\n"
         f"`{setting.flag} {setting.metavar}` · `{setting.variable}` · `{setting.name}` in TOML\n\n"

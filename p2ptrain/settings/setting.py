@@ -22,6 +22,9 @@ ENV_PREFIX = "P2PTRAIN_"
 # Longest refused value in a message: longer than every value that is allowed, except paths and lists.
 MAX_SHOWN_CHARS = 200
 
+# Text of a default that follows from the run's model (`model_defaults`).
+FROM_MODEL = "from the model"
+
 Value = str | int | float | tuple[str, ...] | None
 
 

@@ -13,11 +13,12 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
+from p2ptrain.settings.model_defaults import OF_RUN, model_defaults
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PAIR_DEFAULTS, PRESETS, muon_defaults
 from p2ptrain.settings.run_key import check_key_file, read_key, warn_if_shared
@@ -27,6 +28,7 @@ from p2ptrain.settings.ticket import Ticket
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 DEFAULT = "default"
 PRESET = "preset"
+MODEL = "model"
 # Sources of defaults that depend on another setting.
 WITH_PAIRS = "averaging pairwise"
 WITH_MUON = "inner_optimizer muon"
@@ -52,8 +54,9 @@ class Settings:
 
     Attributes:
         values: every setting of the table, by name.
-        sources: source of each value: "default", "preset NAME", "averaging pairwise", "inner_optimizer muon", a flag,
-            a variable, or "FILE: key".
+        sources: source of each value: "default", "preset NAME", "model NAME", "averaging pairwise", "inner_optimizer
+            muon", a flag, a variable, or "FILE: key". Machine settings that follow from the model of the run, which
+            may be another, are None here, with source "default".
         ticket: the ticket that the user gave, if any; its run id and addresses are among the values.
         from_files: settings of the run that follow from files that the user gave, by field name of `RunConfig`.
     """
@@ -65,7 +68,13 @@ class Settings:
 
     def explicit(self, name: str) -> bool:
         """Whether the user gave this setting."""
-        return self.sources[name] not in (DEFAULT, WITH_PAIRS, WITH_MUON) and not self.from_preset(name)
+        implied = (DEFAULT, WITH_PAIRS, WITH_MUON, self.with_model)
+        return self.sources[name] not in implied and not self.from_preset(name)
+
+    @property
+    def with_model(self) -> str:
+        """Source of defaults that follow from the model."""
+        return f"{MODEL} {self.values[MODEL]}"
 
     def from_preset(self, name: str) -> bool:
         """Whether the value of this setting comes from the chosen preset."""
@@ -177,6 +186,7 @@ def merge(flags: Mapping[str, object], environ: Mapping[str, str], config_file: 
     if (preset := values[PRESET]) is not None:
         _imply(values, sources, f"{PRESET} {preset}", PRESETS[str(preset)])
     _imply(values, sources, WITH_MUON, muon_defaults(values))
+    _imply_from_model(values, sources)
     if values["run_key"] is not None:
         check_key_file(str(values["run_key"]))
         warn_if_shared(Path(str(values["run_key"])).expanduser())
@@ -190,6 +200,16 @@ def _imply(
     for name, value in defaults.items():
         if sources[name] == DEFAULT:
             values[name], sources[name] = value, source
+
+
+def _imply_from_model(values: dict[str, Value], sources: dict[str, str]) -> None:
+    """Defaults of the run that follow from the model."""
+    model = str(values[MODEL])
+    defaults = model_defaults(model)
+    _imply(values, sources, f"{MODEL} {model}", {name: getattr(defaults, name) for name in OF_RUN})
+    if values["inner_optimizer"] == "muon":
+        lr = cast(float, values["lr"])
+        _imply(values, sources, f"{MODEL} {model}", {"muon_lr": defaults.muon_times * lr})
 
 
 def _use_ticket(values: dict[str, Value], sources: dict[str, str]) -> Ticket | None:

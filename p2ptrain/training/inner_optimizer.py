@@ -21,7 +21,8 @@ from p2ptrain.training.models import GPT, Llama
 # DiLoCo, table 5.
 BETA1 = 0.9
 MUON_MOMENTUM = 0.95
-# Without --muon-lr. From 4 to 8 times AdamW's rate were alike in short runs (simulated, 156 thousand parameters).
+# Of a run that does not state muon_lr; the command line states it. From 4 to 8 times AdamW's rate were alike in short
+# runs (simulated, 156 thousand parameters).
 MUON_TIMES = 4.0
 # Cosine to 10 %: as in nanoGPT.
 FINAL_LR_SHARE = 0.1

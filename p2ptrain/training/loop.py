@@ -20,6 +20,7 @@ import torch
 
 from p2ptrain.errors import CheckpointError, TransientError
 from p2ptrain.protocol.exchange.types import StepReport
+from p2ptrain.settings.model_defaults import model_defaults
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.signals import TOGETHER_S
 from p2ptrain.training import checkpoint
@@ -227,10 +228,11 @@ def _train(
     """
     recent: list[StepDone] = []
     eval_loss = math.nan
+    eval_every = _eval_every(config, trainer)
 
     def evaluate() -> None:
         nonlocal eval_loss
-        measured = record_evaluation(peer, trainer, config.eval_every, stop)
+        measured = record_evaluation(peer, trainer, eval_every, stop)
         eval_loss = eval_loss if measured is None else measured
 
     evaluate()
@@ -288,8 +290,12 @@ def _steps_to_the_end(
     """Train until the run's last round is resolved, yielding after each step."""
     is_put_back = True
     while is_put_back:
-        yield from training_steps(peer, trainer, eval_every=config.eval_every, stop=stop)
+        yield from training_steps(peer, trainer, eval_every=_eval_every(config, trainer), stop=stop)
         is_put_back = _is_put_back(peer, stop, now)
+
+
+def _eval_every(config: PeerConfig, trainer: Trainer) -> int:
+    return config.eval_every or model_defaults(trainer.run.model).eval_every
 
 
 def _is_put_back(peer: Peer | GroupPeer, stop: Callable[[], bool], now: Callable[[], float]) -> bool:

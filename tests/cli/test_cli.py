@@ -120,7 +120,7 @@ def test_help_shows_every_setting_with_its_default() -> None:
     for setting in SETTINGS.values():
         assert f"{setting.flag} {setting.metavar} " in text
         if isinstance(setting.default, (int, float)):
-            assert f"[default: {setting.default}]" in text
+            assert f"[default: {setting.default_text}]" in text
 
 
 @pytest.mark.processes
@@ -247,13 +247,16 @@ def test_config_show_prints_value_and_source(monkeypatch: pytest.MonkeyPatch) ->
     assert rows["lr"] == ["0.1", "peer.toml:", "lr"]
     assert rows["steps"] == ["6", "P2PTRAIN_STEPS"]
     assert rows["threads"] == ["3", "--threads"]
-    assert rows["eval_every"] == ["100", "default"]
+    assert rows["eval_every"] == ["100", "model", "gpt-demo"]
+    assert rows["muon_lr"] == ["unused", "default"]
     merged = json.loads(_output(*arguments, "--json"))
     assert merged["lr"] == {"value": 0.1, "source": "peer.toml: lr"}
     assert merged.keys() == rows.keys() == SETTINGS.keys()
     presets = {row.split()[0]: row.split()[1:] for row in _output(*arguments, "--preset", "diloco").splitlines()}
     assert presets["sync_every"] == ["500", "preset", "diloco"]
     assert presets["lr"] == rows["lr"]
+    assert presets["batch_tokens"] == ["65536", "model", "diloco-150m"]
+    assert presets["eval_tokens"] == [str(16 * 65_536), "model", "diloco-150m"]
 
 
 def test_join_trains_and_prints_its_line_whole(session: type[FakeNetworkSession]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,10 +13,12 @@ from p2ptrain.cli.dashboard import dashboard
 from p2ptrain.cli.join import join
 from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig, resolve_run
+from p2ptrain.settings.model_defaults import MODEL_DEFAULTS
 from p2ptrain.settings.peer_config import ENDPOINT, NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
+from p2ptrain.training.inner_optimizer import MUON_TIMES
 from p2ptrain.training.models import PRESETS as MODELS
 
 # For each setting a value other than its default, as text and converted.
@@ -150,7 +153,7 @@ def test_every_setting_has_flag_variable_and_toml_key(setting: Setting, tmp_path
 
     given = merge({}, {})
     assert given.values[setting.name] == setting.default
-    assert given.sources[setting.name] == DEFAULT
+    assert not given.explicit(setting.name)
 
 
 def test_flag_wins_over_environment_over_toml_over_default(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_several_addresses_fit_in_one_variable() -> None:
 
 
 def test_an_empty_variable_is_not_given_but_an_empty_flag_is_an_error() -> None:
-    assert merge({}, {"P2PTRAIN_LR": ""}).sources["lr"] == DEFAULT
+    assert not merge({}, {"P2PTRAIN_LR": ""}).explicit("lr")
     # As in: --initial-peers "$FORGOTTEN", which must not start a new run.
     with pytest.raises(ConfigError, match="--initial-peers: is empty"):
         merge({"initial_peers": ("",)}, {})
@@ -371,6 +374,37 @@ def test_settings_that_do_not_go_together_are_called_as_the_user_gave_them(tmp_p
     # What to give is called by its flag.
     with pytest.raises(ConfigError, match=r"^--inner-moments 'averaged': must be local unless --round-codec 'none'"):
         merge({"inner_moments": "averaged"}, {}).resolve_run(None)
+
+
+def test_a_run_has_the_defaults_of_its_model_unless_something_else_is_given(tmp_path: Path) -> None:
+    merged = merge({"model": "gpt2-124m", "inner_optimizer": "muon"}, {})
+    run = merged.resolve_run(None)
+    # The sources are beside the table.
+    assert (run.lr, run.warmup_steps, run.total_steps, run.sync_every, run.beta2) == (6e-4, 700, 20_000, 500, 0.95)
+    assert run.muon_lr == 2 * 6e-4
+    assert merged.sources["lr"] == merged.sources["muon_lr"] == "model gpt2-124m"
+    # Given were only two: a joiner adopts the rest.
+    live = RunConfig(model="gpt2-124m", inner_optimizer="muon", lr=0.25, muon_lr=0.5, sync_every=7, data="stdlib")
+    assert merged.resolve_run(live) == live
+    path = _toml(tmp_path / "c.toml", "sync_every = 11")
+    given = merge({"preset": "diloco", "lr": "0.5", "inner_optimizer": "muon"}, {"P2PTRAIN_BETA2": "0.25"}, path)
+    run = given.resolve_run(None)
+    assert (run.lr, run.beta2, run.sync_every, run.total_steps, run.muon_lr) == (0.5, 0.25, 11, 88_000, 1.0)
+    # Which run a joiner finds, and so which model, is not known yet.
+    assert [merged.values[name] for name in ("batch_tokens", "eval_tokens", "eval_every")] == [None] * 3
+
+
+def test_every_built_in_model_has_defaults_and_the_demos_are_those_of_the_api() -> None:
+    assert MODEL_DEFAULTS.keys() == MODELS.keys()
+    for model in ("gpt-demo", "my.models:tiny"):
+        run = merge({"model": model}, {}).resolve_run(None)
+        assert run == RunConfig(model=model, data="stdlib")
+        muon = merge({"model": model, "inner_optimizer": "muon"}, {}).resolve_run(None)
+        assert muon.muon_lr == MUON_TIMES * muon.lr
+    for model, lr in (("hf:gpt2", 6e-4), ("hf:gpt2:pretrained", 5e-5)):
+        assert merge({"model": model}, {}).resolve_run(None).lr == lr
+    large = {name for name, shape in MODELS.items() if replace(shape, vocab_size=32_000).num_parameters > 50e6}
+    assert {name for name, defaults in MODEL_DEFAULTS.items() if defaults.eval_every == 500} == large
 
 
 def test_an_unknown_preset_is_refused_with_those_there_are() -> None:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
 from p2ptrain.settings.table import did_you_mean
 from p2ptrain.training.models import hf
 from p2ptrain.training.models.gpt import GPT, GPTConfig
 from p2ptrain.training.models.llama import Llama, LlamaConfig
 
-# vocab_size=0 means that of the tokenizer. Presets with a published size have at least the vocabulary size that it was
-# given for.
+# Their learning rates, batches and the like are in `settings/model_defaults.py`. vocab_size=0 means that of the
+# tokenizer. Presets with a published size have at least the vocabulary size that it was given for.
 PRESETS: dict[str, GPTConfig | LlamaConfig] = {
     # Trains in minutes on one slow core; 0.1M parameters.
     "gpt-demo": GPTConfig(vocab_size=0, layers=2, heads=4, width=64, context=64),
@@ -41,17 +42,6 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
         vocab_size=32_000, layers=24, heads=16, width=1024, hidden=3072, context=1024, tied=False
     ),
 }
-# Tokens of one peer in an inner step. gpt-small: nanoGPT's. The larger ones: an eighth of the half million that nanoGPT
-# and DiLoCo train GPT-2 and their models with, so that eight peers together have their batch.
-_BATCH_TOKENS = {
-    "gpt-demo": 256, "gpt-small": 16_384, "gpt2-124m": 65_536, "diloco-60m": 65_536, "diloco-150m": 65_536,
-    "diloco-400m": 65_536, "llama-15m": 32_768, "llama-60m": 65_536, "llama-160m": 65_536, "llama-400m": 65_536,
-}  # fmt: skip
-# Windows in a batch of other models.
-_BATCH_WINDOWS = 4
-# Tokens to evaluate on, in inner steps of the model. A forward pass is a third of a step, so that an evaluation takes
-# about five steps, and 5 % of the time every 100 steps. A million tokens for GPT-2, as nanoGPT's two and a half.
-_EVAL_STEPS = 16
 # For models of the user without an attribute `context`: as short as the demo model's.
 DEFAULT_CONTEXT = 64
 
@@ -100,13 +90,13 @@ def count_parameters(name: str, *, vocab_size: int) -> int:
 
 def batch_windows(name: str, context: int, tokens: int | None, ranks: int = 1) -> int:
     """Windows of each rank of a peer in an inner step: together for about `tokens`, or for the default of the model."""
-    wanted = _BATCH_TOKENS.get(name, _BATCH_WINDOWS * context) if tokens is None else tokens
+    wanted = tokens or model_defaults(name).batch_tokens or BATCH_WINDOWS * context
     return max(1, round(wanted / context / ranks))
 
 
 def eval_tokens(name: str, context: int) -> int:
     """Tokens to evaluate a model on, without a setting of the user: the same on all peers of a run."""
-    return _EVAL_STEPS * batch_windows(name, context, None) * context
+    return EVAL_STEPS * batch_windows(name, context, None) * context
 
 
 def _of(config: GPTConfig | LlamaConfig) -> nn.Module:

@@ -24,6 +24,7 @@ from p2ptrain.peer.sinks import Sink
 from p2ptrain.settings.initial_peers import write_addresses
 from p2ptrain.settings.table import Settings
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
+from p2ptrain.settings.unusual import unusual
 from p2ptrain.signals import interruptible
 from p2ptrain.training import checkpoint
 from p2ptrain.training.announcement import announce
@@ -116,6 +117,9 @@ def join_run(
             ranks.tell()  # there is no job
             return
         run = chosen.run
+        if not chosen.is_live and saved is None:
+            for line in unusual(run):
+                say(f"warning: {line}")
         if ranks.size > 1 and run.inner_moments == "averaged":
             raise ConfigError(
                 f"inner_moments = 'averaged': is not supported in several processes, and run {run_id!r} has it; start "

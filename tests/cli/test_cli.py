@@ -261,6 +261,7 @@ def test_config_show_prints_value_and_source(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_join_trains_and_prints_its_line_whole(session: type[FakeNetworkSession]) -> None:
     text = _output("join", "--steps", "2", "--threads", "1", "--device", "cpu")
+    assert "warning: the warm-up takes 50 of 2 steps: give" in text
     assert f"\np2ptrain join --initial-peers {MADDR}\n" in text
     assert "step 2/2 · loss " in text
     assert text.endswith("finished at step 2, saved in p2ptrain-p2ptrain; try: p2ptrain generate p2ptrain-p2ptrain\n")

@@ -1,0 +1,40 @@
+"""Warnings of settings that are seldom meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2ptrain.settings.model_defaults import MODEL_DEFAULTS
+from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.table import merge
+from p2ptrain.settings.unusual import unusual
+
+
+def test_no_model_and_no_preset_is_unusual_by_its_defaults() -> None:
+    for flags in (*({"model": model} for model in MODEL_DEFAULTS), *({"preset": preset} for preset in PRESETS)):
+        assert list(unusual(merge(flags, {}).resolve_run(None))) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            {"steps": "2800", "sync_every": "100"},
+            "the warm-up takes 700 of 2,800 steps: give --warmup-steps 140, or more --steps",
+        ),
+        (
+            {"steps": "20000", "sync_every": "8000"},
+            "20,000 steps with H = 8,000 make 2.5 rounds: give --sync-every 2000 or less, or more --steps",
+        ),
+        ({"lr": "0.2"}, "the learning rate 0.2 is above 0.1, too high for AdamW: give --lr 0.0006 or less"),
+    ],
+)
+def test_what_is_unusual_is_said_with_its_numbers_and_a_fix(flags: dict[str, str], line: str) -> None:
+    assert list(unusual(merge({"model": "gpt2-124m", **flags}, {}).resolve_run(None))) == [line]
+
+
+def test_a_run_without_end_has_rounds_enough() -> None:
+    assert list(unusual(merge({"steps": "0", "sync_every": "9000"}, {}).resolve_run(None))) == []
+    # At the limits.
+    allowed = {"steps": "2801", "warmup_steps": "700", "sync_every": "933", "lr": "0.1"}
+    assert list(unusual(merge(allowed, {}).resolve_run(None))) == []

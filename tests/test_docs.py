@@ -29,8 +29,10 @@ from msgspec import Struct
 from p2ptrain.cli.main import cli
 from p2ptrain.cli.options import SettingsCommand
 from p2ptrain.protocol.wire import messages
+from p2ptrain.settings.model_defaults import model_defaults
 from p2ptrain.settings.reference import reference
 from p2ptrain.settings.table import SETTINGS
+from p2ptrain.training.models import PRESETS as MODELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -263,6 +265,17 @@ def test_the_program_on_choosing_prints_the_table_beside_it(capsys: pytest.Captu
     rows = capsys.readouterr().out
     assert rows.count("\n") == 9
     assert rows in (ROOT / "docs/choosing.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_models_is_what_they_have() -> None:
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    for name, shape in MODELS.items():
+        has = model_defaults(name)
+        row = (
+            f"| `{name}` | {shape.layers} | {shape.width} | {shape.heads} | {shape.context:,} | {has.batch_tokens:,} "
+            f"| {has.lr:g} | {has.warmup_steps:,} | {has.sync_every} |"
+        )
+        assert row in page.splitlines()
 
 
 def test_the_estimates_on_pages_are_what_the_command_prints() -> None:

@@ -14,7 +14,8 @@ PAGE = Path(__file__).parents[2] / "examples" / "pretrain_gpt2.md"
 TEXT = "The three machines train one model. " * 2000
 # What is smaller, or is elsewhere, than on the page.
 SMALLER = {
-    "gpt2-124m": "gpt-demo", "--warmup-steps 700": "--warmup-steps 5", "--sync-every 500": "--sync-every 20",
+    "--model gpt2-124m --data": "--model gpt-demo --lr 6e-4 --warmup-steps 5 --sync-every 20 --data",
+    "gpt2-124m": "gpt-demo",
     "/ip4/0.0.0.0/tcp/4001": "/ip4/127.0.0.1/tcp/0",
 }  # fmt: skip
 

@@ -522,6 +522,20 @@ def test_the_kinds_of_landing(kind: str) -> None:
     assert bench.step().round is None
 
 
+def test_after_the_last_landing_no_fragment_changes_the_weights_and_none_is_sent() -> None:
+    """A fragment of a peer at which the last round has landed is not bit-equal to our weights: it was encoded."""
+    bench = Bench(fragment_fraction=1.0, total_steps=5)
+    bench.steps(2)
+    anchor = torch.zeros(SPACE.num_blocks, 64)
+    bench.exchange.land(landing(kind="write", buffer=anchor, run_step=5, finished=True))
+    bench.receive(epoch=Epoch("L", 4), values=torch.full((2, 64), 1e-3))
+    bench.exchange.offer_push(push_plan(1, 5))
+    report = bench.step()
+    bench.deliver_posts()
+    assert (report.finished, report.merged, report.sent) == (True, 0, 0)
+    assert torch.equal(bench.flat(), anchor)
+
+
 @pytest.mark.parametrize(("kind", "left"), [("add", 7 * 16 - 80), ("keep", 7 * 16 - 80), ("write", 0)])
 def test_landing_settles_tokens_and_counts_the_next_interval_from_the_snapshot(kind: str, left: int) -> None:
     bench = Bench(sync_every=5)

@@ -188,6 +188,45 @@ def test_a_run_with_a_length_ends_in_one_plain_average_on_all() -> None:
     run_virtual(main)
 
 
+def test_peers_of_different_speeds_end_with_the_same_weights() -> None:
+    """A coarse codec leaves an error in the weights, and a slow peer takes steps while the last round is on its way."""
+
+    async def main() -> None:
+        run = dataclasses.replace(RUN, total_steps=70, round_codec="int4", fragment_fraction=0.2)
+        async with swarm(run) as s:
+            for name, step_s in {"a": 0.1, "b": 0.27, "c": 0.4}.items():
+                s.start(name, founder=name == "a", step_s=step_s)
+            await s.until(lambda: s.peers["a"].exchange.run_step > 60)
+            # Too slow for its last interval: it trains on while the round, of visits to a slow worker thread, lasts.
+            s.peers["c"].step_s, s.work_s = 1.0, 0.5
+            await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
+            await trio.sleep(2)
+            for peer in s.peers.values():
+                assert torch.equal(peer.flat(), peer.node.state.anchor_tensor())
+            assert torch.equal(s.peers["a"].flat(), s.peers["b"].flat())
+            last = [peer.rounds()[-1] for peer in s.peers.values()]
+            assert [event["late"] for event in last] == [False] * 3
+            assert [event["tokens_discarded"] > 0 for event in last] == [False, False, True]
+
+    run_virtual(main)
+
+
+def test_a_peer_that_missed_the_last_rounds_adopts_the_weights_of_the_others() -> None:
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, total_steps=70)) as s:
+            start_all(s, "abc")
+            await s.until(lambda: common(s, 1, 3))
+            s.network.partition(["a", "b"], ["c"])
+            await s.until(lambda: all(s.peers[name].exchange.finished for name in "ab"))
+            s.network.partition()
+            late = s.peers["c"]
+            await s.until(lambda: late.exchange.finished)
+            assert late.node.engine.head.state_hash == s.peers["a"].node.engine.head.state_hash
+            assert torch.equal(late.flat(), s.peers["a"].flat())
+
+    run_virtual(main)
+
+
 def test_intervals_follow_speeds_and_tokens_weigh() -> None:
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, sync_every=40)) as s:

@@ -258,8 +258,10 @@ class Exchange:
         self.tokens += samples
         self._merger.mixed.clear()
         report = self._land()
-        merged, skipped = self._merger.step(start, self.epoch, self.step_s)
-        self._gather(start)
+        merged, skipped = 0, dict[str, int]()
+        if not self.finished:  # no fragment may change the weights that the last round gave to all peers
+            merged, skipped = self._merger.step(start, self.epoch, self.step_s)
+            self._gather(start)
         sent = self._push() if self._gathered else 0
         self._snapshot(start)
         with self._lock:

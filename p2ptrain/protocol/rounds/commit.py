@@ -207,7 +207,8 @@ class Committer:
         if context.state.anchor.nbytes >= LARGE_BYTES:
             # What was received lies in freed heap pages; the landing takes new ones.
             await context.compute(release_unused)
-        land = functools.partial(own.land, context.codec) if own is not None and included else None
+        adds = included and not self._finishes(record)
+        land = functools.partial(own.land, context.codec) if own is not None and adds else None
         for span in context.averaging.spans(record):
             await context.compute(
                 step_chunks, context.state, context.averaging, progress, context.parts.get, span, land
@@ -236,23 +237,28 @@ class Committer:
         logger.warning("our outer gradient was left out of round %d: %s", record.round, why)
         return f"its outer gradient was left out: {why}"
 
+    def _finishes(self, record: Record) -> bool:
+        """Whether a record is that of the run's last round."""
+        return 0 < self._context.run.total_steps <= record.run_step
+
     def _landing_of(self, record: Record, included: bool, missed_rounds: int) -> Landing:
         """The landing of a round in this peer's weights.
 
         A contributor takes the agreed change and keeps its quantisation error: θ += A′ − A + decode(own sent bytes). A
         peer that was left out continues from its own weights (DiLoCo, section 3.1, figure 8), and so does one whose
         older outer gradient was averaged; left out more than `max_missed_rounds` times in a row, it adopts the anchor
-        and discards its own progress. After the run's last round all adopt the anchor.
+        and discards its own progress. So does every peer after the run's last round: all end with the same weights.
         """
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
-        finished = 0 < run.total_steps <= record.run_step
-        overwrite = not included and (finished or missed_rounds > run.max_missed_rounds)
+        finished = self._finishes(record)
+        overwrite = finished or (not included and missed_rounds > run.max_missed_rounds)
+        included_tokens = own.snapshot.tokens if included and own is not None else 0
         kind: LandingKind = "keep"
         buffer = None
-        if included and own is not None:
-            kind, buffer = "add", own.snapshot.weights
-        elif overwrite:
+        if overwrite:
             kind, buffer = "write", context.state.anchor_tensor()
+        elif included and own is not None:
+            kind, buffer = "add", own.snapshot.weights
         spent = taker.spent()
         report = RoundReport(
             round=record.round,
@@ -266,7 +272,7 @@ class Committer:
             record_sha256=record.sha256,
             wall_s=spent.wall_s,
             stall_s=own.snapshot.held_s if own else 0.0,
-            tokens_discarded=context.exchange.tokens if overwrite else 0,
+            tokens_discarded=max(0, context.exchange.tokens - included_tokens) if overwrite else 0,
             cosine=record.cosine,
             mean_norm=record.mean_norm,
         )
@@ -276,7 +282,7 @@ class Committer:
             epoch=Epoch(record.lineage, record.round),
             sync_every=dict(record.intervals).get(context.peer_id, run.sync_every),
             run_step=record.run_step,
-            included_tokens=own.snapshot.tokens if included and own else 0,
+            included_tokens=included_tokens,
             snapshot_steps=own.snapshot.steps if own else None,
             report=report,
             finished=finished,

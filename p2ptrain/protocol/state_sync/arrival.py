@@ -25,10 +25,13 @@ class Arrivals:
     async def land(self, kind: LandingKind, reason: str, run_step: int | None = None, *, founded: bool = False) -> None:
         """Land our new head, and wait until it has taken effect; kind "write" replaces the weights by the anchor.
 
-        `run_step`: where weights from a checkpoint are; None for those of the head.
+        So does the head of the run's last round with either kind, as all peers end with the same weights. `run_step`:
+        where weights from a checkpoint are; None for those of the head.
         """
         context, head, run = self._engine.context, self._engine.head, self._engine.context.run
         run_step = head.run_step if run_step is None else run_step
+        finished = 0 < run.total_steps <= head.run_step
+        kind = "write" if finished else kind
         # The interval that a checkpoint interrupted goes on: its round is due after the rest of it, at once if it was
         # due. Steps in pairs have no head that says when the last one was.
         since = 0 if run.is_pairwise else max(0, min(run_step - head.run_step, run.sync_every))
@@ -53,6 +56,6 @@ class Arrivals:
             included_tokens=0,
             snapshot_steps=context.exchange.steps - since if since else None,
             report=None,
-            finished=0 < run.total_steps <= head.run_step,
+            finished=finished,
         )
         await self._engine.committer.land(landing)

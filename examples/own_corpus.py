@@ -61,7 +61,7 @@ peer = p2ptrain.join(
     identity=options.checkpoint.with_suffix(".key"), diloco=p2ptrain.DiLoCo(sync_every=50), resume=saved.get("peer"),
 )  # fmt: skip
 with contextlib.suppress(KeyboardInterrupt), peer:
-    line = [sys.executable, __file__, "--steps", str(options.steps), "--checkpoint", "second.pt"]
+    line = [sys.executable, __file__, str(options.folder), "--steps", str(options.steps), "--checkpoint", "second.pt"]
     print("others join by:", shlex.join([*line, "--initial-peers", *peer.maddrs]), sep="\n", flush=True)
     tokenizer = Tokenizer.from_str(bytes(model.tokenizer.tolist()).rstrip(b"\0").decode())
     for piece, ids in batches(tokenizer, saved.get("piece", 0), peer.data_seed):

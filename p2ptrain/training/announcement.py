@@ -35,6 +35,8 @@ def announce(
     say("other peers join with:")
     say(join_line(peer.maddrs, run.run_id, run.model, network.key_file))
     _say_ticket(peer, run, network, share_key, say)
+    if run.data == "text":
+        say("each peer adds --data with text of its own")
 
 
 def _say_ticket(

@@ -17,8 +17,8 @@ from p2ptrain.signals import interruptible
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data.corpus import TextFiles
 from p2ptrain.training.data.token_files import TokenFolder
-from p2ptrain.training.data.tokenizer import Tokenizer
-from p2ptrain.training.data.tokenizer_file import TRAIN
+from p2ptrain.training.data.tokenizer import IDS, Tokenizer
+from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, TRAIN
 from p2ptrain.training.run_tokenizer import first_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -136,8 +136,11 @@ def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | No
             f"--out {out}: its checkpoint has other settings than the live run "
             f"({_differences(ours, found)}); give another --out"
         )
+    adopted = found or ours
+    if adopted is not None:
+        _check_prepared(settings, adopted)
     try:
-        run = settings.resolve_run(found or ours)
+        run = settings.resolve_run(adopted)
     except RunMismatchError as error:
         if found is None:
             raise RunMismatchError(f"{error}. The run's settings come from the checkpoint in {out}") from error
@@ -156,6 +159,35 @@ def settle_run(settings: Settings, found: RunConfig | None, ours: RunConfig | No
     if run.data == "text" and not settings.explicit("data"):
         raise ConfigError(f"run {run.run_id!r} trains on text that every peer brings: add --data FILE or DIR")
     return run
+
+
+def _check_prepared(settings: Settings, run: RunConfig) -> None:
+    """Raise RunMismatchError if the user's data was prepared with another tokenizer than the run's."""
+    made_with = settings.from_files.get("tokenizer", run.tokenizer)
+    if settings.explicit("tokenizer") or made_with == run.tokenizer:
+        return
+    theirs, fix = "ids of a tokenizer that it does not name", "give token files with these ids"
+    if run.tokenizer != IDS:
+        theirs, given = _called(run.tokenizer), run.tokenizer
+        if _is_file(given):
+            given = f"{TOKENIZER_FILE} (it is in the output directory of each peer of the run)"
+        fix = (
+            "give the text itself as --data, which is then tokenized with the run's tokenizer, or prepare it again "
+            f"with --tokenizer {given}"
+        )
+    raise RunMismatchError(
+        f"--data {settings.values['data']}: was prepared with {_called(made_with)}, but run {run.run_id!r} has "
+        f"{theirs}; {fix}; or choose another --run-id"
+    )
+
+
+def _called(tokenizer: str) -> str:
+    return f"the tokenizer file {tokenizer[:12]}…" if _is_file(tokenizer) else f"the tokenizer {tokenizer!r}"
+
+
+def _is_file(tokenizer: str) -> bool:
+    """Whether this is the hash of a tokenizer's file, and not the name of a built-in one."""
+    return len(tokenizer) == 64
 
 
 def _ask_tokenizer(session: NetworkSession, run: RunConfig, say: Callable[[str], None]) -> bytes | None:

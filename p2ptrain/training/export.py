@@ -48,6 +48,7 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
         else:
             _write_json(out / "config.json", config)
             save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+        _share_weights(out)
         if tokenizer.identity != IDS:
             (out / TOKENIZER_FILE).write_bytes(_without_additions(as_file(tokenizer)))
             _write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, context_length(model)))
@@ -124,3 +125,10 @@ def _tokenizer_config(tokenizer: Tokenizer, context: int) -> dict[str, Any]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _share_weights(out: Path) -> None:
+    """Give files of weights, which safetensors makes for their owner alone, the mode of the other files."""
+    mode = (out / "config.json").stat().st_mode
+    for path in out.glob("*.safetensors"):
+        path.chmod(mode)

@@ -6,6 +6,7 @@ Errors that can be found on this machine are raised before the network is opened
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -30,11 +31,12 @@ from p2ptrain.training import checkpoint
 from p2ptrain.training.announcement import announce
 from p2ptrain.training.choose_run import check_pins, choose_run, read_saved
 from p2ptrain.training.data.source import open_source
+from p2ptrain.training.data.tokenizer import IDS, Tokenizer
 from p2ptrain.training.device import device_of
 from p2ptrain.training.fsdp import check_fsdp
 from p2ptrain.training.job import Job, build_model, build_trainer, place_model
 from p2ptrain.training.known_peers import open_session, write_known_peers
-from p2ptrain.training.loop import TrainingProgress
+from p2ptrain.training.loop import TrainingEnd, TrainingProgress
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
@@ -166,10 +168,23 @@ def join_run(
             on_progress(progress)
 
         job, saved = dataclasses.replace(job, saved=None), None  # free it: gigabytes for a large model
-        reason = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
-        hint = f"try: p2ptrain generate {out}" if reason == "finished" else "run the same command again to continue"
-        is_saved = (out / checkpoint.name_of(peer.run_step)).exists()
-        say(f"{reason} at step {peer.run_step}, {'saved' if is_saved else 'not saved'} in {out}; {hint}")
+        end = take_part(job, trainer, ranks, member, say=say, on_progress=progressed)
+        say(_end_line(end, peer.run_step, out, chosen.tokenizer))
+
+
+def _end_line(end: TrainingEnd, step: int, out: Path, tokenizer: Tokenizer) -> str:
+    """What is said last: how training ended, and what can be done now."""
+    hint = "run the same command again to continue"
+    if end.reason == "finished":
+        hint = f"try: p2ptrain generate {out}"
+        if tokenizer.identity == IDS:
+            hint += " --tokenizer FILE.json"
+    loss = ""
+    if end.eval_loss is not None:
+        perplexity = math.exp(min(end.eval_loss, 99.0))
+        loss = f": held-out {end.eval_loss:.3f} (perplexity {perplexity:.1f}) after the last round"
+    saved = "saved" if (out / checkpoint.name_of(step)).exists() else "not saved"
+    return f"{end.reason} at step {step}{loss}, {saved} in {out}; {hint}"
 
 
 def _init_weights(model: nn.Module, job: Job, *, is_live: bool, knows_others: bool) -> str:

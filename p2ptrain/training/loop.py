@@ -138,6 +138,17 @@ class TrainingProgress:
     skipped: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class TrainingEnd:
+    """How training ended: why, and the loss on held-out text of the weights that the run's last round left, in nats.
+
+    `eval_loss` is None if the last round did not land, or the evaluation was interrupted.
+    """
+
+    reason: Literal["finished", "interrupted"]
+    eval_loss: float | None = None
+
+
 def run_training(
     peer: Peer | GroupPeer,
     trainer: Trainer,
@@ -148,10 +159,10 @@ def run_training(
     on_progress: Callable[[TrainingProgress], None],
     on_sample_due: Callable[[], None] = lambda: None,
     now: Callable[[], float] = time.monotonic,
-) -> Literal["finished", "interrupted", "failed"]:
+) -> TrainingEnd:
     """Train until the run ends or `stop()` is true; then leave the run and write a checkpoint. Blocks until then.
 
-    Returns "finished" or "interrupted". After an error, such as bad data, it also leaves and, if there is one rank,
+    After an error, such as bad data, it also leaves and, if there is one rank,
     writes the checkpoint, and then raises it; likewise TransientError if the network side has ended, or the last
     checkpoint cannot be written.
 
@@ -173,7 +184,7 @@ def run_training(
             saved_at = at
 
     try:
-        _train(peer, trainer, config, save, stop, on_progress, on_sample_due, now)
+        eval_loss = _train(peer, trainer, config, save, stop, on_progress, on_sample_due, now)
     except Exception:
         peer.leave("failed")
         try:
@@ -209,7 +220,8 @@ def run_training(
         raise trainer.ranks.once(
             TransientError(f"cut off from the run: {failure}; run the same command again to continue from {out}")
         )
-    return reason
+    assert reason != "failed"
+    return TrainingEnd(reason, eval_loss)
 
 
 def _train(
@@ -221,8 +233,8 @@ def _train(
     on_progress: Callable[[TrainingProgress], None],
     on_sample_due: Callable[[], None],
     now: Callable[[], float],
-) -> None:
-    """Train until the run's end, a signal, or the end of the network side.
+) -> float | None:
+    """Train until the run's end, a signal, or the end of the network side. Returns the loss after the last round.
 
     `save` writes a checkpoint, unless nothing has changed since the last one. Other arguments as of `run_training`.
     """
@@ -230,10 +242,11 @@ def _train(
     eval_loss = math.nan
     eval_every = _eval_every(config, trainer)
 
-    def evaluate() -> None:
+    def evaluate() -> float | None:
         nonlocal eval_loss
         measured = record_evaluation(peer, trainer, eval_every, stop)
         eval_loss = eval_loss if measured is None else measured
+        return measured
 
     evaluate()
     line_s = saved_s = now()
@@ -252,10 +265,11 @@ def _train(
         if now() - saved_s >= 60 * config.checkpoint_minutes:
             save()
             saved_s = now()
-    if not stop() and not peer.failure:
-        evaluate()
+    is_merged = peer.finished
+    last_loss = evaluate() if not stop() and not peer.failure else None
     if recent:
         on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
+    return last_loss if is_merged else None
 
 
 def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_closed: bool) -> bool:

@@ -12,7 +12,7 @@ from p2ptrain.signals import stop_on_signals
 from p2ptrain.training.data.tokenizer import IDS
 from p2ptrain.training.generation import generate_text
 from p2ptrain.training.job import Job
-from p2ptrain.training.loop import TrainingProgress, run_training
+from p2ptrain.training.loop import TrainingEnd, TrainingProgress, run_training
 from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.trainer import Trainer
 
@@ -33,8 +33,8 @@ def take_part(
     *,
     say: Callable[[str], None],
     on_progress: Callable[[TrainingProgress], None],
-) -> str:
-    """All ranks: train until the run ends or the user stops it. Returns why it ended, as `run_training` does.
+) -> TrainingEnd:
+    """All ranks: train until the run ends or the user stops it. Returns how it ended, as `run_training` does.
 
     Args:
         job: what is trained.
@@ -67,6 +67,17 @@ def take_part(
         if config.sample_every and config.fsdp == "on":
             say("--sample-every: not used, because the model is sharded (--fsdp)")
             config = dataclasses.replace(config, sample_every=0)
+        say(_size_line(trainer))
         return run_training(
             member, trainer, config, out=job.out, stop=stop, now=now, on_progress=on_progress, on_sample_due=sample
         )
+
+
+def _size_line(trainer: Trainer) -> str:
+    """What is trained: with a large model, minutes pass before the next line."""
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
+    return (
+        f"{size} parameters; a step is {trainer.step_windows} windows of {trainer.context:,} tokens; evaluating on "
+        f"{trainer.eval_windows * trainer.context:,} held-out tokens first"
+    )

@@ -54,6 +54,8 @@ class Trainer:
     """A model with its optimizer and its text windows. Owns the optimizer; the caller owns the model.
 
     Attributes:
+        context: tokens of a window.
+        step_windows: windows of a step of all ranks; eval_windows: those that are evaluated on.
         bytes_per_token: bytes of UTF-8 in a token of what is evaluated; None if that is not known.
         utilisation: share of the GPU's peak that one token a second takes (`mfu`); None if that is not known.
     """
@@ -101,7 +103,8 @@ class Trainer:
         self.ranks = ranks or Ranks()
         self._seed = seed
         self._device = next(model.parameters()).device
-        context = context_length(model)
+        self.context = context = context_length(model)
+        self.step_windows = batch_size * self.ranks.size
         windows = RandomWindows(corpus.training, context=context, batch_size=batch_size, seed=seed, spans=spans)
         self._data_digest = corpus.digest
         self._windows = ReadAhead(windows, pin=self._device.type == "cuda") if read_ahead else windows
@@ -114,6 +117,7 @@ class Trainer:
         self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
         eval_count = max(1, round(eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
+        self.eval_windows = len(self._eval_windows[0])
         # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
         self._eval_batch = min(EVAL_BATCH, self._micro_batch) if self._is_sharded else EVAL_BATCH
         self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])

@@ -264,7 +264,12 @@ def test_join_trains_and_prints_its_line_whole(session: type[FakeNetworkSession]
     assert "warning: the warm-up takes 50 of 2 steps: give" in text
     assert f"\np2ptrain join --initial-peers {MADDR}\n" in text
     assert "step 2/2 · loss " in text
-    assert text.endswith("finished at step 2, saved in p2ptrain-p2ptrain; try: p2ptrain generate p2ptrain-p2ptrain\n")
+    assert re.search(r"\n[\d,]+ parameters; a step is \d+ windows of \d+ tokens; evaluating on [\d,]+ held-out", text)
+    assert re.fullmatch(
+        r"finished at step 2: held-out \d\.\d{3} \(perplexity \d+\.\d\) after the last round, saved in "
+        r"p2ptrain-p2ptrain; try: p2ptrain generate p2ptrain-p2ptrain",
+        text.splitlines()[-1],
+    )
 
 
 @pytest.mark.parametrize(

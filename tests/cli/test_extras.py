@@ -73,7 +73,7 @@ def test_without_extras_help_works_and_a_peer_trains(tmp_path: Path) -> None:
     assert "p2ptrain join" in _python(COMMAND, "--help", cwd=tmp_path).stdout
     done = _python(COMMAND, "join", *STEPS, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "finished at step 2, saved in" in done.stdout
+    assert "finished at step 2: held-out " in done.stdout
     written = _python(COMMAND, "generate", "--length", "5", cwd=tmp_path)
     assert written.stdout.startswith("def "), written.stderr
 

@@ -123,7 +123,7 @@ def test_the_worker_on_a_gpu_trains_in_the_same_run_and_starts_only_on_demand() 
 def test_a_service_is_a_command_with_a_check_and_time_to_leave(service: str) -> None:
     definition = _services()[service]
     assert definition["command"][0] == {"worker": "join", "worker-gpu": "join"}.get(service, service)
-    assert definition["stop_grace_period"] == "20s"
+    assert definition["stop_grace_period"] == ("2m" if service == "worker-gpu" else "20s")
     script = definition["healthcheck"]["test"][2]
     assert f"COPY peers/healthcheck.py {script}\n" in _dockerfile()
 

@@ -66,7 +66,7 @@ def test_a_run_from_beginning_to_end_as_its_terminal_shows_it(swarm: Swarm) -> N
         "loss ",
         "this one  left: ",
     ]
-    places = [text.rindex(part) for part in [*order, "finished at step 60, saved in"]]
+    places = [text.rindex(part) for part in [*order, "finished at step 60: held-out "]]
     assert places == sorted(places)
     assert b"\x1b" not in plain.typed_out
     assert "step 60/60 · loss " in plain.output

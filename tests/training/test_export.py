@@ -78,6 +78,7 @@ def test_a_file_of_characters_or_bytes_is_the_same_tokenizer(tokenizer: Tokenize
 
 def test_without_a_tokenizer_the_model_alone_is_written(tmp_path: Path) -> None:
     export(GPT(TINY_GPT), Ids(98), tmp_path / "out")
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 

@@ -22,6 +22,7 @@ from p2ptrain.settings.table import merge
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
 from p2ptrain.signals import SIGNALS
 from p2ptrain.training import follow, join
+from p2ptrain.training.loop import TrainingEnd
 from p2ptrain.training.ranks import Ranks
 from tests.fakes import FakeNetworkSession, FakePeer
 
@@ -66,7 +67,7 @@ def lost_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_says_that_another_was_lost_after_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     session = type("NetworkSession", (FakeNetworkSession,), {})  # it notes in its class what was done
     monkeypatch.setitem(sys.modules, "p2ptrain.peer.session", types.SimpleNamespace(NetworkSession=session))
-    monkeypatch.setattr(join, "take_part", lambda *given, **named: "finished")
+    monkeypatch.setattr(join, "take_part", lambda *given, **named: TrainingEnd("finished"))
     trainer = types.SimpleNamespace(optimizer=types.SimpleNamespace(adamw=None))
     monkeypatch.setattr(join, "build_trainer", lambda *given: (trainer, None, None))
     text = tmp_path / "text.txt"
@@ -83,9 +84,9 @@ def test_the_others_say_it_too_and_ignore_the_signals_that_they_were_started_wit
 ) -> None:
     handlers: list[Any] = []
 
-    def take_part(*given: Any, **named: Any) -> str:
+    def take_part(*given: Any, **named: Any) -> TrainingEnd:
         handlers.extend(signal.getsignal(number) for number in SIGNALS)
-        return "finished"
+        return TrainingEnd("finished")
 
     member = FakePeer.__new__(FakePeer)
     stubs: dict[str, Any] = {

@@ -75,6 +75,7 @@ def test_addresses_that_cannot_be_noted_do_not_stop_training(
 def test_a_founder_trains_and_prints_the_line_for_others(session: type[FakeNetworkSession]) -> None:
     lines = _join(steps="2")
     assert f"p2ptrain join --initial-peers {MADDR} --run-id r" in lines
+    assert not any("each peer adds --data" in line for line in lines)
     assert lines[0] == "started run 'r' (model gpt-demo, 2 steps) as peer QmFake"
     assert session.opened is not None
     assert session.opened.identity == "p2ptrain-r/identity.key"
@@ -599,8 +600,13 @@ def test_prepared_data_brings_its_tokenizer(session: type[FakeNetworkSession], t
         _join(steps="1", data=str(tmp_path / "data"), tokenizer="bytes", out="other")
     session.live = replace(LIVE, data="text")
     with pytest.raises(
-        RunMismatchError, match=r"--data \(its tokenizer\): you gave '\w{64}', but run 'r' trains with 'chars'"
+        RunMismatchError,
+        match=r"data: was prepared with the tokenizer file \w{12}…, but run 'r' has the tokenizer 'chars'; give the "
+        r"text itself as --data, .* or prepare it again with --tokenizer chars; or choose another --run-id",
     ):
+        _join(initial_peers=MADDR, data=str(tmp_path / "data"), out="third")
+    session.live = replace(LIVE, data="text", tokenizer="1" * 64)
+    with pytest.raises(RunMismatchError, match=r"has the tokenizer file 1{12}…; .* --tokenizer tokenizer\.json \("):
         _join(initial_peers=MADDR, data=str(tmp_path / "data"), out="third")
 
 
@@ -617,7 +623,9 @@ def test_a_sample_without_a_tokenizer_is_said_and_costs_nothing(
     (np.arange(5000) % 200).astype(np.uint16).tofile(tmp_path / "train.bin")
     lines = _join(steps="3", data=str(tmp_path / "train.bin"), sample_every="1", model="gpt-demo")
     assert any(line.startswith("--sample-every: not used") for line in lines)
-    assert lines[-1].startswith("finished at step 3")
+    assert lines[-1].startswith("finished at step 3: held-out ")
+    assert lines[-1].endswith("try: p2ptrain generate p2ptrain-r --tokenizer FILE.json")
+    assert "each peer adds --data with text of its own" in lines
 
 
 def test_a_tokenizer_to_be_made_is_not_used_where_the_run_has_one(session: type[FakeNetworkSession], text: str) -> None:

@@ -57,8 +57,8 @@ def _run(
     step_s: float = 1.0,
 ) -> tuple[str, list[TrainingProgress]]:
     lines: list[TrainingProgress] = []
-    reason = run_training(peer, trainer, config, out=out, stop=stop, on_progress=lines.append, now=_clock(step_s))
-    return reason, lines
+    end = run_training(peer, trainer, config, out=out, stop=stop, on_progress=lines.append, now=_clock(step_s))
+    return end.reason, lines
 
 
 def test_it_trains_until_the_run_ends_and_leaves_a_checkpoint(tmp_path: Path) -> None:

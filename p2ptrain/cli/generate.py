@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import click
@@ -14,7 +15,7 @@ from p2ptrain.settings.config import RunConfig
 @click.option("--prompt", default="def ", show_default=True, help="Beginning of the text.")
 @click.option("--length", type=click.IntRange(min=1), default=500, show_default=True, help="Tokens to add.")
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True,
+    "--temperature", type=click.FloatRange(min=0, max=100), default=0.8, show_default=True,
     help="Sampling temperature; 0 for the most likely text.",
 )  # fmt: skip
 @click.option(
@@ -22,7 +23,9 @@ from p2ptrain.settings.config import RunConfig
     help="Sample from the likeliest tokens of this probability in all.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="NAME", help="If DIR has none: FILE.json or hub:NAME, as for join.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the sampling.")
+@click.option(
+    "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="Seed of the sampling."
+)
 def generate(
     directory: str, prompt: str, length: int, temperature: float, top_p: float, tokenizer: str | None, seed: int
 ) -> None:
@@ -39,6 +42,9 @@ def generate(
     """
     from p2ptrain.training.generation import generate_text, load_model
 
+    if math.isnan(temperature) or math.isnan(top_p):
+        raise click.UsageError("--temperature and --top-p must be numbers, not nan")
+    prompt = prompt.encode(errors="replace").decode()  # bytes of the terminal that are not UTF-8
     model, found = load_model(Path(directory), tokenizer)
     click.echo(prompt, nl=False)
     for text in generate_text(model, found, prompt, length=length, temperature=temperature, top_p=top_p, seed=seed):

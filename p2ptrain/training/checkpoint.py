@@ -135,7 +135,7 @@ def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:
             if _file_digest(file) != content["files"][file.name]["sha256"]:
                 raise CheckpointError(f"checkpoint {path} is damaged: {file.name} does not match its hash")
             state[part] = _unpack(content["state"][part], load_file(file))
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {path} is damaged: {type(error).__name__}: {error}") from error
     return Checkpoint(step=content["step"], info=content["info"], state=state)
 
@@ -162,7 +162,7 @@ def _serial(path: Path) -> int | None:
     """The serial number of a checkpoint, which grows with each save; None if its manifest is damaged."""
     try:
         return int(json.loads((path / MANIFEST).read_bytes())["content"].get("serial", 0))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

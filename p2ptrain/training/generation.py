@@ -15,6 +15,10 @@ from p2ptrain.training.data.tokenizer import CHARS, GPT2_VOCAB_SIZE, IDS, Ids, T
 from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, find_tokenizer, read_tokenizer
 from p2ptrain.training.models import GPT, Llama, build, context_length
 from p2ptrain.training.models.cache import KeyValueCache
+from p2ptrain.training.models.hf import CausalLM
+
+# Logits divided by less than this may overflow; the likeliest token then has all of the probability anyway.
+GREEDY_BELOW = 1e-4
 
 
 def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = True) -> tuple[nn.Module, Tokenizer]:
@@ -52,6 +56,13 @@ def _exported(path: Path, name: str | None, *, needs_text: bool) -> tuple[nn.Mod
     found = find_tokenizer(name or str(file)) if name or file.is_file() else None
     if found is None and needs_text:
         raise ConfigError(f"{path}: has no {TOKENIZER_FILE}; give it with --tokenizer FILE.json or hub:NAME")
+    assert isinstance(model, CausalLM)
+    table = model.num_ids
+    if found is not None and found.vocab_size > table:
+        raise ConfigError(
+            f"{path}: its tokenizer has {found.vocab_size:,} ids, and its model {table:,}; give the model's own with "
+            f"--tokenizer FILE.json"
+        )
     return model, found or Ids(GPT2_VOCAB_SIZE)
 
 
@@ -65,7 +76,7 @@ def generate_text(
     Args:
         model: maps int64 tokens (1, T) to logits (1, T, V).
         prompt: may be empty; if longer than the model's context, only its end is used.
-        temperature: 0 always takes the likeliest token; 1 samples from the model's distribution.
+        temperature: 0, or below GREEDY_BELOW: the likeliest token; 1 samples from the model's distribution.
         seed: seeds the sampling.
         top_p: samples only from the likeliest tokens that together have this probability.
     """
@@ -79,7 +90,9 @@ def generate_text(
     shown = ""
     for _ in range(length):
         logits = reader(tokens)[: tokenizer.vocab_size].float().cpu()
-        if temperature == 0:
+        if not torch.isfinite(logits.max()):
+            raise ConfigError("the model's predictions are NaN or infinite: its weights cannot be used")
+        if temperature < GREEDY_BELOW:
             chosen = logits.argmax(keepdim=True)
         else:
             chances = _likeliest((logits / temperature).softmax(0), top_p)

@@ -114,10 +114,15 @@ def test_checkpoints_of_before_they_were_numbered_go_by_their_steps(tmp_path: Pa
     assert newest.step == 5
 
 
-def test_one_with_a_damaged_manifest_is_said_and_goes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "damaged", ["{", '{"sha256": "", "content": {"serial": Infinity}}', "[" * 100_000], ids=["cut", "infinite", "deep"]
+)
+def test_one_with_a_damaged_manifest_is_said_and_goes_first(
+    damaged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (1, 2, 3):
         path = checkpoint.save(tmp_path, _checkpoint(step))
-    (path / "manifest.json").write_text("{")
+    (path / "manifest.json").write_text(damaged)
     newest = checkpoint.load_newest(tmp_path)
     assert newest is not None
     assert newest.step == 2

@@ -51,6 +51,15 @@ def test_draws_depend_on_seed_and_temperature() -> None:
     assert _text("a", temperature=0.1) == "bcdef"
 
 
+def test_a_tiny_temperature_is_none_and_weights_that_are_nan_are_an_error() -> None:
+    assert _text("a", temperature=1e-40) == _text("a")
+    broken = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=0)
+    with torch.no_grad():
+        next(broken.parameters()).fill_(math.nan)
+    with pytest.raises(ConfigError, match="predictions are NaN or infinite"):
+        list(generate_text(broken, Characters(), "a", length=1, temperature=1.0, seed=0))
+
+
 def test_an_empty_prompt_begins_a_line() -> None:
     assert _text("", length=1) == "\t"
     assert encode("\n\t").tolist() == [0, 1]

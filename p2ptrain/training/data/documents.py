@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ def read_documents(unit: Unit, field: str, split: str) -> Iterator[Document]:
             yield from _parquet_documents(unit, field)
         else:
             yield from _dataset_documents(unit, field, split)
-    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise ConfigError(f"{unit.path}: is cut off or not compressed as its name says ({error})") from error
     except OSError as error:
         raise ConfigError(f"{error.filename or unit.path}: cannot be read ({error.strerror or error})") from error
@@ -210,7 +211,7 @@ def _json_documents(unit: Unit, field: str) -> Iterator[Document]:
         place = f"{unit.path}, byte {at:,}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place}: is not a line of JSON ({error}); give .jsonl, one record a line") from error
         if not isinstance(record, dict):
             raise ConfigError(f"{place}: is a {type(record).__name__}, not a record; give .jsonl, one record a line")
@@ -238,7 +239,14 @@ def _parquet_documents(unit: Unit, field: str) -> Iterator[Document]:
         raise _no_field(field, file.schema_arrow.names, unit.path)
     number = 0
     for batch in file.iter_batches(batch_size=256, row_groups=[unit.start], columns=[field]):
-        for text in batch.column(0).to_pylist():
+        try:
+            texts = batch.column(0).to_pylist()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{unit.path}, row group {unit.start}, row {number:,} or one of the {len(batch)} after it: is not "
+                f"UTF-8 ({error}); write the file anew"
+            ) from error
+        for text in texts:
             yield _of_record({field: text}, field, f"{unit.path}, row group {unit.start}, row {number:,}")
             number += 1
 

@@ -58,5 +58,6 @@ def read_meta(folder: Path) -> Meta:
         raise ConfigError(f"--data {path}: was not written by p2ptrain data prepare ({error})") from error
 
 
-def write_meta(folder: Path, meta: Meta) -> None:
-    (folder / META_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n")
+def encoded(meta: Meta) -> bytes:
+    """The content of its file."""
+    return msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n"

@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from filelock import FileLock, Timeout
 from p2ptrain.errors import ConfigError
 from p2ptrain.signals import interruptible
 from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
-from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, write_meta
+from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, encoded
 from p2ptrain.training.data.tokenizer import Tokenizer, token_dtype
 from p2ptrain.training.data.tokenizer_file import (
     TOKENIZER_FILE,
@@ -133,7 +134,7 @@ def _prepare(
     job = Job(sources, units, field, split, held_out, chosen.identity, chosen.vocab_size, tokenizer)
     _claim(notes, job, out)
     if chosen.file:
-        (out / TOKENIZER_FILE).write_bytes(chosen.file)
+        _write_whole(out / TOKENIZER_FILE, chosen.file)
     done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
     if done:
         say(f"continuing: {len(done)} of {len(units)} parts are done")
@@ -152,7 +153,7 @@ def _prepare(
     )  # fmt: skip
     if not any(shard.split == "train" for shard in meta.shards):
         raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
-    write_meta(out, meta)
+    _write_whole(out / META_FILE, encoded(meta))
     shutil.rmtree(notes)
     return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
 
@@ -191,7 +192,10 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
     """Note what is prepared here. Raises ConfigError if another preparation was begun here."""
     path = notes / JOB_FILE
     if path.exists():
-        begun = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        try:
+            begun = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        except msgspec.MsgspecError:
+            raise ConfigError(f"--out {out}: {path} is damaged; give another --out, or remove it") from None
         if begun.get("digest") != job.digest:
             raise ConfigError(
                 f"--out {out}: another preparation was begun there (tokenizer {begun.get('name')!r}), or its sources "
@@ -213,7 +217,7 @@ def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[i
         return
     # Not forked: threads of the tokenizers library do not survive it.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, max(1, len(numbers))), context) as pool:
+    with ProcessPoolExecutor(min(jobs, max(1, len(numbers))), context, _end_with_parent) as pool:
         running: dict[Future[Done], int] = {}
         waiting = iter(numbers)
         try:
@@ -320,8 +324,23 @@ def _note(notes: Path, number: int) -> Done | None:
 
 def _write_whole(path: Path, content: bytes) -> None:
     part = path.with_suffix(".part")
-    part.write_bytes(content)
+    with part.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
     part.replace(path)
+
+
+def _end_with_parent() -> None:
+    """In a worker process: end it when its parent is killed, so that it does not write beside the next attempt."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _dtype(tokenizer: Tokenizer) -> Literal["uint8", "uint16", "uint32"]:

@@ -50,7 +50,7 @@ class TokenizerFile:
         """`origin` names the file in errors. Raises ConfigError if it is none that can be used."""
         if len(file) > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{origin}: has {len(file):,} bytes; at most {MAX_FILE_BYTES:,} are sent to joiners: give a smaller one"
+                f"{origin}: has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners; give a smaller one"
             )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
@@ -69,13 +69,19 @@ class TokenizerFile:
         self.vocab_size = max(ids.values(), default=-1) + 1
         if not 2 <= self.vocab_size <= MAX_VOCAB_SIZE:
             raise ConfigError(f"{origin}: has {self.vocab_size:,} ids; 2 to {MAX_VOCAB_SIZE:,} can be used")
+        self._origin = origin
         self.file = file
         self.identity = hashlib.sha256(file).hexdigest()
         self.separator = next((ids[token] for token in _SEPARATORS if token in ids), None)
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        encoded = self._tokenizer.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError(
+                f"{self._origin}: cannot encode a text ({error}); give a tokenizer that has an id for every text"
+            ) from error
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -102,7 +108,9 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        return TokenizerFile(path.read_bytes(), f"--tokenizer {name}")
+        with path.open("rb") as stream:
+            content = stream.read(MAX_FILE_BYTES + 1)
+        return TokenizerFile(content, f"--tokenizer {name}")
     except OSError as error:
         raise ConfigError(
             f"--tokenizer {name}: cannot be read ({error.strerror}); give chars, bytes, a tokenizer.json, hub:NAME or "

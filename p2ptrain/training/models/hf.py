@@ -27,6 +27,11 @@ class CausalLM(nn.Module):
         self.lm = model
         self.context = context
 
+    @property
+    def num_ids(self) -> int:
+        """Rows of its table of tokens."""
+        return int(self.lm.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 (batch, time) -> logits (batch, time, vocabulary)."""
         return self.lm(tokens, use_cache=False).logits  # type: ignore[no-any-return]
@@ -48,12 +53,17 @@ def build(name: str, vocab_size: int) -> CausalLM:
     """
     transformers, is_local = _transformers(), _is_local(name)
     config = _config(transformers, name, is_local)
-    context = min(MOST_CONTEXT, int(getattr(config, "max_position_embeddings", None) or MOST_CONTEXT))
+    positions = getattr(config, "max_position_embeddings", None)
+    context = MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions))
+    if context < 1:
+        raise ConfigError(f"--model {name}: its configuration allows {context} positions; 1 or more can be trained")
+    missing: list[str] = []
     try:
         if name.endswith(PRETRAINED):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                _path(name), trust_remote_code=False, local_files_only=is_local
+            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
             )
+            missing = sorted(loaded["missing_keys"])
             if vocab_size > model.get_input_embeddings().num_embeddings:
                 model.resize_token_embeddings(vocab_size)
         else:
@@ -61,6 +71,11 @@ def build(name: str, vocab_size: int) -> CausalLM:
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # the library raises anything
         raise ConfigError(f"--model {name}: cannot be built ({_first_line(error)})") from error
+    if missing:
+        raise ConfigError(
+            f"--model {name}: its weights lack {missing[0]} and {len(missing) - 1} more that its configuration names; "
+            f"give a directory whose weights and config.json belong together"
+        )
     return CausalLM(model.float(), context)
 
 

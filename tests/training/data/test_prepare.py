@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+import tokenizers
 import zstandard
 
 from p2ptrain.errors import ConfigError
@@ -254,6 +261,7 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path: Path) -> None
     ("line", "error"),
     [
         (b"{", r"a.jsonl, byte 27: is not a line of JSON"),
+        pytest.param(b"[" * 200_000, r"a.jsonl, byte 27: is not a line of JSON", id="deep"),
         (b"[1]", r"a.jsonl, byte 27: is a list, not a record"),
         (b'{"body": "x", "n": 1}', r"a.jsonl, byte 27: has no field 'text'; give --field with one of: body, n"),
         (b'{"text": 5}', r"a.jsonl, byte 27: field 'text' is a int, not text"),
@@ -272,6 +280,51 @@ def test_a_compressed_file_that_is_cut_off_is_named(name: str, tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=rf"{name}: is cut off"):
         _prepare([path], tmp_path / "out")
+
+
+def test_a_compressed_file_with_a_wrong_byte_is_named(tmp_path: Path) -> None:
+    path = _write_lines(tmp_path / "a.jsonl.gz", [f"text {number}" for number in range(1000)])
+    content = bytearray(path.read_bytes())
+    content[40] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.jsonl.gz: is cut off or not compressed as its name says"):
+        _prepare([path], tmp_path / "out")
+
+
+def test_a_tokenizer_without_an_id_for_every_text_is_named(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1}, unk_token="[UNK]"))
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ConfigError, match=r"tokenizer.json: cannot encode a text \(.*UNK.*\); give a tokenizer that"):
+        _prepare(
+            [_write_lines(tmp_path / "a.jsonl", ["three"])], tmp_path / "out", tokenizer=str(tmp_path / "words.json")
+        )
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_worker_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    parent = multiprocessing.get_context("spawn").Process(target=_start_a_worker, args=(begun,))
+    parent.start()
+    while not begun.exists() or not begun.read_text():
+        assert parent.is_alive()
+        time.sleep(0.02)
+    worker = psutil.Process(int(begun.read_text()))
+    parent.kill()
+    parent.join()
+    psutil.wait_procs([worker], timeout=60)
+    assert not worker.is_running()
+
+
+def _start_a_worker(begun: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, prepare._end_with_parent) as pool:
+        pool.submit(_hang, begun).result()
+
+
+def _hang(begun: Path) -> None:
+    begun.write_text(str(os.getpid()))
+    threading.Event().wait()
 
 
 def test_sources_and_directories_that_cannot_be_used_are_errors(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 
 from p2ptrain.errors import ConfigError
@@ -44,6 +45,27 @@ def test_pretrained_weights_are_those_of_the_directory(saved: Path) -> None:
     tokens = torch.randint(98, (2, 12))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), ours(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_that_lack_what_the_configuration_names_are_refused(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    with pytest.raises(ConfigError, match=r"its weights lack transformer.h.2.* and 23 more that its configuration"):
+        build(f"hf:{saved}:pretrained", vocab_size=98, seed=1)
+
+
+def test_a_configuration_without_positions_is_refused(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"n_positions": 0}))
+    with pytest.raises(ConfigError, match="its configuration allows 0 positions; 1 or more can be trained"):
+        build(f"hf:{saved}", vocab_size=98, seed=1)
+
+
+def test_a_tokenizer_that_is_larger_than_the_models_table_is_refused(saved: Path, tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(99)}, unk_token="0"))
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ConfigError, match="its tokenizer has 99 ids, and its model 98; give the model's own"):
+        load_model(saved, str(tmp_path / "words.json"))
 
 
 @pytest.mark.parametrize("suffix", ["", ":pretrained"])

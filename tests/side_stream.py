@@ -52,6 +52,11 @@ class LateStream:
     def has_room(self, size_bytes: int) -> bool:
         return self.room
 
+    @property
+    def queued(self) -> int:
+        """How much of the work is not done."""
+        return len(self._queue)
+
     def do_until(self, queued: _Queued) -> None:
         while not queued.is_done:
             first = self._queue.popleft()()

@@ -23,6 +23,7 @@ from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.protocol.exchange.exchange import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace
@@ -67,9 +68,10 @@ class Gossip:
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
         self._said_pace = False
-        # One: the next plan is offered after the push of the last one.
-        self._pushes_send, self._pushes = trio.open_memory_channel[Push](1)
-        exchange.on_push = self._pushes_send.send_nowait
+        # Pushes that were gathered, and when gathering a plan began. The next plan is offered once the latter is read,
+        # so at most one of those is queued, and few pushes.
+        self._gathered_send, self._gathered = trio.open_memory_channel[Push | float](2 * MOST_PUSHES_UNDER_WAY)
+        exchange.on_push = exchange.on_plan_taken = self._gathered_send.send_nowait
         exchange.on_outlier = self._end_link
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
         self._most_steps = MAX_PAYLOAD_BYTES // slot_bytes // self._walk.per_step
@@ -86,23 +88,31 @@ class Gossip:
         # Peers start their walks at different slots, so that partners rarely send the same one.
         self._position = self._rng.randrange(self._walk.steps)
         waiting: deque[Push] = deque()
+        offered, cpu_s = False, 0.0
         while True:
-            if not self._context.host.trainers() or not self._admits(self._context.peer_id):
-                await trio.sleep(POLL_S)
-                continue
-            self._say_pace()
-            if self._run.topology != "push":
-                # Partners plan by the step, so neither may plan earlier than it pushes.
-                await trio.sleep_until(self._pace.due_s)
             try:
-                slots = self._step_count() * self._walk.per_step
-                plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)
-                self._exchange.offer_push(plan)
-                push = await self._pushes.receive()
-                waiting.append(push)
+                if not offered:
+                    if not self._context.host.trainers() or not self._admits(self._context.peer_id):
+                        await trio.sleep(POLL_S)
+                        continue
+                    self._say_pace()
+                    if self._run.topology != "push":
+                        # Partners plan by the step, so neither may plan earlier than it pushes.
+                        await trio.sleep_until(self._pace.due_s)
+                    slots = self._step_count() * self._walk.per_step
+                    plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)
+                    self._exchange.offer_push(plan)
+                    offered = True
+                gathered = await self._gathered.receive()
+                if isinstance(gathered, float):
+                    # What a GPU has gathered comes later: the next push is gathered meanwhile.
+                    offered = False
+                    self._pace.note_sent(cpu_s, gathered)
+                    continue
+                cpu_s += gathered.cpu_s
+                waiting.append(gathered)
                 while waiting and self._exchange.steps - waiting[0].steps >= self._run.fragment_delay:
                     cpu_s += await self._send(waiting.popleft())
-                self._pace.note_sent(cpu_s + push.cpu_s, push.gathered_s)
             except Exception as error:
                 self._context.errors.note("pushing a fragment; it is skipped", error)
                 await trio.sleep(ERROR_PAUSE_S)

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
+from p2ptrain.protocol.exchange import merging
+from p2ptrain.protocol.exchange.exchange import MOST_PUSHES_UNDER_WAY
+from p2ptrain.protocol.exchange.merging import MOST_OF_SENDER
 from p2ptrain.protocol.exchange.types import Epoch, Landing, Push, Snapshot, SnapshotWanted, StepReport
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_exchange import SPACE, Bench, landing, push_plan
@@ -208,6 +212,64 @@ def test_a_senders_next_fragment_waits_until_its_last_one_is_merged() -> None:
     assert [*merged, *(bench.step(took_s=0.01).merged for _ in range(3))] == [0, 0, 1, 1, 0]
 
 
+def test_of_one_sender_few_fragments_are_compared_at_a_time() -> None:
+    bench, side = late(polls=10)
+    for _ in range(MOST_OF_SENDER + 2):
+        bench.receive("b")
+        bench.step(took_s=0.001)
+    assert side.queued == MOST_OF_SENDER
+
+
+def test_the_memory_for_comparisons_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five fragments of 512 bytes two fit at a time, and one that is larger than that fits alone."""
+    monkeypatch.setattr(merging, "MOST_VALUES_BYTES", 1100)
+    bench, side = late(polls=1)
+    for sender in "bcdef":
+        bench.receive(sender, blocks=(2, 7))
+    bench.receive("g", blocks=(1, 2, 3, 4, 5))
+    reports, queued = [], []
+    for _ in range(6):
+        reports.append(bench.step(took_s=0.001))
+        queued.append(side.queued)
+    assert sum(report.merged for report in reports) == 6
+    assert queued == [2, 2, 1, 1, 0, 0]
+
+
+def test_no_more_pushes_begin_than_may_be_under_way() -> None:
+    bench, side = late(polls=10)
+    pushes: list[Push] = []
+    bench.exchange.on_push = pushes.append
+    for _ in range(MOST_PUSHES_UNDER_WAY + 2):
+        bench.exchange.offer_push(push_plan(3))
+        bench.step()
+    assert (side.queued, pushes) == (MOST_PUSHES_UNDER_WAY, [])
+
+
+def test_late_transfers_cost_no_fragments() -> None:
+    """The next push is gathered while one is on its way to the host, and comparisons overlap too."""
+
+    def counts(sides: dict[str, LateStream]) -> list[tuple[int, int]]:
+        async def main() -> None:
+            async with swarm(dataclasses.replace(RUN, sync_every=1000)) as s:
+                s.sides = sides
+                s.start("a", founder=True)
+                s.start("b")
+                await trio.sleep(10)
+                for peer in s.peers.values():
+                    reports = peer.reports[40:]
+                    found.append((sum(report.sent for report in reports), sum(report.merged for report in reports)))
+
+        found: list[tuple[int, int]] = []
+        run_virtual(main)
+        return found
+
+    at_once, late = counts({}), counts({"a": LateStream(lambda: 1), "b": LateStream(lambda: 2)})
+    for (sent, merged), (late_sent, late_merged) in zip(at_once, late, strict=True):
+        assert sent > 45
+        assert late_sent >= sent - 2
+        assert late_merged >= merged - 4
+
+
 def test_no_snapshot_is_begun_while_a_round_lands() -> None:
     """So it has the epoch of its weights, as it has where a landing takes one step."""
     bench, _ = late(polls=1)
@@ -240,19 +302,23 @@ def test_a_request_that_replaces_another_may_use_its_buffer() -> None:
 
 
 def test_without_training_nothing_is_left_under_way() -> None:
-    """Leaving, waiting for the end and restoring call `idle`: what was promised is done when it returns."""
-    bench, side = late(polls=100)
+    """Leaving, waiting for the end and restoring call `idle` until nothing is under way. It never blocks."""
+    bench, side = late(polls=9)
     taken, pushes = list[Snapshot](), list[Push]()
     bench.exchange.on_snapshot, bench.exchange.on_push = taken.append, pushes.append
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
     bench.exchange.offer_push(push_plan(3))
+    bench.receive("b")
     bench.step()
     before = bench.flat()
     bench.exchange.land(landing(kind="add", buffer=torch.ones(NUM_BLOCKS, 64), finished=True))
     bench.step()
-    assert (torch.equal(bench.flat(), before), side.waited) == (True, 0)
+    assert torch.equal(bench.flat(), before)
+    while bench.exchange.under_way:
+        bench.exchange.idle()
     bench.exchange.idle()
     bench.deliver_posts()
+    assert (side.queued, side.waited) == (0, 0)
     assert bench.exchange.finished
     assert torch.equal(bench.flat()[:30], before[:30] + 1)
     assert torch.equal(taken[0].weights, before)
@@ -284,6 +350,22 @@ def test_the_stand_in_finds_mistakes(mistake: str) -> None:
         del copies[0]
     with pytest.raises(AssertionError, match=mistake):
         copies[-1].wait()
+
+
+def test_late_snapshots_are_in_time_for_rounds_of_peers_with_unequal_steps() -> None:
+    """The joining window is a few steps long where steps take seconds, and a late snapshot needs one step more."""
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=10)) as s:
+            s.sides = {name: LateStream(lambda: 1) for name in "abc"}
+            for name, step_s in {"a": 3.0, "b": 4.0, "c": 6.0}.items():
+                s.start(name, founder=name == "a", step_s=step_s)
+            await s.until(lambda: len(s.peers["a"].rounds()) >= 4)
+            for peer in s.peers.values():
+                assert not any(event["late"] for event in peer.rounds())
+            assert len(s.peers["a"].rounds()[-1]["contributors"]) == 3
+
+    run_virtual(main)
 
 
 def test_a_peer_on_a_device_commits_rounds_with_others() -> None:

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 # The moving average of the step time covers about ten steps: speeds change slowly (guess).
 STEP_TIME_DECAY = 0.9
+# Pushes that may be on their way to host memory; until one has arrived, no other begins. A copy takes a step or two
+# (guess).
+MOST_PUSHES_UNDER_WAY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,8 @@ class Exchange:
         tokens: trained on since our outer gradient was last included.
         inbox: received fragments, and counts of merged and skipped ones.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
+        on_plan_taken: likewise, with the time at which gathering the offered push began. Its `on_push` is called
+            earlier if that took no waiting, else after a later step.
         on_landed: likewise, with the seconds for which the landing blocked training.
         on_failure: likewise, if `on_landed` has raised.
         on_outlier: likewise, with a peer whose fragments were refused 100 times in a row.
@@ -103,6 +109,7 @@ class Exchange:
         self.tokens = 0
         self.on_due: Callable[[], None]
         self.on_push: Callable[[types.Push], None]
+        self.on_plan_taken: Callable[[float], None]
         self.on_snapshot: Callable[[types.Snapshot], None]
         self.on_landed: Callable[[types.Landing, float], None]
         self.on_failure: Callable[[Exception], None]
@@ -183,6 +190,7 @@ class Exchange:
         """Disconnect the node and forget its requests; a landing that was set still lands."""
         self.on_due = lambda: None
         self.on_push = lambda push: None
+        self.on_plan_taken = lambda began_s: None
         self.on_snapshot = lambda snapshot: None
         self.on_landed = lambda landing, held_s: None
         self.on_failure = lambda error: None
@@ -191,6 +199,11 @@ class Exchange:
         with self._lock:
             self._push_plan = None
             self._told_due = False
+
+    @property
+    def snapshot_delay_s(self) -> float:
+        """From the step that takes a snapshot to that which hands it over: a step on a GPU, else nothing."""
+        return self.step_s if self._averaged.pins else 0.0
 
     @property
     def merge_cpu_s(self) -> float:
@@ -258,11 +271,13 @@ class Exchange:
         self.tokens += samples
         self._merger.mixed.clear()
         report = self._land()
-        merged, skipped = 0, dict[str, int]()
+        merged, skipped, took_plan = 0, dict[str, int](), False
         if not self.finished:  # no fragment may change the weights that the last round gave to all peers
             merged, skipped = self._merger.step(start, self.epoch, self.step_s)
-            self._gather(start)
+            took_plan = self._gather(start)
         sent = self._push() if self._gathered else 0
+        if took_plan:
+            self._tell("a plan was taken", lambda: self.on_plan_taken(start))
         self._snapshot(start)
         with self._lock:
             becomes_due = self._position.due and not self._told_due
@@ -274,14 +289,22 @@ class Exchange:
         return types.StepReport(sent, merged, skipped, end - start, report, self.finished)
 
     def idle(self) -> types.RoundReport | None:
-        """Land a round and take a snapshot without a training step: for the wait at the end of a run.
+        """Land a round and take a snapshot without a training step: for waits before and after training.
 
-        Waits for transfers, as there is no training to go on with.
+        Does not wait for transfers either: call it again while `under_way`.
         """
-        report = self._land(waits=True)
-        self._push(waits=True)
-        self._snapshot(self._clock(), waits=True)
+        report = self._land()
+        self._push()
+        self._snapshot(self._clock())
         return report
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a transfer that was started is not done: its memory must be kept. Never blocks."""
+        started: list[Transfer[Any]] = [gathered for gathered, _ in self._gathered]
+        started += [self._taking.weights] if self._taking is not None else []
+        started += [self._upload] if self._upload is not None else []
+        return not all([transfer.done for transfer in started]) or self._merger.under_way
 
     def take_changes(self) -> types.Changes:
         """The weights changed by the last step, and by landings since the last call."""
@@ -292,7 +315,7 @@ class Exchange:
         mixed.clear()
         return changes
 
-    def _land(self, *, waits: bool = False) -> types.RoundReport | None:
+    def _land(self) -> types.RoundReport | None:
         landing = self._landing
         if landing is None:
             return None
@@ -301,7 +324,7 @@ class Exchange:
             if self._upload is None:
                 assert landing.buffer is not None
                 self._upload = self._averaged.land(landing.buffer, adds=landing.kind == "add")
-            if not waits and not self._upload.done:
+            if not self._upload.done:
                 self._landing_s += self._clock() - start
                 return None
             self._upload.finish()
@@ -319,12 +342,15 @@ class Exchange:
         self._tell("a round has landed", lambda: self.on_landed(landing, held_s), fatal=True)
         return landing.report
 
-    def _gather(self, now: float) -> None:
+    def _gather(self, now: float) -> bool:
+        """Begin to gather the plan that was offered, if it is due. Returns whether it was."""
         self._credit += self.fragment_rate * self._slots_per_step
         with self._lock:
             plan = self._push_plan
             if plan is None or self._credit < plan.slot_count or now < plan.due_s:
-                return
+                return False
+            if len(self._gathered) >= MOST_PUSHES_UNDER_WAY:
+                return False
             self._push_plan = None
         # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
@@ -332,20 +358,21 @@ class Exchange:
         gathered = self._transfers.gather(plan.plan)
         epoch, steps, cpu_s = self.epoch, self.steps, self.cpu_clock() - start_s
         self._gathered.append((gathered, lambda values: types.Push(plan, epoch, values, now, steps, cpu_s)))
+        return True
 
-    def _push(self, *, waits: bool = False) -> int:
+    def _push(self) -> int:
         """Hand over what was gathered and has arrived in host memory, in order. Returns how many."""
-        sent = 0
-        while self._gathered and (waits or self._gathered[0][0].done):
+        sent, arrived = 0, [gathered.done for gathered, _ in self._gathered]
+        while self._gathered and arrived[sent]:
             gathered, push_of = self._gathered.popleft()
             self._tell_pushed(push_of(gathered.finish()))
             sent += 1
         return sent
 
-    def _snapshot(self, now: float, *, waits: bool = False) -> None:
+    def _snapshot(self, now: float) -> None:
         if self._taking is None and self._wanted is not None:
             self._start_snapshot(now)
-        if self._taking is None or not (waits or self._taking.weights.done):
+        if self._taking is None or not self._taking.weights.done:
             return
         taken, self._taking = self._taking, None
         taken.weights.finish()

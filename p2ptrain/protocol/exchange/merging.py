@@ -2,12 +2,13 @@
 
 Of each sender a step looks at one fragment and merges at most one, so that sending more gives neither weight nor
 further tries. Where comparing a fragment with θ ends in a later step, it is merged there: with the θ of that step, if
-it is still of our epoch and young enough, and weighed with what else that step merges. Until then its sender's next
-fragments wait.
+it is still of our epoch and young enough, and weighed with what else that step merges. Until then further fragments
+wait, if there are too many of its sender, or too large ones of all.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,9 +23,15 @@ from p2ptrain.protocol.exchange.types import Arrival, Epoch
 
 Blocks = npt.NDArray[np.int64]
 
+# Comparisons of one sender's fragments that may be under way: enough for one a step if each takes three steps more.
+# Those that wait longer become too old (simulated with up to three).
+MOST_OF_SENDER = 3
+# Values of all of them; on a GPU each needs three times as much while it is under way. Four of the largest (guess).
+MOST_VALUES_BYTES = 64 * 1024 * 1024
+
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class _UnderWay:
     """A fragment whose comparison with θ was started. `cpu_s`: CPU seconds that it took so far."""
 
     arrival: Arrival
@@ -58,7 +65,7 @@ class Merger:
         self._cpu_clock = cpu_clock
         self._on_outlier = on_outlier
         self._clip = ClipRule()
-        self._compared: list[_Compared] = []
+        self._under_way: list[_UnderWay] = []
 
     def max_age_s(self, step_s: float) -> float:
         """The age from which on a fragment is skipped."""
@@ -76,19 +83,21 @@ class Merger:
             The fragments merged, and those skipped by reason.
         """
         arrivals, skipped = self._inbox.take()
-        if not arrivals and not skipped and not self._compared:
+        if not arrivals and not skipped and not self._under_way:
             return 0, {}
         max_age_s = self.max_age_s(step_s)
         held_back: list[Arrival] = []
         age_steps = 0.0
         covered: list[Blocks] = []
-        # Those of earlier steps; of each sender there is at most one.
-        started, self._compared = self._compared, []
-        ready: list[_Compared] = []
+        # Those of earlier steps: of each sender the first, if it is done.
+        started, self._under_way = self._under_way, []
+        ready: list[_UnderWay] = []
+        merging: set[str] = set()
         for compared in started:
-            (ready if compared.comparison.done else self._compared).append(compared)
-        looked_at = {compared.arrival.sender for compared in self._compared}
-        finished = {compared.arrival.sender for compared in ready}
+            sender, done = compared.arrival.sender, compared.comparison.done
+            (ready if done and sender not in merging else self._under_way).append(compared)
+            merging.add(sender)
+        looked_at = {sender for sender, count in self._counts().items() if count >= MOST_OF_SENDER}
 
         def merge(arrival: Arrival, comparison: Transfer[Comparison], start_s: float) -> None:
             nonlocal age_steps
@@ -107,18 +116,31 @@ class Merger:
         for arrival in arrivals:
             if reason := _refused(arrival, now, epoch, max_age_s):
                 skipped[reason] += 1
-            elif arrival.epoch.round > epoch.round or arrival.sender in looked_at:
-                # The round has landed at the sender and not here yet, or it is not the sender's turn.
+            elif arrival.epoch.round > epoch.round or arrival.sender in looked_at or not self._has_room(arrival):
+                # The round has landed at the sender and not here yet, it is not the sender's turn, or there are many.
                 held_back.append(arrival)
             else:
                 looked_at.add(arrival.sender)
                 start_s = self._cpu_clock()
                 comparison = self._transfers.compare(arrival.plan, arrival.values)
-                if comparison.done and arrival.sender not in finished:
+                if comparison.done and arrival.sender not in merging:
                     merge(arrival, comparison, start_s)
                 else:
-                    self._compared.append(_Compared(arrival, comparison, self._cpu_clock() - start_s))
+                    self._under_way.append(_UnderWay(arrival, comparison, self._cpu_clock() - start_s))
         return len(covered), self._inbox.settle(held_back, len(covered), skipped, age_steps)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a comparison is not done. Never blocks."""
+        return not all([compared.comparison.done for compared in self._under_way])
+
+    def _counts(self) -> Counter[str]:
+        return Counter(compared.arrival.sender for compared in self._under_way)
+
+    def _has_room(self, arrival: Arrival) -> bool:
+        """Whether the memory for comparing this fragment may be taken too. One of any size may."""
+        taken = sum(compared.arrival.values.nbytes for compared in self._under_way)
+        return not taken or taken + arrival.values.nbytes <= MOST_VALUES_BYTES
 
     def _mix(self, arrival: Arrival, comparison: Transfer[Comparison], covered: list[Blocks], start_s: float) -> bool:
         """Merge a fragment, if it is near enough. `start_s`: when this began, on the clock of the CPU."""

@@ -205,7 +205,8 @@ class Schedule:
         step_s = self._context.exchange.step_s
         interval_s = self._context.run.sync_every * step_s
         delay_s = WINDOW_MARGIN * max(self._join_delays_s, default=interval_s)
-        # Peers join after their next step: room for two steps of the slowest, at most four times ours.
+        # Peers join after their next step, and on a GPU after one more: room for two steps of the slowest, at most four
+        # times ours.
         speeds = [beat.speed for beat in self._context.liveness.beats().values()]
         slowest_s = max((1 / speed for speed in speeds if speed > 0), default=0.0)
         room_s = 2.5 * min(max(slowest_s, step_s), 4 * step_s)

@@ -85,7 +85,9 @@ class SnapshotTaker:
                 await trio.lowlevel.checkpoint_if_cancelled()
                 if self.own is None and memory.buffer is not None:
                     # The training thread takes it at its next step, on a busy machine later: leave half of the window.
-                    self._context.exchange.want_snapshot(SnapshotWanted(memory.buffer, called_s + 0.5 * window_s))
+                    # With a GPU it has it a step after that: of a window of 2.5 steps (`schedule.py`), 2.25 are used.
+                    latest_s = called_s + 0.5 * window_s - self._context.exchange.snapshot_delay_s
+                    self._context.exchange.want_snapshot(SnapshotWanted(memory.buffer, latest_s))
                 await self._arrived.wait()
         return self.own
 

@@ -46,6 +46,10 @@ POLL_S = 0.05
 LEAVE_S = 0.3
 # To finish a committed round when leaving: its mean, step and hashes take seconds for a large model.
 LANDING_S = 5.0
+# At the end, for transfers to and from a GPU that are under way: they take well below a second unless it hangs.
+TRANSFERS_S = 5.0
+# How often a leaving thread looks whether it may go on.
+LEAVING_POLL_S = 0.01
 # To copy anchor and moments, after a round that is landing.
 STATE_TIMEOUT_S = 120.0
 
@@ -335,32 +339,57 @@ class Peer:
         if self._left:
             return
         self._left = True
-        if self._scope is not None:
+        try:
+            if self._scope is not None:
+                self._end_network(self._scope, reason, self._idle if landing else (lambda: True))
+        finally:
+            self.record("stop", reason=reason)
+            self._records.close()
+            try:
+                self._on_leave()
+            except Exception as error:
+                self._errors.note("calling the action of on_leave", error)
+
+    def _end_network(self, scope: trio.CancelScope, reason: str, idle: Callable[[], bool]) -> None:
+        try:
             if self.finished:
                 # A thread that stopped or hangs has nobody to stay for.
                 with contextlib.suppress(RuntimeError, TimeoutError):
                     self._thread.run(self._runner.node.stay, timeout_s=STAY_S + 1.0)
             self._thread.post(lambda: self._runner.node.leave(reason))
-            idle = self._exchange.idle if landing else (lambda: None)
             self._land_the_last(LEAVE_S if self._runner.node.alive else 0.0, idle)
-            self._thread.post(self._scope.cancel)
+        finally:
+            self._thread.post(scope.cancel)
             self._ended.wait(5.0)
-            idle()
-        self.record("stop", reason=reason)
-        self._records.close()
-        try:
-            self._on_leave()
-        except Exception as error:
-            self._errors.note("calling the action of on_leave", error)
+        # What is under way holds memory of the device and the host, which may be freed only when that is done.
+        deadline = time.monotonic() + TRANSFERS_S
+        while idle() and self._is_under_way() and time.monotonic() < deadline:
+            time.sleep(LEAVING_POLL_S)
 
-    def _land_the_last(self, at_least_s: float, idle: Callable[[], object]) -> None:
+    def _land_the_last(self, at_least_s: float, idle: Callable[[], bool]) -> None:
         """Wait until the Leave is sent and a round that is being committed has landed."""
         began_s = time.monotonic()
-        while not self._ended.wait(0.01):
+        while not self._ended.wait(LEAVING_POLL_S):
             waited_s = time.monotonic() - began_s
             if waited_s > (LANDING_S if self._runner.node.engine.committer.resolving else at_least_s):
                 break
             idle()
+
+    def _idle(self) -> bool:
+        """As `Exchange.idle`, for leaving, which an error of the device must not prevent. Returns whether it worked."""
+        try:
+            self._exchange.idle()
+        except Exception as error:
+            self._errors.note("landing a round while leaving", error)
+            return False
+        return True
+
+    def _is_under_way(self) -> bool:
+        try:
+            return self._exchange.under_way
+        except Exception as error:
+            self._errors.note("waiting for transfers while leaving", error)
+            return False
 
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)

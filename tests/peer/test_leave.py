@@ -9,32 +9,42 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.algorithms.device_transfers import DeviceTransfers
+from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer import peer as peer_module
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
-from p2ptrain.peer.sinks import Sinks
+from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.protocol.exchange.types import SnapshotWanted
 from p2ptrain.protocol.state_sync.provenance import NO_PINS
 from p2ptrain.protocol.wire.transport import no_refusal
 from p2ptrain.settings.config import RunConfig
+from tests.side_stream import LateStream
+
+
+def peer_of(thread: NetworkThread, records: Sink) -> Peer:
+    memory = MemoryNetwork()
+    network: Any = SimpleNamespace(
+        peer_id="a", transport=memory.transport("a"), directory=memory.directory("a"), maddrs=[], failure=None,
+        access=SimpleNamespace(refusal=no_refusal), on_event=None,
+    )  # fmt: skip
+    return Peer(
+        ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, records,
+        incarnation="a.1", may_found=True, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
+        pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
     finished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    thread, memory = NetworkThread(), MemoryNetwork()
-    network: Any = SimpleNamespace(
-        peer_id="a", transport=memory.transport("a"), directory=memory.directory("a"), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), on_event=None,
-    )  # fmt: skip
+    thread = NetworkThread()
     others = set(threading.enumerate())
     try:
-        peer = Peer(
-            ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, Sinks([]),
-            incarnation="a.1", may_found=True, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
-            pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
-        )  # fmt: skip
+        peer = peer_of(thread, Sinks([]))
         [worker] = [t for t in set(threading.enumerate()) - others if t.name == "p2ptrain-worker"]
         node, seen, awaited = peer._runner.node, list[str](), [True, True, False]
         leave = node.leave
@@ -53,5 +63,61 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer.leave()
         assert seen == (["awaited"] * 3 if finished else []) + ["left"]
         worker.join()
+    finally:
+        assert thread.stop(10.0)
+
+
+class Faulty(LateStream):
+    """A device that hangs, and one whose every call fails once `broken` is set, as after a failed assertion in it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: 10**9)
+        self.broken = False
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        queued, stream = super().run(*args, **kwargs), self
+
+        class Pending:
+            @property
+            def done(self) -> bool:
+                if stream.broken:
+                    raise RuntimeError("CUDA error: device-side assert triggered")
+                return queued.done
+
+        return Pending()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_faulty_device_does_not_prevent_leaving(
+    broken: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transfers of a peer end in an error, or never, when its loop raises. It leaves, and that error is raised."""
+
+    def transfers(parts: ModelParts) -> DeviceTransfers:
+        assert isinstance(parts.view, ParameterView)
+        return DeviceTransfers(parts.view, side)
+
+    class Records:
+        def write(self, event: str, /, **fields: Any) -> None:
+            seen.append(event)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    monkeypatch.setattr(peer_module, "TRANSFERS_S", 0.05)
+    monkeypatch.setattr(ModelParts, "transfers", transfers)
+    thread, side, seen = NetworkThread(), Faulty(), list[str]()
+    try:
+        with pytest.raises(KeyError, match="of the loop"), peer_of(thread, Records()) as peer:
+            peer.on_leave(lambda: seen.append("network closed"))
+            peer._exchange.want_snapshot(SnapshotWanted(peer._exchange.new_buffer(), latest_s=0.0))
+            peer.step()
+            assert side.queued == 1
+            side.broken = broken
+            raise KeyError("of the loop")
+        assert seen[-3:] == ["stop", "closed", "network closed"]
+        assert peer._ended.is_set()
+        assert ("device-side assert" in caplog.text) == broken
+        assert side.waited == 0
     finally:
         assert thread.stop(10.0)

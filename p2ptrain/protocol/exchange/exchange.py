@@ -304,7 +304,7 @@ class Exchange:
         started: list[Transfer[Any]] = [gathered for gathered, _ in self._gathered]
         started += [self._taking.weights] if self._taking is not None else []
         started += [self._upload] if self._upload is not None else []
-        return not all([transfer.done for transfer in started]) or self._merger.under_way
+        return not all(transfer.done for transfer in started) or self._merger.under_way
 
     def take_changes(self) -> types.Changes:
         """The weights changed by the last step, and by landings since the last call."""

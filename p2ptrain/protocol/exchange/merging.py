@@ -132,7 +132,7 @@ class Merger:
     @property
     def under_way(self) -> bool:
         """Whether a comparison is not done. Never blocks."""
-        return not all([compared.comparison.done for compared in self._under_way])
+        return not all(compared.comparison.done for compared in self._under_way)
 
     def _counts(self) -> Counter[str]:
         return Counter(compared.arrival.sender for compared in self._under_way)

@@ -1,13 +1,14 @@
 """The transfers of a model's weights on a GPU: copies on a side stream, while the device trains on.
 
-What must be of one step is first copied on the device, by a kernel on the training stream: it takes its turn after the
-optimizer's last kernels and before the next ones, and needs no waiting. The copy then goes to host memory on the side
-stream. What comes from the host goes into memory of its own on the device, and changes the weights later, by a kernel
-on the training stream too. So weights are only read and written on the training stream, in the order of the calls.
+Weights that must belong to one step are first copied on the device, by a kernel on the training stream: it takes its
+turn after the optimizer's last kernels and before the next ones, and needs no waiting. The copy then goes to host
+memory on the side stream. What comes from the host goes into memory of its own on the device, and changes the weights
+later, by a kernel on the training stream too. So weights are only read and written on the training stream, in the order
+of the calls.
 
 A snapshot takes 4 bytes a parameter on the device until it is in host memory, and so does a landing until it is
-applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.has_room`), a snapshot or a
-landing goes tensor by tensor as on other devices, and training waits for it.
+applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.has_room`), it goes as on
+other devices (`AtOnce`), and training waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView
 from p2ptrain.algorithms.side_stream import Pending, SideStream
-from p2ptrain.algorithms.transfers import Comparison, Done, Transfer
+from p2ptrain.algorithms.transfers import AtOnce, Comparison, Transfer
 
 T = TypeVar("T")
 
@@ -52,13 +53,18 @@ class DeviceTransfers:
     def __init__(self, view: ParameterView, side: SideStream) -> None:
         self._view = view
         self._side = side
+        self._at_once = AtOnce(view)
 
     def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
+        if not self._side.has_room(4 * BLOCK * len(plan.blocks)):
+            return self._at_once.gather(plan)
         gathered = self._view.gather_on_device(self._on_device(plan))
         values = self._side.host(*gathered.shape)
         return self._queued(lambda: values.copy_(gathered, non_blocking=True), [gathered], [values], lambda: values)
 
     def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
+        if not self._side.has_room(3 * received.nbytes):
+            return self._at_once.compare(plan, received)
         on_device, source = self._on_device(plan), self._side.pin(received)
         own = self._view.gather_on_device(on_device)
         theirs = torch.empty_like(own)
@@ -82,15 +88,14 @@ class DeviceTransfers:
     def read(self, out: torch.Tensor) -> Transfer[None]:
         staged = self._staging()
         if staged is None:
-            self._view.read(out)
-            return Done(lambda: None)
+            return self._at_once.read(out)
         self._view.read(staged)
         return self._queued(lambda: out.copy_(staged, non_blocking=True), [staged], [out], lambda: None)
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Transfer[None]:
         apply, staged = self._view.add if adds else self._view.write, self._staging()
         if staged is None:
-            return Done(lambda: apply(flat))
+            return self._at_once.land(flat, adds=adds)
         return self._queued(lambda: staged.copy_(flat, non_blocking=True), [flat], [staged], lambda: apply(staged))
 
     def buffer(self) -> torch.Tensor:

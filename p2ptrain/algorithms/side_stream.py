@@ -12,10 +12,13 @@ that this file keeps (notes on CUDA semantics, and the docs of `Tensor.record_st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -41,7 +44,8 @@ class SideStream(Protocol):
         """Queue `work` after all that is queued on the training stream now.
 
         Args:
-            work: queues kernels and copies that wait for nothing. Memory that it allocates must not leave it.
+            work: queues kernels and copies that wait for nothing. It must not return or store tensors that
+                it allocates.
             reads: what it reads. Until it is done nobody may change these, also not by work on the training stream.
             writes: what it writes. Until it is done nobody may read or change these.
         """
@@ -62,31 +66,50 @@ class CudaSideStream:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._peak_bytes = 0
+        self._said_unpinned = False
 
     def run(
         self, work: Callable[[], object], *, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> Pending:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            work()
-            event = self._stream.record_event()
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+                event = self._stream.record_event()
+        except BaseException:
+            # Nobody holds the memory of what was queued: training may only use it again once that is done.
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            raise
         return _Recorded(event, self.device, (*reads, *writes))
 
     def host(self, *shape: int) -> torch.Tensor:
         try:
             return torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=True)
-        except RuntimeError:
-            # The system limits pinned memory. Copies then work too, but hold the thread that queues them.
+        except RuntimeError as error:
+            self._note_unpinned(error)
             return torch.empty(shape, dtype=torch.float32, device="cpu")
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         # torch keeps the memory of a pinned tensor that was freed until the copies from it are done.
-        return values if values.is_pinned() else values.pin_memory()
+        try:
+            return values if values.is_pinned() else values.pin_memory()
+        except RuntimeError as error:
+            self._note_unpinned(error)
+            return values
 
     def has_room(self, size_bytes: int) -> bool:
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         ours_bytes = free_bytes + torch.cuda.memory_reserved(self.device)
-        return ours_bytes - torch.cuda.max_memory_allocated(self.device) >= size_bytes
+        # Ours, because the user's code may reset torch's.
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device))
+        return ours_bytes - self._peak_bytes >= size_bytes
+
+    def _note_unpinned(self, error: RuntimeError) -> None:
+        """The system limits pinned memory. Copies then work too, but hold the thread that queues them. Said once."""
+        if not self._said_unpinned:
+            self._said_unpinned = True
+            logger.warning("host memory cannot be pinned (%s): training waits for copies to and from the GPU", error)
 
 
 class _Recorded:

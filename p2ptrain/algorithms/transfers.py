@@ -38,15 +38,15 @@ class Comparison(Protocol):
     @property
     def own_rms(self) -> float: ...
     def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
-        """As `mix_clipped`, with θ as it is now. Returns rms(received - θ); nothing has changed if that is above
-        `max_rms` or not finite."""
+        """As `mix_clipped`: mix with θ as it is now. Returns rms(received - θ), with θ as it was when `compare` was
+        called; nothing has changed if that is above `max_rms` or not finite."""
 
 
 class Transfers(Protocol):
     """What an exchange does with weights. All methods but `buffer` and `pin` are for the training thread.
 
     Attributes:
-        pins: whether host memory that the device copies from and to should be of `buffer` or `pin`.
+        pins: Whether host memory should be pinned.
     """
 
     @property

@@ -42,6 +42,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     class Training:
         name = "training"
 
+        def wait_stream(self, stream: Stream) -> None:
+            calls.append("training waits for the side stream")
+
         def wait_event(self, event: Event) -> None:
             calls.append("training waits")
 
@@ -76,6 +79,15 @@ def test_work_waits_for_training_and_the_event_for_the_work(calls: list[str]) ->
     assert calls == ["query", "training waits"]
 
 
+def test_after_an_error_training_uses_no_memory_of_what_was_queued(calls: list[str]) -> None:
+    def work() -> None:
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        CudaSideStream(DEVICE).run(work, reads=[], writes=[])
+    assert calls[-1] == "training waits for the side stream"
+
+
 @pytest.mark.parametrize(("needed", "has_room"), [(350, True), (351, False)])
 def test_room_is_what_training_leaves_at_its_peak(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, needed: int, has_room: bool
@@ -85,10 +97,18 @@ def test_room_is_what_training_leaves_at_its_peak(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (stats.free, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: stats.reserved)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: stats.peak)
-    assert CudaSideStream(DEVICE).has_room(needed) == has_room
+    side = CudaSideStream(DEVICE)
+    assert side.has_room(needed) == has_room
+    stats.peak = 0  # torch.cuda.reset_peak_memory_stats()
+    assert side.has_room(needed) == has_room
 
 
-def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pin_memory(values: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
     empty = torch.empty
 
     def limited(*shape: int, pin_memory: bool = False, **how: object) -> torch.Tensor:
@@ -97,5 +117,9 @@ def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(calls: list[str], mo
         return empty(*shape, **how)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", limited)
-    memory = CudaSideStream(DEVICE).host(3, 64)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    side, values = CudaSideStream(DEVICE), torch.ones(2)
+    memory = side.host(3, 64)
+    assert side.pin(values) is values
+    assert caplog.text.count("host memory cannot be pinned (CUDA error: out of memory)") == 1
     assert (memory.shape, memory.dtype, memory.device.type) == ((3, 64), torch.float32, "cpu")

@@ -330,8 +330,12 @@ def test_a_device_without_room_is_read_and_written_at_once() -> None:
     side.room = False
     taken: list[Snapshot] = []
     bench.exchange.on_snapshot = taken.append
-    bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
+    bench.receive("b")
+    bench.exchange.offer_push(push_plan(3))
+    report = bench.step()
+    assert (report.sent, report.merged) == (1, 1)
     bench.exchange.land(landing(kind="write", buffer=torch.zeros(NUM_BLOCKS, 64)))
+    bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
     bench.step()
     bench.deliver_posts()
     assert bench.exchange.epoch == taken[0].epoch == Epoch("L", 4)

@@ -227,7 +227,7 @@ class Trainer:
         self.optimizer.load_state_dict(state)
         rank, windows = self.ranks.rank, state["windows"]
         self._windows.load_state_dict(windows if rank == 0 else {**windows, "seed": self._seed})
-        if self._data_digest and state.get("data") not in (None, "", self._data_digest):
+        if rank == 0 and self._data_digest and state.get("data") not in (None, "", self._data_digest):
             logger.warning(
                 "--data: is another text than that of the checkpoint; batch %d and all later ones come from the new "
                 "text. If it should be the same, end this peer with Ctrl-C, restore the data, and run the same command "

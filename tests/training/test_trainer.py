@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,9 @@ def test_data_that_was_replaced_is_said_and_used(caplog: pytest.LogCaptureFixtur
     assert said.startswith("--data: is another text than that of the checkpoint; batch 1 and all later ones come from")
     second.step(1)
     trainer("new").load_state_dict(second.state_dict())
+    other_rank: Any = trainer("new")
+    other_rank.ranks = SimpleNamespace(rank=1)
+    other_rank.load_state_dict(state)
     assert len(caplog.messages) == 1
 
 

@@ -116,7 +116,7 @@ class Exchange:
         self.on_outlier: Callable[[str], None]
         self.loses_fragment: Callable[[], bool] = lambda: False
         self.loses_gradient: Callable[[], bool] = lambda: False
-        # Tokens in this peer's shard, for runs that weigh by it; set before training begins.
+        # Tokens in this peer's share, for runs that weigh by it; set before training begins.
         self.shard_tokens = 0
         self._is_pairwise = run.is_pairwise
         # What rounds agree on has no moments with pairwise steps: each peer has its own, and rounds are plain averages.

@@ -50,6 +50,7 @@ class Corpus:
         training: the text that peers train on.
         held_out: the text that they are evaluated on.
         digest: hex SHA-256 that changes with the text, to notice a change between two starts; "" if it is not known.
+            Of `.bin` files without a meta.json it covers only the length, and the first and last 1,024 ids.
     """
 
     training: Tokens

@@ -254,7 +254,7 @@ def _wider_than_two_bytes(ids: NDArray[Any]) -> int | None:
     """4 or 8 if these uint16 look like the parts of ids with so many bytes; None if they look like ids.
 
     The upper half of an id of 4 bytes is smaller than most lower halves, and below MAX_VOCAB_SIZE / 2**16. In no text
-    is every second id.
+    is every second id that small.
     """
     if len(ids) % 2 or len(ids) < _FEWEST:
         return None

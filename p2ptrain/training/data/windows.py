@@ -1,7 +1,7 @@
 """Windows of text: a random stream for each peer to train on, and fixed windows to evaluate all peers on.
 
-Unless a run has shares (`partition.py`), every peer draws windows from all of the text with its own seed: peers come
-and go, and the parts of absent peers would otherwise never be trained on.
+Unless the text is partitioned (`partition.py`), every peer draws windows from all of the text with its own seed: peers
+come and go, and the parts of absent peers would otherwise never be trained on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An exchange starts a transfer in one `step()`, and finishes it in the first step that finds it done. Weights in this
 process's memory need no waiting: with `AtOnce` every transfer is done when it is started, so starting and finishing
-are one step. `DeviceTransfers` (`device_transfers.py`) copies beside training instead of stopping the device.
+are one step. `DeviceTransfers` (`peer/device_transfers.py`) copies beside training instead of stopping the device.
 """
 
 from __future__ import annotations

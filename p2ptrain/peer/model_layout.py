@@ -8,15 +8,15 @@ import safetensors.torch
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
-from p2ptrain.algorithms.side_stream import CudaSideStream
 from p2ptrain.algorithms.transfers import AtOnce, Transfers
 from p2ptrain.errors import ConfigError, WireError
+from p2ptrain.peer.device_transfers import DeviceTransfers
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
 from p2ptrain.peer.sharding import check_sharding, frozen_values, fsdp_modules, is_sharded, local_of
+from p2ptrain.peer.side_stream import CudaSideStream
 from p2ptrain.settings.config import RunConfig
 
 

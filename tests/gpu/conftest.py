@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.algorithms.side_stream import CudaSideStream, SideStream
+from p2ptrain.peer.side_stream import CudaSideStream, SideStream
 from tests.side_stream import LateStream
 
 NO_GPU = "torch finds no CUDA or ROCm GPU on this machine"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
-from p2ptrain.algorithms.side_stream import SideStream
 from p2ptrain.algorithms.transfers import AtOnce, Transfer, Transfers
+from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Landing, Push, PushPlan, Snapshot, SnapshotWanted
 from p2ptrain.settings.config import RunConfig

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import p2ptrain
-from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.algorithms.transfers import Transfers
+from p2ptrain.peer.device_transfers import DeviceTransfers
 from p2ptrain.peer.model_layout import ModelParts
 from tests.gpu.conftest import needs_gpu
 from tests.side_stream import LateStream

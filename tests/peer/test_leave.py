@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer import peer as peer_module
+from p2ptrain.peer.device_transfers import DeviceTransfers
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import Sink, Sinks

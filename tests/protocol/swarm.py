@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import trio
 
-from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
-from p2ptrain.algorithms.side_stream import SideStream
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
+from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport

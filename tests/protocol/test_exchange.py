@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.algorithms.device_transfers import DeviceTransfers
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
-from p2ptrain.algorithms.side_stream import SideStream
+from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange import inbox
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.inbox import MAX_INBOX, MAX_WAITING_PER_SENDER

@@ -23,8 +23,8 @@ import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView
-from p2ptrain.algorithms.side_stream import Pending, SideStream
 from p2ptrain.algorithms.transfers import AtOnce, Comparison, Transfer
+from p2ptrain.peer.side_stream import Pending, SideStream
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from p2ptrain.algorithms.side_stream import CudaSideStream
+from p2ptrain.peer.side_stream import CudaSideStream
 
 DEVICE = torch.device("cuda", 1)
 

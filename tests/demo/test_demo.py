@@ -86,6 +86,7 @@ def test_two_peers_train_lose_one_and_gain_one(tmp_path: Path, demos: list[Demo]
     assert generated.stdout.startswith("def ")
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_everything(tmp_path: Path, demos: list[Demo]) -> None:
     demo = Demo(tmp_path / "demo")
     demos.append(demo)

@@ -713,7 +713,13 @@ def test_in_a_large_swarm_the_peers_of_a_round_link_to_each_other() -> None:
 
 
 @pytest.mark.usefixtures("large_from_12")
-@pytest.mark.parametrize("lineage", ["", "0-g"], ids=["they name no lineage", "they name one"])
+@pytest.mark.parametrize(
+    "lineage",
+    [
+        pytest.param("", id="they name no lineage"),
+        pytest.param("0-g", id="they name one", marks=pytest.mark.long),
+    ],
+)
 def test_who_links_to_a_peer_does_not_displace_the_neighbours_that_it_chose(lineage: str) -> None:
     async def main() -> None:
         async with town() as t:

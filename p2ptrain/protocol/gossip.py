@@ -36,7 +36,7 @@ from p2ptrain.protocol.wire.transport import PeerId
 INLINE_BLOCKS = 2048
 # How often to look whether there is somebody to push to, and whether others merge what we push.
 POLL_S = 0.5
-# Before the next push after an unexpected error.
+# Before the next plan after an unexpected error.
 ERROR_PAUSE_S = 1.0
 
 T = TypeVar("T")
@@ -68,10 +68,13 @@ class Gossip:
         self._num_slots = self._walk.num_slots
         self._position = 0  # in steps
         self._said_pace = False
-        # Pushes that were gathered, and when gathering a plan began. The next plan is offered once the latter is read,
-        # so at most one of those is queued, and few pushes.
-        self._gathered_send, self._gathered = trio.open_memory_channel[Push | float](2 * MOST_PUSHES_UNDER_WAY)
-        exchange.on_push = exchange.on_plan_taken = self._gathered_send.send_nowait
+        # When gathering the offered plan began: the next one is offered after that.
+        self._taken_send, self._taken = trio.open_memory_channel[float](1)
+        self._pushes_send, self._pushes = trio.open_memory_channel[Push](2 * MOST_PUSHES_UNDER_WAY)
+        # CPU seconds of gathering and sending since a push was last told to the pace.
+        self._sending_cpu_s = 0.0
+        exchange.on_plan_taken = self._taken_send.send_nowait
+        exchange.on_push = self._pushes_send.send_nowait
         exchange.on_outlier = self._end_link
         slot_bytes = self._codec.size_bytes(self._blocks_per_slot)
         self._most_steps = MAX_PAYLOAD_BYTES // slot_bytes // self._walk.per_step
@@ -87,35 +90,41 @@ class Gossip:
         """Plan, gather and send pushes until cancelled."""
         # Peers start their walks at different slots, so that partners rarely send the same one.
         self._position = self._rng.randrange(self._walk.steps)
-        waiting: deque[Push] = deque()
-        offered, cpu_s = False, 0.0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._plan_forever)
+            nursery.start_soon(self._send_forever)
+
+    async def _plan_forever(self) -> None:
+        """Offer a plan to the training thread; once gathering it begins, the next one. Sending is not waited for."""
         while True:
+            if not self._context.host.trainers() or not self._admits(self._context.peer_id):
+                await trio.sleep(POLL_S)
+                continue
+            self._say_pace()
+            if self._run.topology != "push":
+                # Partners plan by the step, so neither may plan earlier than it pushes.
+                await trio.sleep_until(self._pace.due_s)
             try:
-                if not offered:
-                    if not self._context.host.trainers() or not self._admits(self._context.peer_id):
-                        await trio.sleep(POLL_S)
-                        continue
-                    self._say_pace()
-                    if self._run.topology != "push":
-                        # Partners plan by the step, so neither may plan earlier than it pushes.
-                        await trio.sleep_until(self._pace.due_s)
-                    slots = self._step_count() * self._walk.per_step
-                    plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)
-                    self._exchange.offer_push(plan)
-                    offered = True
-                gathered = await self._gathered.receive()
-                if isinstance(gathered, float):
-                    # What a GPU has gathered comes later: the next push is gathered meanwhile.
-                    offered = False
-                    self._pace.note_sent(cpu_s, gathered)
-                    continue
-                cpu_s += gathered.cpu_s
-                waiting.append(gathered)
-                while waiting and self._exchange.steps - waiting[0].steps >= self._run.fragment_delay:
-                    cpu_s += await self._send(waiting.popleft())
+                slots = self._step_count() * self._walk.per_step
+                plan, cpu_s = await self._off_loop(slots * self._blocks_per_slot, self._plan)
+                self._exchange.offer_push(plan)
+                began_s = await self._taken.receive()
             except Exception as error:
-                self._context.errors.note("pushing a fragment; it is skipped", error)
+                self._context.errors.note("planning a push; it is skipped", error)
                 await trio.sleep(ERROR_PAUSE_S)
+            else:
+                self._pace.note_sent(cpu_s + self._sending_cpu_s, began_s)
+                self._sending_cpu_s = 0.0
+
+    async def _send_forever(self) -> None:
+        """Send what was gathered, at once or after the run's delay."""
+        waiting: deque[Push] = deque()
+        async for push in self._pushes:
+            self._sending_cpu_s += push.cpu_s
+            waiting.append(push)
+            while waiting and self._exchange.steps - waiting[0].steps >= self._run.fragment_delay:
+                with self._context.errors.containing("pushing a fragment", "it is skipped"):
+                    self._sending_cpu_s += await self._send(waiting.popleft())
 
     async def on_fragment(self, link: Link, message: Fragment, payload: bytes) -> None:
         """Check, decode and queue a fragment. Raises WireError if it is invalid."""

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from p2ptrain.algorithms.topology import TOPOLOGIES
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.protocol.exchange.exchange import Exchange
-from p2ptrain.protocol.exchange.types import Epoch, PushPlan
+from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan, StepReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.link import Traffic
@@ -143,6 +143,26 @@ def test_a_push_is_planned_early_unless_partners_plan_by_the_step(topology: str)
         assert planned_at[0] == (0 if topology == "push" else 9)
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_what_arrives_a_step_late_is_sent_at_once_however_long_until_the_next_push(topology: str) -> None:
+    ticks = itertools.count()
+    peer = Peer(run_of(topology=topology), cpu_clock=lambda: 0.001 * next(ticks))
+    peer.pace.note_received(0.001)
+    hand_over, step, gathered = peer.exchange.on_push, peer.exchange.step, deque[Push]()
+    peer.exchange.on_push = gathered.append
+
+    def late_step(samples: int) -> StepReport:
+        while gathered:
+            hand_over(gathered.popleft())
+        return step(samples)
+
+    peer.exchange.step = late_step  # type: ignore[method-assign]
+    run_virtual(lambda: peer.train(steps=60))
+    assert peer.pace.interval_s > 4 * STEP_S
+    assert len(peer.sent) > 5
+    assert max(fragment.age_s for fragment, _ in peer.sent) < 2 * STEP_S
 
 
 def unhurried_pushes() -> list[tuple[Fragment, bytes]]:

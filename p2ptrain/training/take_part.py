@@ -77,7 +77,8 @@ def _size_line(trainer: Trainer) -> str:
     """What is trained: with a large model, minutes pass before the next line."""
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
+    windows = "1 window" if trainer.step_windows == 1 else f"{trainer.step_windows:,} windows"
     return (
-        f"{size} parameters; a step is {trainer.step_windows} windows of {trainer.context:,} tokens; evaluating on "
+        f"{size} parameters; a step is {windows} of {trainer.context:,} tokens; evaluating on "
         f"{trainer.eval_windows * trainer.context:,} held-out tokens first"
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,51 @@ MOST_VALUES_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _Compared:
     """A fragment whose comparison with θ was started. `cpu_s`: CPU seconds that it took so far."""
 
     arrival: Arrival
     comparison: Transfer[Comparison]
     cpu_s: float
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What one step merges: what holds in that step, and what came of it.
+
+    Attributes:
+        now: on the clock of the arrivals.
+        covered: the blocks of each fragment merged.
+        held_back: fragments for later steps.
+        age_steps: sum of the ages of those merged, in our steps.
+    """
+
+    now: float
+    epoch: Epoch
+    step_s: float
+    max_age_s: float
+    skipped: Counter[str]
+    covered: list[Blocks] = field(default_factory=list)
+    held_back: list[Arrival] = field(default_factory=list)
+    age_steps: float = 0.0
+
+    def refuses(self, arrival: Arrival) -> bool:
+        """Whether a fragment is not merged, also not later. Counts it then."""
+        if self.age_s(arrival) > self.max_age_s:
+            reason = "too_old"
+        elif arrival.epoch.lineage != self.epoch.lineage or arrival.epoch.round < self.epoch.round:
+            reason = "epoch"
+        else:
+            return False
+        self.skipped[reason] += 1
+        return True
+
+    def note_merged(self, arrival: Arrival) -> None:
+        self.covered.append(arrival.plan.blocks)
+        self.age_steps += self.age_s(arrival) / self.step_s
+
+    def age_s(self, arrival: Arrival) -> float:
+        return arrival.age_s + self.now - arrival.arrived_s
 
 
 class Merger:
@@ -65,7 +104,7 @@ class Merger:
         self._cpu_clock = cpu_clock
         self._on_outlier = on_outlier
         self._clip = ClipRule()
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[_Compared] = []
 
     def max_age_s(self, step_s: float) -> float:
         """The age from which on a fragment is skipped."""
@@ -85,54 +124,45 @@ class Merger:
         arrivals, skipped = self._inbox.take()
         if not arrivals and not skipped and not self._under_way:
             return 0, {}
-        max_age_s = self.max_age_s(step_s)
-        held_back: list[Arrival] = []
-        age_steps = 0.0
-        covered: list[Blocks] = []
-        # Those of earlier steps: of each sender the first, if it is done.
-        started, self._under_way = self._under_way, []
-        ready: list[_UnderWay] = []
-        merging: set[str] = set()
-        for compared in started:
-            sender, done = compared.arrival.sender, compared.comparison.done
-            (ready if done and sender not in merging else self._under_way).append(compared)
-            merging.add(sender)
-        looked_at = {sender for sender, count in self._counts().items() if count >= MOST_OF_SENDER}
-
-        def merge(arrival: Arrival, comparison: Transfer[Comparison], start_s: float) -> None:
-            nonlocal age_steps
-            if self._mix(arrival, comparison, covered, start_s):
-                covered.append(arrival.plan.blocks)
-                age_steps += _age_s(arrival, now) / max(step_s, 1e-3)
-            else:
-                skipped["clipped"] += 1
-
-        for compared in ready:
+        current = _Pass(now, epoch, max(step_s, 1e-3), self.max_age_s(step_s), skipped)
+        had_begun = {compared.arrival.sender for compared in self._under_way}
+        for compared in self._take_ready():
             # A round may have landed since.
-            if reason := _refused(compared.arrival, now, epoch, max_age_s):
-                skipped[reason] += 1
-            else:
-                merge(compared.arrival, compared.comparison, self._cpu_clock() - compared.cpu_s)
+            if not current.refuses(compared.arrival):
+                self._merge(compared, current)
+        looked_at = {sender for sender, count in self._counts().items() if count >= MOST_OF_SENDER}
         for arrival in arrivals:
-            if reason := _refused(arrival, now, epoch, max_age_s):
-                skipped[reason] += 1
-            elif arrival.epoch.round > epoch.round or arrival.sender in looked_at or not self._has_room(arrival):
+            if current.refuses(arrival):
+                continue
+            if arrival.epoch.round > epoch.round or arrival.sender in looked_at or not self._has_room(arrival):
                 # The round has landed at the sender and not here yet, it is not the sender's turn, or there are many.
-                held_back.append(arrival)
+                current.held_back.append(arrival)
+                continue
+            looked_at.add(arrival.sender)
+            compared = self._compare(arrival)
+            if compared.comparison.done and arrival.sender not in had_begun:
+                self._merge(compared, current)
             else:
-                looked_at.add(arrival.sender)
-                start_s = self._cpu_clock()
-                comparison = self._transfers.compare(arrival.plan, arrival.values)
-                if comparison.done and arrival.sender not in merging:
-                    merge(arrival, comparison, start_s)
-                else:
-                    self._under_way.append(_UnderWay(arrival, comparison, self._cpu_clock() - start_s))
-        return len(covered), self._inbox.settle(held_back, len(covered), skipped, age_steps)
+                self._under_way.append(compared)
+        merged = len(current.covered)
+        return merged, self._inbox.settle(current.held_back, merged, current.skipped, current.age_steps)
 
     @property
     def under_way(self) -> bool:
         """Whether a comparison is not done. Never blocks."""
         return not all(compared.comparison.done for compared in self._under_way)
+
+    def _take_ready(self) -> list[_Compared]:
+        """Take those that this step merges: of each sender the comparison that began first, if it is done."""
+        ready: list[_Compared] = []
+        left: list[_Compared] = []
+        seen: set[str] = set()
+        for compared in self._under_way:
+            is_first = compared.arrival.sender not in seen
+            seen.add(compared.arrival.sender)
+            (ready if is_first and compared.comparison.done else left).append(compared)
+        self._under_way = left
+        return ready
 
     def _counts(self) -> Counter[str]:
         return Counter(compared.arrival.sender for compared in self._under_way)
@@ -142,29 +172,26 @@ class Merger:
         taken = sum(compared.arrival.values.nbytes for compared in self._under_way)
         return not taken or taken + arrival.values.nbytes <= MOST_VALUES_BYTES
 
-    def _mix(self, arrival: Arrival, comparison: Transfer[Comparison], covered: list[Blocks], start_s: float) -> bool:
-        """Merge a fragment, if it is near enough. `start_s`: when this began, on the clock of the CPU."""
-        weight = merge_weights(covered, arrival.plan.blocks)
-        weights = weight if isinstance(weight, float) else torch.from_numpy(weight)
-        compared = comparison.finish()
-        limit = self._clip.limit(compared.own_rms)
-        rms = compared.mix(weights, limit)
+    def _compare(self, arrival: Arrival) -> _Compared:
+        """Begin to compare a fragment with θ."""
+        start_s = self._cpu_clock()
+        comparison = self._transfers.compare(arrival.plan, arrival.values)
+        return _Compared(arrival, comparison, self._cpu_clock() - start_s)
+
+    def _merge(self, compared: _Compared, current: _Pass) -> None:
+        """Merge a fragment whose comparison is done, if it is near enough."""
+        arrival, start_s = compared.arrival, self._cpu_clock() - compared.cpu_s
+        weight = merge_weights(current.covered, arrival.plan.blocks)
+        comparison = compared.comparison.finish()
+        limit = self._clip.limit(comparison.own_rms)
+        rms = comparison.mix(weight if isinstance(weight, float) else torch.from_numpy(weight), limit)
         mixed = rms <= limit
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:
             self.mixed.append(arrival.plan.blocks)
-        elif self._clip.is_outlier(arrival.sender):
-            self._on_outlier(arrival.sender)
+            current.note_merged(arrival)
+        else:
+            current.skipped["clipped"] += 1
+            if self._clip.is_outlier(arrival.sender):
+                self._on_outlier(arrival.sender)
         self.cpu_s = self._cpu_clock() - start_s
-        return mixed
-
-
-def _age_s(arrival: Arrival, now: float) -> float:
-    return arrival.age_s + now - arrival.arrived_s
-
-
-def _refused(arrival: Arrival, now: float, epoch: Epoch, max_age_s: float) -> str:
-    """Why a fragment is not merged, also not later; "" if it may be."""
-    if _age_s(arrival, now) > max_age_s:
-        return "too_old"
-    return "epoch" if arrival.epoch.lineage != epoch.lineage or arrival.epoch.round < epoch.round else ""

@@ -101,9 +101,18 @@ class IndexSpace:
         return BlockPlan(ordered, ordered.size * BLOCK - padding, tuple(pieces), torch.from_numpy(index))
 
 
+class FlatView(Protocol):
+    """How an exchange reads and writes a whole flat vector. The methods are described at `ParameterView`."""
+
+    @property
+    def space(self) -> IndexSpace: ...
+    def read(self, out: torch.Tensor) -> None: ...
+    def write(self, flat: torch.Tensor) -> None: ...
+    def add(self, flat: torch.Tensor) -> None: ...
+
+
 class WeightView(Protocol):
-    """How an exchange reads and writes weights. The methods are described at `ParameterView`, which has the weights in
-    this process; a process group has others."""
+    """A `FlatView` whose blocks can also be read and written: of parameters in this process, or in a process group."""
 
     @property
     def space(self) -> IndexSpace: ...

@@ -1,8 +1,11 @@
 """Transfers between a model's weights and host memory. One may end later than the step that starts it.
 
 An exchange starts a transfer in one `step()`, and finishes it in the first step that finds it done. Weights in this
-process's memory need no waiting: with `AtOnce` every transfer is done when it is started, so starting and finishing
-are one step. `DeviceTransfers` (`peer/device_transfers.py`) copies beside training instead of stopping the device.
+process's memory need no waiting: what is `AtOnce` is done when it is started, so starting and finishing are one step.
+On a GPU, copies go beside training instead of stopping the device (`peer/device_transfers.py`).
+
+There are two kinds: of fragments, which are some blocks of the parameters, and of all that rounds average, as a vector
+in the flat layout (`indexspace.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, WeightView, mix_clipped, rms_of
-from p2ptrain.algorithms.moments import MomentView
+from p2ptrain.algorithms.indexspace import BlockPlan, FlatView, WeightView, mix_clipped, rms_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -42,8 +44,21 @@ class Comparison(Protocol):
         called; nothing has changed if that is above `max_rms` or not finite."""
 
 
-class Transfers(Protocol):
-    """What an exchange does with weights. All methods but `buffer` and `pin` are for the training thread.
+class FragmentTransfers(Protocol):
+    """Transfers of blocks of the parameters. For the training thread, except `pin`."""
+
+    def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
+        """Copy the plan's blocks as they are now; (n, 64) float32 in host memory, owned by the caller."""
+
+    def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
+        """Compare the plan's blocks with received ones, (n, 64) float32 in host memory, only read."""
+
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        """`values`, or a copy, in memory that the device can copy from on its own. Any thread may call it."""
+
+
+class FlatTransfers(Protocol):
+    """Transfers of all that rounds average. For the training thread, except `buffer`.
 
     Attributes:
         pins: Whether host memory should be pinned.
@@ -51,14 +66,8 @@ class Transfers(Protocol):
 
     @property
     def pins(self) -> bool: ...
-    def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
-        """Copy the plan's blocks as they are now; (n, 64) float32 in host memory, owned by the caller."""
-
-    def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
-        """Compare the plan's blocks with received ones, (n, 64) float32 in host memory, only read."""
-
     def read(self, out: torch.Tensor) -> Transfer[None]:
-        """Copy all weights as they are now into `out`, (num_blocks, 64) float32 in host memory, zero in the padding."""
+        """Copy everything as it is now into `out`, (num_blocks, 64) float32 in host memory, zero in the padding."""
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Transfer[None]:
         """Add `flat`, (num_blocks, 64) float32 in host memory, to θ, or set θ to it: in `finish`, and not before.
@@ -69,8 +78,13 @@ class Transfers(Protocol):
     def buffer(self) -> torch.Tensor:
         """A new (num_blocks, 64) float32 buffer in host memory, with its pages allocated. Any thread may call it."""
 
-    def pin(self, values: torch.Tensor) -> torch.Tensor:
-        """`values`, or a copy, in memory that the device can copy from on its own. Any thread may call it."""
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """All transfers of a model's parameters."""
+
+    fragments: FragmentTransfers
+    flat: FlatTransfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +95,16 @@ class Done(Generic[T]):
     done: ClassVar[bool] = True
 
 
-class AtOnce:
+def at_once(view: WeightView) -> Transfers:
     """The transfers of weights in this process's memory, and of those that can only be read and written at once."""
+    return Transfers(FragmentsAtOnce(view), FlatAtOnce(view))
 
-    pins: ClassVar[bool] = False
 
-    def __init__(self, view: WeightView, averaged: MomentView | None = None) -> None:
-        """`averaged`: what `read`, `land` and `buffer` are of; None: of `view`, as the other methods."""
+class FragmentsAtOnce:
+    """Implements `FragmentTransfers`."""
+
+    def __init__(self, view: WeightView) -> None:
         self._view = view
-        self._averaged: WeightView | MomentView = averaged or view
 
     def gather(self, plan: BlockPlan) -> Done[torch.Tensor]:
         values = self._view.gather(plan)
@@ -98,18 +113,27 @@ class AtOnce:
     def compare(self, plan: BlockPlan, received: torch.Tensor) -> Done[Comparison]:
         return Done(lambda: _Gathered(self._view, plan, received))
 
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+class FlatAtOnce:
+    """Implements `FlatTransfers`."""
+
+    pins: ClassVar[bool] = False
+
+    def __init__(self, view: FlatView) -> None:
+        self._view = view
+
     def read(self, out: torch.Tensor) -> Done[None]:
-        self._averaged.read(out)
+        self._view.read(out)
         return Done(lambda: None)
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Done[None]:
-        return Done(lambda: (self._averaged.add if adds else self._averaged.write)(flat))
+        return Done(lambda: (self._view.add if adds else self._view.write)(flat))
 
     def buffer(self) -> torch.Tensor:
-        return torch.empty((self._averaged.space.num_blocks, BLOCK)).fill_(0.0)
-
-    def pin(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+        return torch.empty((self._view.space.num_blocks, BLOCK)).fill_(0.0)
 
 
 class _Gathered:

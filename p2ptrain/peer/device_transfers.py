@@ -8,14 +8,14 @@ of the calls.
 
 A snapshot takes 4 bytes a parameter on the device until it is in host memory, and so does a landing until it is
 applied; a fragment 12 bytes for each of its values. If that much is not free (`SideStream.has_room`), it goes as on
-other devices (`AtOnce`), and training waits for it.
+other devices (`at_once`), and training waits for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -23,7 +23,7 @@ import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView
-from p2ptrain.algorithms.transfers import AtOnce, Comparison, Transfer
+from p2ptrain.algorithms.transfers import Comparison, FlatAtOnce, FragmentsAtOnce, Transfer, Transfers
 from p2ptrain.peer.side_stream import Pending, SideStream
 
 T = TypeVar("T")
@@ -45,22 +45,26 @@ class _Queued(Generic[T]):
         return self.complete()
 
 
-class DeviceTransfers:
-    """Implements `Transfers`. All tensors of the view must be on the device of the stream."""
+def device_transfers(view: ParameterView, side: SideStream) -> Transfers:
+    """The transfers of parameters that are all on the device of the stream."""
+    return Transfers(DeviceFragments(view, side), DeviceFlat(view, side))
 
-    pins: ClassVar[bool] = True
+
+class DeviceFragments:
+    """Implements `FragmentTransfers`."""
 
     def __init__(self, view: ParameterView, side: SideStream) -> None:
         self._view = view
         self._side = side
-        self._at_once = AtOnce(view)
+        self._at_once = FragmentsAtOnce(view)
 
     def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
         if not self._side.has_room(4 * BLOCK * len(plan.blocks)):
             return self._at_once.gather(plan)
         gathered = self._view.gather_on_device(self._on_device(plan))
         values = self._side.host(*gathered.shape)
-        return self._queued(lambda: values.copy_(gathered, non_blocking=True), [gathered], [values], lambda: values)
+        pending = self._side.run(lambda: values.copy_(gathered, non_blocking=True), reads=[gathered], writes=[values])
+        return _Queued(pending, lambda: values)
 
     def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
         if not self._side.has_room(3 * received.nbytes):
@@ -83,36 +87,43 @@ class DeviceTransfers:
             own_rms, rms = (norms / math.sqrt(max(1, plan.numel))).tolist()
             return _Compared(self._view, self._side, on_device, theirs, own_rms, rms)
 
-        return self._queued(work, [source, own], [theirs, norms], complete)
+        return _Queued(self._side.run(work, reads=[source, own], writes=[theirs, norms]), complete)
+
+    def pin(self, values: torch.Tensor) -> torch.Tensor:
+        return self._side.pin(values)
+
+    def _on_device(self, plan: BlockPlan) -> BlockPlan:
+        """The plan with its index on the device; 8 bytes a block, copied on the training stream."""
+        return dataclasses.replace(plan, index=_uploaded(self._side, plan.index))
+
+
+class DeviceFlat:
+    """Implements `FlatTransfers`."""
+
+    pins: ClassVar[bool] = True
+
+    def __init__(self, view: ParameterView, side: SideStream) -> None:
+        self._view = view
+        self._side = side
+        self._at_once = FlatAtOnce(view)
 
     def read(self, out: torch.Tensor) -> Transfer[None]:
         staged = self._staging()
         if staged is None:
             return self._at_once.read(out)
         self._view.read(staged)
-        return self._queued(lambda: out.copy_(staged, non_blocking=True), [staged], [out], lambda: None)
+        pending = self._side.run(lambda: out.copy_(staged, non_blocking=True), reads=[staged], writes=[out])
+        return _Queued(pending, lambda: None)
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Transfer[None]:
-        apply, staged = self._view.add if adds else self._view.write, self._staging()
+        staged = self._staging()
         if staged is None:
             return self._at_once.land(flat, adds=adds)
-        return self._queued(lambda: staged.copy_(flat, non_blocking=True), [flat], [staged], lambda: apply(staged))
+        pending = self._side.run(lambda: staged.copy_(flat, non_blocking=True), reads=[flat], writes=[staged])
+        return _Queued(pending, lambda: (self._view.add if adds else self._view.write)(staged))
 
     def buffer(self) -> torch.Tensor:
         return self._side.host(self._view.space.num_blocks, BLOCK)
-
-    def pin(self, values: torch.Tensor) -> torch.Tensor:
-        return self._side.pin(values)
-
-    def _queued(
-        self, work: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor],
-        complete: Callable[[], T],
-    ) -> _Queued[T]:  # fmt: skip
-        return _Queued(self._side.run(work, reads=reads, writes=writes), complete)
-
-    def _on_device(self, plan: BlockPlan) -> BlockPlan:
-        """The plan with its index on the device; 8 bytes a block, copied on the training stream."""
-        return dataclasses.replace(plan, index=_uploaded(self._side, plan.index))
 
     def _staging(self) -> torch.Tensor | None:
         """Memory on the device for all weights as float32; None if there is too little."""

@@ -10,9 +10,9 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
-from p2ptrain.algorithms.transfers import AtOnce, Transfers
+from p2ptrain.algorithms.transfers import Transfers, at_once
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.peer.sharded_view import ShardedView
 from p2ptrain.peer.sharding import check_sharding, frozen_values, fsdp_modules, is_sharded, local_of
@@ -101,8 +101,8 @@ class ModelParts:
         """
         devices = {tensor.device for tensor in self.tensors}
         if isinstance(self.view, ParameterView) and len(devices) == 1 and self.tensors[0].is_cuda:
-            return DeviceTransfers(self.view, CudaSideStream(self.tensors[0].device))
-        return AtOnce(self.view)
+            return device_transfers(self.view, CudaSideStream(self.tensors[0].device))
+        return at_once(self.view)
 
     def averaged(self, run: RunConfig, optimizer: torch.optim.Optimizer | None) -> MomentView | None:
         """Return the view of parameters and moments that rounds average; None if they average only parameters.

@@ -14,8 +14,8 @@ import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
-from p2ptrain.algorithms.transfers import AtOnce, Transfer, Transfers
-from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.algorithms.transfers import Transfer, Transfers, at_once
+from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Landing, Push, PushPlan, Snapshot, SnapshotWanted
@@ -39,8 +39,8 @@ class Pair:
         on_cpu = [randn(*shape, seed=i).to(dtype) for i, shape in enumerate(SHAPES)]
         on_cpu[-1] = on_cpu[-1].t().contiguous().t()
         self.tensors = [tensor.clone().to(side.device) for tensor in on_cpu]
-        self.cpu = AtOnce(ParameterView(SPACE, on_cpu))
-        self.device = DeviceTransfers(ParameterView(SPACE, self.tensors), side)
+        self.cpu = at_once(ParameterView(SPACE, on_cpu))
+        self.device = device_transfers(ParameterView(SPACE, self.tensors), side)
         self._all = [*on_cpu, *self.tensors]
 
     def both(self, call: Callable[[Transfers], Any]) -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ class Pair:
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         flats = [torch.zeros(SPACE.num_blocks, BLOCK) for _ in range(2)]
         for transfers, flat in zip((self.cpu, self.device), flats, strict=True):
-            finished(transfers.read(flat))
+            finished(transfers.flat.read(flat))
         return flats[0], flats[1]
 
     def check_equal(self) -> None:
@@ -78,12 +78,12 @@ def pair(side: SideStream, request: pytest.FixtureRequest) -> Pair:
 
 
 def test_blocks_and_snapshots_are_of_the_moment_at_which_they_began(pair: Pair) -> None:
-    ours, theirs = pair.both(lambda transfers: transfers.gather(PLAN))
+    ours, theirs = pair.both(lambda transfers: transfers.fragments.gather(PLAN))
     assert torch.equal(ours, theirs)
     assert theirs.device.type == "cpu"
-    outs = [torch.full((SPACE.num_blocks, BLOCK), 7.0), pair.device.buffer()]
+    outs = [torch.full((SPACE.num_blocks, BLOCK), 7.0), pair.device.flat.buffer()]
     unused = iter(outs)
-    pair.both(lambda transfers: transfers.read(next(unused)))
+    pair.both(lambda transfers: transfers.flat.read(next(unused)))
     assert torch.equal(*outs)
     assert not torch.equal(outs[0], pair.weights()[0])  # training has gone on
 
@@ -95,12 +95,12 @@ def test_a_landing_changes_the_weights_when_it_is_finished(
 ) -> None:
     monkeypatch.setattr(side, "has_room", lambda size_bytes: room)
     pointers = [tensor.data_ptr() for tensor in pair.tensors]
-    flat = pair.device.buffer().copy_(randn(SPACE.num_blocks, BLOCK, seed=9))
+    flat = pair.device.flat.buffer().copy_(randn(SPACE.num_blocks, BLOCK, seed=9))
     before = pair.weights()[1]
-    landing = pair.device.land(flat, adds=adds)
+    landing = pair.device.flat.land(flat, adds=adds)
     assert torch.equal(pair.weights()[1], before)
     finished(landing)
-    finished(pair.cpu.land(flat, adds=adds))
+    finished(pair.cpu.flat.land(flat, adds=adds))
     pair.check_equal()
     assert not torch.equal(pair.weights()[1], before)
     assert [tensor.data_ptr() for tensor in pair.tensors] == pointers
@@ -110,15 +110,15 @@ def test_a_landing_changes_the_weights_when_it_is_finished(
 def test_a_fragment_is_mixed_into_the_weights_of_the_moment(pair: Pair, weight: float | str) -> None:
     """Bit for bit with weight ½. With others a GPU may round once less, as it multiplies and adds in one operation."""
     weights = torch.linspace(0.2, 0.5, len(PLAN.blocks))[:, None] if isinstance(weight, str) else weight
-    received = finished(pair.cpu.gather(PLAN)) + 0.01 * randn(len(PLAN.blocks), BLOCK, seed=3)
-    at_cpu, on_device = (finished(t.compare(PLAN, received)) for t in (pair.cpu, pair.device))
+    received = finished(pair.cpu.fragments.gather(PLAN)) + 0.01 * randn(len(PLAN.blocks), BLOCK, seed=3)
+    at_cpu, on_device = (finished(t.fragments.compare(PLAN, received)) for t in (pair.cpu, pair.device))
     assert on_device.own_rms == pytest.approx(at_cpu.own_rms, rel=1e-5)
     limit = 1.1 * on_device.mix(weights, max_rms=0.0)  # too far: nothing has changed
     pair.check_equal()
     assert limit == pytest.approx(1.1 * at_cpu.mix(weights, max_rms=0.0), rel=1e-5)
-    again = finished(pair.device.compare(PLAN, received))
+    again = finished(pair.device.fragments.compare(PLAN, received))
     pair.train()
-    finished(pair.cpu.compare(PLAN, received)).mix(weights, math.inf)
+    finished(pair.cpu.fragments.compare(PLAN, received)).mix(weights, math.inf)
     assert again.mix(weights, limit) < limit  # as it was when they were compared
     ours, theirs = pair.weights()
     if isinstance(weight, str):
@@ -131,7 +131,7 @@ def test_a_fragment_is_mixed_into_the_weights_of_the_moment(pair: Pair, weight: 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_not_mixed(pair: Pair, value: float) -> None:
     received = torch.full((len(PLAN.blocks), BLOCK), value)
-    assert not math.isfinite(finished(pair.device.compare(PLAN, received)).mix(0.5, max_rms=math.inf))
+    assert not math.isfinite(finished(pair.device.fragments.compare(PLAN, received)).mix(0.5, max_rms=math.inf))
     pair.check_equal()
 
 
@@ -159,7 +159,7 @@ def test_a_step_never_waits_for_the_device(side: SideStream) -> None:
     view, now, posts = ParameterView(SPACE, tensors), iter(range(10**6)), list[Callable[[], object]]()
     run = RunConfig(fragment_fraction=0.1, sync_every=10, total_steps=0)
     exchange = Exchange(
-        view, run, transfers=DeviceTransfers(view, side), clock=lambda: 0.01 * next(now), post=posts.append
+        view, run, transfers=device_transfers(view, side), clock=lambda: 0.01 * next(now), post=posts.append
     )
     exchange.epoch = Epoch("L", 0)
     pushes, snapshots, landed = list[Push](), list[Snapshot](), list[Landing]()
@@ -196,7 +196,7 @@ def test_a_step_never_waits_for_the_device(side: SideStream) -> None:
 def test_the_plan_of_a_fragment_is_not_changed(side: SideStream) -> None:
     """Threads share it."""
     pair, plan = Pair(side, torch.float32), copy.deepcopy(PLAN)
-    finished(pair.device.gather(plan))
+    finished(pair.device.fragments.gather(plan))
     assert isinstance(plan, BlockPlan)
     assert torch.equal(plan.index, PLAN.index)
     assert plan.index.device.type == "cpu"

@@ -12,7 +12,7 @@ from torch import nn
 import p2ptrain
 from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.algorithms.transfers import Transfers
-from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.device_transfers import DeviceFragments, device_transfers
 from p2ptrain.peer.model_layout import ModelParts
 from tests.gpu.conftest import needs_gpu
 from tests.side_stream import LateStream
@@ -26,7 +26,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
     def transfers(parts: ModelParts) -> Transfers:
         assert isinstance(parts.view, ParameterView)
-        return DeviceTransfers(parts.view, LateStream(lambda: next(polls) % 3))
+        return device_transfers(parts.view, LateStream(lambda: next(polls) % 3))
 
     if request.param == "stand-in":
         monkeypatch.setattr(ModelParts, "transfers", transfers)
@@ -63,7 +63,7 @@ def mlp() -> nn.Module:
 
 def test_two_peers_commit_rounds_and_merge_fragments(device: str) -> None:
     first, second = Loop(mlp(), device), Loop(mlp(), device)
-    assert isinstance(ModelParts(first.model).transfers(), DeviceTransfers)
+    assert isinstance(ModelParts(first.model).transfers().fragments, DeviceFragments)
     run = {"run_id": "gpu", "host_maddrs": ["/ip4/127.0.0.1/tcp/0"]}
     with (
         p2ptrain.join(first.model, diloco=p2ptrain.DiLoCo(sync_every=20), **run) as a,

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from p2ptrain.algorithms.indexspace import ParameterView
+from p2ptrain.algorithms.transfers import Transfers
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer import peer as peer_module
-from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import Sink, Sinks
@@ -93,9 +94,9 @@ def test_a_faulty_device_does_not_prevent_leaving(
 ) -> None:
     """The transfers of a peer end in an error, or never, when its loop raises. It leaves, and that error is raised."""
 
-    def transfers(parts: ModelParts) -> DeviceTransfers:
+    def transfers(parts: ModelParts) -> Transfers:
         assert isinstance(parts.view, ParameterView)
-        return DeviceTransfers(parts.view, side)
+        return device_transfers(parts.view, side)
 
     class Records:
         def write(self, event: str, /, **fields: Any) -> None:

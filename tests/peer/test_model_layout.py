@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from p2ptrain.algorithms.transfers import AtOnce
+from p2ptrain.algorithms.transfers import FragmentsAtOnce
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.model_layout import ModelParts
 
@@ -50,7 +50,7 @@ def test_the_tensors_are_the_live_parameters() -> None:
 
 def test_weights_in_host_memory_are_read_and_written_at_once() -> None:
     """What a GPU has is in tests/gpu."""
-    assert isinstance(ModelParts(nn.Linear(2, 2)).transfers(), AtOnce)
+    assert isinstance(ModelParts(nn.Linear(2, 2)).transfers().fragments, FragmentsAtOnce)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

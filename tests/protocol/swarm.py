@@ -18,7 +18,7 @@ import trio
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
-from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
@@ -142,7 +142,7 @@ class Swarm:
         rng = random.Random(self._rng.randrange(2**31))
         view, side = ParameterView(IndexSpace(self.shapes), tensors), self.sides.get(peer_id)
         exchange = Exchange(
-            view, run, transfers=side and DeviceTransfers(view, side), clock=trio.current_time,
+            view, run, transfers=side and device_transfers(view, side), clock=trio.current_time,
             post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
-from p2ptrain.peer.device_transfers import DeviceTransfers
+from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange import inbox
 from p2ptrain.protocol.exchange.exchange import Exchange
@@ -47,7 +47,7 @@ class Bench:
         run = RunConfig(fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps)
         view = ParameterView(SPACE, self.tensors)
         self.exchange = Exchange(
-            view, run, transfers=side and DeviceTransfers(view, side), clock=lambda: self.now, post=self.posted.append
+            view, run, transfers=side and device_transfers(view, side), clock=lambda: self.now, post=self.posted.append
         )
         self.exchange.epoch = Epoch("L", 3)
 

@@ -28,12 +28,11 @@ import numpy as np
 import torch
 
 from p2ptrain.algorithms.fragments import Walk
-from p2ptrain.algorithms.indexspace import WeightView
-from p2ptrain.algorithms.moments import MomentView
+from p2ptrain.algorithms.indexspace import FlatView, WeightView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import max_age_steps
-from p2ptrain.algorithms.transfers import AtOnce, Transfer, Transfers
+from p2ptrain.algorithms.transfers import FlatAtOnce, Transfer, Transfers, at_once
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import types
@@ -90,7 +89,7 @@ class Exchange:
         view: WeightView,
         run: RunConfig,
         *,
-        averaged: MomentView | None = None,
+        averaged: FlatView | None = None,
         transfers: Transfers | None = None,
         clock: Callable[[], float],
         post: Callable[[Callable[[], object]], None],
@@ -98,9 +97,10 @@ class Exchange:
     ) -> None:
         self.space = view.space
         self.view = view
-        self.averaged: WeightView | MomentView = averaged or view
-        self._transfers: Transfers = transfers or AtOnce(view)
-        self._averaged: Transfers = self._transfers if averaged is None else AtOnce(view, averaged)
+        self.averaged: FlatView = averaged or view
+        transfers = transfers or at_once(view)
+        self._fragments = transfers.fragments
+        self._flat = transfers.flat if averaged is None else FlatAtOnce(averaged)
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False
@@ -130,7 +130,7 @@ class Exchange:
         self._last_end_s: float | None = None
         self._rewritten = False
         most_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
-        self._merger = Merger(self._transfers, self.inbox, most_steps, cpu_clock, self._tell_outlier)
+        self._merger = Merger(self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell_outlier)
         # Transfers that were started: pushes in order, a landing with the seconds for which it has blocked training so
         # far, and a snapshot.
         self._gathered: deque[tuple[Transfer[torch.Tensor], Callable[[torch.Tensor], types.Push]]] = deque()
@@ -150,7 +150,7 @@ class Exchange:
 
     def new_state(self, *, lands: bool = False) -> AnchorState:
         """A zero state of the shape that rounds agree on. `lands`: a GPU may copy from its anchor."""
-        anchor = self.new_buffer().zero_().numpy() if lands and self._averaged.pins else None
+        anchor = self.new_buffer().zero_().numpy() if lands and self._flat.pins else None
         return AnchorState(self.averaged.space.num_blocks, self._num_moments, self.space.num_blocks, anchor)
 
     def new_buffer(self) -> torch.Tensor:
@@ -158,11 +158,11 @@ class Exchange:
 
         Any thread may call it. For weights on a GPU it is pinned memory.
         """
-        return self._averaged.buffer()
+        return self._flat.buffer()
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         """The values of a fragment, in memory that the device can copy from. Any thread may call it."""
-        return self._transfers.pin(values)
+        return self._fragments.pin(values)
 
     def offer_push(self, plan: types.PushPlan) -> None:
         """Set the next slots for the training thread to gather."""
@@ -203,7 +203,7 @@ class Exchange:
     @property
     def snapshot_delay_s(self) -> float:
         """From the step that takes a snapshot to that which hands it over: a step on a GPU, else nothing."""
-        return self.step_s if self._averaged.pins else 0.0
+        return self.step_s if self._flat.pins else 0.0
 
     @property
     def merge_cpu_s(self) -> float:
@@ -323,7 +323,7 @@ class Exchange:
         if landing.kind != "keep":
             if self._upload is None:
                 assert landing.buffer is not None
-                self._upload = self._averaged.land(landing.buffer, adds=landing.kind == "add")
+                self._upload = self._flat.land(landing.buffer, adds=landing.kind == "add")
             if not self._upload.done:
                 self._landing_s += self._clock() - start
                 return None
@@ -355,7 +355,7 @@ class Exchange:
         # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
         start_s = self.cpu_clock()
-        gathered = self._transfers.gather(plan.plan)
+        gathered = self._fragments.gather(plan.plan)
         epoch, steps, cpu_s = self.epoch, self.steps, self.cpu_clock() - start_s
         self._gathered.append((gathered, lambda values: types.Push(plan, epoch, values, now, steps, cpu_s)))
         return True
@@ -393,7 +393,7 @@ class Exchange:
             if wanted is None or not (position.due or now >= wanted.latest_s):
                 return
             self._wanted = None
-        weights = self._averaged.read(wanted.buffer)
+        weights = self._flat.read(wanted.buffer)
         snapshot = types.Snapshot(
             self.epoch, wanted.buffer, self.tokens, position.steps, position.run_step, position.at_length,
             self._clock() - now,

@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from p2ptrain.algorithms.indexspace import BlockPlan
 from p2ptrain.algorithms.sparta import ClipRule, merge_weights
-from p2ptrain.algorithms.transfers import Comparison, Transfer, Transfers
+from p2ptrain.algorithms.transfers import Comparison, Transfer
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.types import Arrival, Epoch
 
 Blocks = npt.NDArray[np.int64]
+Compare = Callable[[BlockPlan, torch.Tensor], Transfer[Comparison]]
 
 # Comparisons of one sender's fragments that may be under way: enough for one a step if each takes three steps more.
 # Those that wait longer become too old (simulated with up to three).
@@ -82,7 +84,7 @@ class Merger:
     """Merges the fragments of an inbox into the weights. For the training thread.
 
     Args:
-        transfers: of the weights.
+        compare: begins to compare the plan's blocks of θ with received ones (`FragmentTransfers.compare`).
         max_age_steps: fragments that are older, in our own steps, are skipped.
         cpu_clock: CPU seconds of the thread that calls it.
         on_outlier: called with a peer whose fragments were refused 100 times in a row.
@@ -93,12 +95,12 @@ class Merger:
     """
 
     def __init__(
-        self, transfers: Transfers, inbox: Inbox, max_age_steps: float, cpu_clock: Callable[[], float],
+        self, compare: Compare, inbox: Inbox, max_age_steps: float, cpu_clock: Callable[[], float],
         on_outlier: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.mixed: list[Blocks] = []
         self.cpu_s = 0.0
-        self._transfers = transfers
+        self._start_comparing = compare
         self._inbox = inbox
         self._max_age_steps = max_age_steps
         self._cpu_clock = cpu_clock
@@ -175,7 +177,7 @@ class Merger:
     def _compare(self, arrival: Arrival) -> _Compared:
         """Begin to compare a fragment with θ."""
         start_s = self._cpu_clock()
-        comparison = self._transfers.compare(arrival.plan, arrival.values)
+        comparison = self._start_comparing(arrival.plan, arrival.values)
         return _Compared(arrival, comparison, self._cpu_clock() - start_s)
 
     def _merge(self, compared: _Compared, current: _Pass) -> None:

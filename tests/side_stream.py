@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 
+class Mistake(BaseException):
+    """A use of memory that would corrupt values on a GPU. No `Exception`, so that no code contains it."""
+
+
 class LateStream:
     """Implements `SideStream`. Queued work is done, in order, when it was polled often enough.
 
@@ -16,7 +20,7 @@ class LateStream:
     can be. Mistakes that would corrupt values on a GPU are found:
 
     - What queued work will write is NaN until it is done, so that a reader that does not wait gets NaN.
-    - Work whose sources were changed while it was queued raises AssertionError.
+    - Work whose sources were changed while it was queued raises Mistake.
     - So does work that was dropped while it was queued: its memory would have been used again.
 
     Args:
@@ -60,9 +64,11 @@ class LateStream:
     def do_until(self, queued: _Queued) -> None:
         while not queued.is_done:
             first = self._queue.popleft()()
-            assert first is not None, "work was dropped while it was queued: its memory would have been used again"
+            if first is None:
+                raise Mistake("work was dropped while it was queued: its memory would have been used again")
             for tensor, before in first.reads:
-                assert torch.equal(bits(tensor), before), "a source was changed while the work was queued"
+                if not torch.equal(bits(tensor), before):
+                    raise Mistake("a source was changed while the work was queued")
             first.work()
             first.is_done = True
 

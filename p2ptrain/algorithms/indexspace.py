@@ -12,8 +12,10 @@ so optimizers, autocast and compiled graphs that exist already keep working.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,6 +29,7 @@ from p2ptrain.algorithms.blocks import BLOCK
 _MIXED_ROWS = 1024
 
 Items = npt.NDArray[np.void]
+Changes = Sequence[Callable[[], object]]
 
 
 class Piece(NamedTuple):
@@ -107,8 +110,7 @@ class FlatView(Protocol):
     @property
     def space(self) -> IndexSpace: ...
     def read(self, out: torch.Tensor) -> None: ...
-    def write(self, flat: torch.Tensor) -> None: ...
-    def add(self, flat: torch.Tensor) -> None: ...
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes: ...
 
 
 class WeightView(Protocol):
@@ -119,8 +121,7 @@ class WeightView(Protocol):
     def gather(self, plan: BlockPlan) -> torch.Tensor: ...
     def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None: ...
     def read(self, out: torch.Tensor) -> None: ...
-    def write(self, flat: torch.Tensor) -> None: ...
-    def add(self, flat: torch.Tensor) -> None: ...
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes: ...
 
 
 class ParameterView:
@@ -186,17 +187,18 @@ class ParameterView:
             values.copy_(tensor)
             padding.zero_()
 
-    @torch.no_grad()
     def write(self, flat: torch.Tensor) -> None:
         """Set all parameters from `flat`, (num_blocks, 64) float32 CPU, only read: θ = flat."""
-        for tensor, values, _ in self.sections(flat):
-            tensor.copy_(values)
+        make(deque(self.changes(flat, adds=False)))
 
-    @torch.no_grad()
     def add(self, flat: torch.Tensor) -> None:
         """Add `flat`, (num_blocks, 64) float32 CPU, only read, to all parameters: θ += flat, in float32 or better."""
-        for tensor, values, _ in self.sections(flat):
-            tensor.add_(values.to(tensor.device))
+        make(deque(self.changes(flat, adds=True)))
+
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes:
+        """What `add` or `write` does, for `make`: a change for each tensor. One that raises has changed nothing."""
+        change = _add if adds else _write
+        return [functools.partial(change, tensor, values) for tensor, values, _ in self.sections(flat)]
 
     def _plain_pieces(
         self, plan: BlockPlan, rows: torch.Tensor
@@ -222,6 +224,23 @@ class ParameterView:
         for tensor, start, stop in zip(self.tensors, starts, starts[1:], strict=False):
             end = start + tensor.numel()
             yield tensor, line[start:end].view(tensor.shape), line[end:stop]
+
+
+def make(changes: deque[Callable[[], object]]) -> None:
+    """Make changes of weights, in order. Each is removed once it was made, so that after an error the rest can be."""
+    while changes:
+        changes[0]()
+        changes.popleft()
+
+
+@torch.no_grad()
+def _add(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.add_(values.to(tensor.device))
+
+
+@torch.no_grad()
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.copy_(values)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -5,11 +5,12 @@ The paper saw no significant gain for three times the bytes, so moments stay loc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.indexspace import Changes, IndexSpace, ParameterView, make
 from p2ptrain.errors import ConfigError
 
 
@@ -33,6 +34,7 @@ class MomentView:
         Raises:
             ConfigError: the optimizer is missing, of another kind, uses amsgrad, or does not train all parameters.
         """
+        self._own = space
         self._parameters = list(parameters)
         self._optimizer = _checked(optimizer, self._parameters, space.names)
         shapes = [(name, tuple(p.shape)) for name, p in zip(space.names, self._parameters, strict=True)]
@@ -45,22 +47,24 @@ class MomentView:
 
     def write(self, flat: torch.Tensor) -> None:
         """Set everything from `flat`, (num_blocks, 64) float32 CPU, only read."""
-        self._take(flat, adds=False)
+        make(deque(self.changes(flat, adds=False)))
 
     def add(self, flat: torch.Tensor) -> None:
         """Add `flat` to the parameters, which may have moved since, and set the moments and the step to `flat`."""
-        self._take(flat, adds=True)
+        make(deque(self.changes(flat, adds=True)))
+
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes:
+        """What `add` or `write` does, as `ParameterView.changes`; the last one sets the moments and the step."""
+        parameters = ParameterView(self._own, [parameter.data for parameter in self._parameters])
+        return [*parameters.changes(flat[: self._own.num_blocks], adds=adds), lambda: self._set_moments(flat)]
 
     @torch.no_grad()
-    def _take(self, flat: torch.Tensor, *, adds: bool) -> None:
+    def _set_moments(self, flat: torch.Tensor) -> None:
         tensors, own = self._tensors(), len(self._parameters)
-        moments, step = tensors[own:-1], tensors[-1]
-        for number, (tensor, values, _) in enumerate(ParameterView(self.space, tensors).sections(flat)):
-            if adds and number < own:
-                tensor.add_(values.to(tensor.device))
-            else:
-                tensor.copy_(values)
-        for square in moments[own:]:
+        step = tensors[-1]
+        for tensor, values, _ in list(ParameterView(self.space, tensors).sections(flat))[own:]:
+            tensor.copy_(values)
+        for square in tensors[2 * own : -1]:
             square.clamp_(min=0.0)  # rounding can make it negative
         for parameter in self._parameters:
             self._optimizer.state[parameter]["step"].fill_(step.round().item())
@@ -77,9 +81,10 @@ class MomentView:
         if not state:
             (group,) = (g for g in self._optimizer.param_groups if any(parameter is p for p in g["params"]))
             on_device = group["capturable"] or group["fused"]
-            state["step"] = torch.zeros((), device=parameter.device if on_device else "cpu")
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            step = torch.zeros((), device=parameter.device if on_device else "cpu")
+            moments = [torch.zeros_like(parameter, memory_format=torch.preserve_format) for _ in range(2)]
+            # All or nothing: memory may be short.
+            state.update(step=step, exp_avg=moments[0], exp_avg_sq=moments[1])
         return state
 
 

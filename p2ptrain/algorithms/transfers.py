@@ -10,14 +10,15 @@ in the flat layout (`indexspace.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, FlatView, WeightView, mix_clipped, rms_of
+from p2ptrain.algorithms.indexspace import BlockPlan, FlatView, WeightView, make, mix_clipped, rms_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -32,6 +33,14 @@ class Transfer(Protocol[T_co]):
 
     def finish(self) -> T_co:
         """Wait until it is done, complete it, and return its result. Call it once, from the training thread."""
+
+
+def has_ended(transfer: Transfer[Any]) -> bool:
+    """Whether `finish` returns, or raises, without waiting: a device that fails does so also when it is asked."""
+    try:
+        return transfer.done
+    except Exception:
+        return True
 
 
 class Comparison(Protocol):
@@ -72,7 +81,8 @@ class FlatTransfers(Protocol):
     def land(self, flat: torch.Tensor, *, adds: bool) -> Transfer[None]:
         """Add `flat`, (num_blocks, 64) float32 in host memory, to θ, or set θ to it: in `finish`, and not before.
 
-        `flat` is only read. It may be changed or released once `finish` has returned.
+        `flat` is only read. It may be changed or released once `finish` has returned. If `finish` raises, some tensors
+        may have changed; called again, it changes the others, so that each changes once.
         """
 
     def buffer(self) -> torch.Tensor:
@@ -130,7 +140,8 @@ class FlatAtOnce:
         return Done(lambda: None)
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Done[None]:
-        return Done(lambda: (self._view.add if adds else self._view.write)(flat))
+        changes = deque(self._view.changes(flat, adds=adds))
+        return Done(lambda: make(changes))
 
     def buffer(self) -> torch.Tensor:
         return torch.empty((self._view.space.num_blocks, BLOCK)).fill_(0.0)

@@ -34,6 +34,7 @@ FEW_PEERS = 4
 REASONS = {
     "epoch": "from another round", "too_old": "too old", "superseded": "superseded", "clipped": "too far off",
     "newcomer": "of a newcomer", "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",
+    "failed": "failed",
 }  # fmt: skip
 # Window of the speed that the remaining time is estimated from; long enough to contain rounds.
 SPEED_WINDOW_S = 60.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
@@ -22,7 +23,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView
+from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView, make
 from p2ptrain.algorithms.transfers import Comparison, FlatAtOnce, FragmentsAtOnce, Transfer, Transfers
 from p2ptrain.peer.side_stream import Pending, SideStream
 
@@ -120,7 +121,8 @@ class DeviceFlat:
         if staged is None:
             return self._at_once.land(flat, adds=adds)
         pending = self._side.run(lambda: staged.copy_(flat, non_blocking=True), reads=[flat], writes=[staged])
-        return _Queued(pending, lambda: (self._view.add if adds else self._view.write)(staged))
+        changes = deque(self._view.changes(staged, adds=adds))
+        return _Queued(pending, lambda: make(changes))
 
     def buffer(self) -> torch.Tensor:
         return self._side.host(self._view.space.num_blocks, BLOCK)

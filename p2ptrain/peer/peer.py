@@ -425,6 +425,8 @@ class Peer:
                 except Exception as error:
                     self._errors.note("calling on_status", error)
             self._exchange.idle()
+            if self._exchange.landing_error is not None:
+                raise self._exchange.landing_error
             self._ended.wait(POLL_S)
         state_sync = self._runner.last_ready.state_sync
         self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder

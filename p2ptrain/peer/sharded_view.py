@@ -10,6 +10,7 @@ in host memory. So no device ever holds more than its row shard, and one part of
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from enum import IntEnum
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
+from p2ptrain.algorithms.indexspace import BlockPlan, Changes, IndexSpace, ParameterView
 from p2ptrain.algorithms.row_shards import Held, RowShard, put, take
+from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
 
 
@@ -38,7 +40,7 @@ class ShardedView:
     """The `WeightView` of sharded parameters; each rank has one.
 
     Rank 0 may call its methods while all other ranks are in `serve`, and then calls `end`. Any thread may, one at a
-    time. Raises PeerLostError if a rank is lost.
+    time. Raises PeerLostError if a rank is lost, or fails in the middle of a command.
     """
 
     def __init__(
@@ -93,6 +95,10 @@ class ShardedView:
                     if len(part):
                         self._ranks.receive(part, rank)
                 padding.zero_()
+
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes:
+        """One change, which is `add` or `write`."""
+        return [functools.partial(self.add if adds else self.write, flat)]
 
     def write(self, flat: torch.Tensor) -> None:
         """As `ParameterView.write`."""
@@ -164,7 +170,16 @@ class ShardedView:
             self._ranks.copy(torch.tensor([command, len(blocks)]))
             if len(blocks):
                 self._ranks.copy(blocks)
-            yield
+            try:
+                yield
+            except PeerLostError:
+                raise
+            except Exception as error:
+                # The other ranks wait for the rest of the command, and would take the next one for it.
+                raise PeerLostError(
+                    f"rank 0 of {self._ranks.size} failed while the ranks exchanged weights ({error!r}); start all of "
+                    f"them again, as torchrun --max-restarts does"
+                ) from error
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -80,6 +82,23 @@ def test_an_optimizer_may_load_its_state_later() -> None:
     assert read(view).view(-1)[576] == 4
     view.write(torch.zeros(view.space.num_blocks, 64))
     assert not optimizer.state[parameters[0]]["exp_avg"].any()
+
+
+def test_moments_are_created_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam takes a state that has anything for one that has everything."""
+    parameters, optimizer, view = make(steps=0)
+    zeros_like, calls = torch.zeros_like, iter([True, False])
+
+    def short_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls):
+            return zeros_like(*args, **kwargs)
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.cuda.OutOfMemoryError):
+        patch.setattr(torch, "zeros_like", short_of_memory)
+        read(view)
+    train(parameters, optimizer)
+    assert optimizer.state[parameters[0]]["step"] == 1
 
 
 def test_what_has_no_such_moments_is_refused() -> None:

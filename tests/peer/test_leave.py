@@ -18,6 +18,7 @@ from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import SnapshotWanted
 from p2ptrain.protocol.state_sync.provenance import NO_PINS
 from p2ptrain.protocol.wire.transport import no_refusal
@@ -25,7 +26,7 @@ from p2ptrain.settings.config import RunConfig
 from tests.side_stream import LateStream
 
 
-def peer_of(thread: NetworkThread, records: Sink) -> Peer:
+def peer_of(thread: NetworkThread, records: Sink, *, may_found: bool = True) -> Peer:
     memory = MemoryNetwork()
     network: Any = SimpleNamespace(
         peer_id="a", transport=memory.transport("a"), directory=memory.directory("a"), maddrs=[], failure=None,
@@ -33,7 +34,7 @@ def peer_of(thread: NetworkThread, records: Sink) -> Peer:
     )  # fmt: skip
     return Peer(
         ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, records,
-        incarnation="a.1", may_found=True, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
+        incarnation="a.1", may_found=may_found, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
         pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
     )  # fmt: skip
 
@@ -68,6 +69,19 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         assert thread.stop(10.0)
 
 
+class Records:
+    """A sink that notes what it is told."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        self._seen.append(event)
+
+    def close(self) -> None:
+        self._seen.append("closed")
+
+
 class Faulty(LateStream):
     """A device that hangs, and one whose every call fails once `broken` is set, as after a failed assertion in it."""
 
@@ -85,6 +99,9 @@ class Faulty(LateStream):
                     raise RuntimeError("CUDA error: device-side assert triggered")
                 return queued.done
 
+            def wait(self) -> None:
+                assert self.done
+
         return Pending()
 
 
@@ -98,18 +115,11 @@ def test_a_faulty_device_does_not_prevent_leaving(
         assert isinstance(parts.view, ParameterView)
         return device_transfers(parts.view, side)
 
-    class Records:
-        def write(self, event: str, /, **fields: Any) -> None:
-            seen.append(event)
-
-        def close(self) -> None:
-            seen.append("closed")
-
     monkeypatch.setattr(peer_module, "TRANSFERS_S", 0.05)
     monkeypatch.setattr(ModelParts, "transfers", transfers)
     thread, side, seen = NetworkThread(), Faulty(), list[str]()
     try:
-        with pytest.raises(KeyError, match="of the loop"), peer_of(thread, Records()) as peer:
+        with pytest.raises(KeyError, match="of the loop"), peer_of(thread, Records(seen)) as peer:
             peer.on_leave(lambda: seen.append("network closed"))
             peer._exchange.want_snapshot(SnapshotWanted(peer._exchange.new_buffer(), latest_s=0.0))
             peer.step()
@@ -120,5 +130,21 @@ def test_a_faulty_device_does_not_prevent_leaving(
         assert peer._ended.is_set()
         assert ("device-side assert" in caplog.text) == broken
         assert side.waited == 0
+    finally:
+        assert thread.stop(10.0)
+
+
+def test_joining_ends_if_the_weights_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it trains, a peer tries again at each step. Before that there is nothing to go on with."""
+
+    def land(exchange: Exchange) -> None:
+        exchange.landing_error = torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Exchange, "idle", land)
+    thread, records = NetworkThread(), list[str]()
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            peer_of(thread, Records(records), may_found=False)
+        assert records[-2:] == ["stop", "closed"]
     finally:
         assert thread.stop(10.0)

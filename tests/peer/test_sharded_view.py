@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, WeightView, mix_clipped
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, mix_clipped
 from p2ptrain.algorithms.row_shards import row_range
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
@@ -35,7 +35,7 @@ def sharded_view(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> Shard
     return ShardedView(SPACE, [shape[0] for shape in SHAPES], tensors, ProcessGroup(group, torch.device("cpu")))
 
 
-def use(view: WeightView) -> list[torch.Tensor]:
+def use(view: ParameterView | ShardedView) -> list[torch.Tensor]:
     """Call everything that changes weights; return what was read, and the distances."""
     generator = torch.Generator().manual_seed(1)
     received = torch.randn(len(PLAN.blocks), 64, generator=generator)
@@ -98,3 +98,18 @@ def test_a_lost_rank_is_reported(call: Callable[[ShardedView], object]) -> None:
                 view.serve()
 
     on_all_ranks(work, timeout_s=2)
+
+
+def test_an_error_in_the_middle_of_a_command_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks would take the next command for the rest of this one."""
+
+    def short_of_memory(plan: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        view = sharded_view(whole(torch.float32), group)
+        monkeypatch.setattr(view._view, "gather", short_of_memory)
+        with pytest.raises(PeerLostError, match=r"rank 0 of 1 failed .*CUDA out of memory"):
+            view.gather(PLAN)
+
+    on_all_ranks(work, size=1)

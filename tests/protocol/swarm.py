@@ -123,6 +123,7 @@ class Swarm:
         self.work_s = 0.0
         # Of peers that train on a device, the stream beside training.
         self.sides: Mapping[str, SideStream] = {}
+        self.devices_fail = False
         self._nursery = nursery
         self._rng = random.Random(seed)
         self._incarnations = 0
@@ -193,6 +194,11 @@ class Swarm:
         errors = {peer.peer_id: peer.error for peer in [*self.peers.values(), *self.dead] if peer.error is not None}
         assert not errors, errors
 
+    def check_contained(self) -> None:
+        """No step has contained an error."""
+        failed = {p.peer_id for p in [*self.peers.values(), *self.dead] for r in p.reports if "failed" in r.skipped}
+        assert self.devices_fail or not failed, f"errors while fragments were merged at {failed}: see the log"
+
     async def until(self, condition: Callable[[], bool], *, within_s: float = 300.0) -> None:
         """Let virtual time pass until the condition holds; checks the promise meanwhile."""
         with trio.move_on_after(within_s):
@@ -222,6 +228,7 @@ async def swarm(
         yield members
         nursery.cancel_scope.cancel()
     members.check()
+    members.check_contained()
 
 
 def run_virtual(test: Callable[[], Any], seed: int = 0) -> None:

@@ -18,7 +18,7 @@ from p2ptrain.protocol.exchange.types import Epoch, Landing, Push, Snapshot, Sna
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_exchange import SPACE, Bench, landing, push_plan
 from tests.protocol.test_rounds import Witness, common, start_all
-from tests.side_stream import LateStream, bits
+from tests.side_stream import LateStream, Mistake, bits
 
 NUM_BLOCKS = SPACE.num_blocks
 
@@ -352,7 +352,7 @@ def test_the_stand_in_finds_mistakes(mistake: str) -> None:
         source += 1
     else:
         del copies[0]
-    with pytest.raises(AssertionError, match=mistake):
+    with pytest.raises(Mistake, match=mistake):
         copies[-1].wait()
 
 

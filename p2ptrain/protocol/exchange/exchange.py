@@ -10,6 +10,9 @@ and nothing is reported before. No snapshot is begun meanwhile; one that was beg
 tokens and epoch of the step that began it, and so does a push. A fragment that was compared with θ before a landing is
 of an old epoch after it, and is skipped.
 
+An error of a transfer, such as missing memory on a GPU, costs that fragment. A snapshot or a landing is tried again at
+the next step; until the round has landed, the node waits for it, so that this peer joins no further one.
+
 The slots and the position are written by both sides, under one lock, which is never held while tensors are read or
 written. The epoch is replaced as a whole, also under the lock; reading it needs none. Everything else is written by the
 training thread alone.
@@ -32,10 +35,11 @@ from p2ptrain.algorithms.indexspace import FlatView, WeightView
 from p2ptrain.algorithms.outer import OUTER_OPTIMIZERS
 from p2ptrain.algorithms.schedules import fragment_rate
 from p2ptrain.algorithms.sparta import max_age_steps
-from p2ptrain.algorithms.transfers import FlatAtOnce, Transfer, Transfers, at_once
+from p2ptrain.algorithms.transfers import FlatAtOnce, Transfer, Transfers, at_once, has_ended
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange import types
+from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.merging import Merger
 from p2ptrain.protocol.exchange.position import Position
@@ -74,6 +78,7 @@ class Exchange:
         epoch: the last resolved round in the weights.
         tokens: trained on since our outer gradient was last included.
         inbox: received fragments, and counts of merged and skipped ones.
+        landing_error: the error that a round which is landing has met, until it has landed.
         on_due, on_push, on_snapshot: callbacks of the node, on its thread.
         on_plan_taken: likewise, with the time at which gathering the offered push began. Its `on_push` is called
             earlier if that took no waiting, else after a later step.
@@ -104,6 +109,7 @@ class Exchange:
         self.inbox = Inbox()
         self.epoch = types.Epoch()
         self.finished = False
+        self.landing_error: Exception | None = None
         self.step_s = 0.0
         self.cpu_clock = cpu_clock
         self.tokens = 0
@@ -126,11 +132,14 @@ class Exchange:
         self._clock = clock
         self._post = post
         self._errors = ErrorLog(logger)
+        self._containment = Containment()
         self._credit = 0.0
         self._last_end_s: float | None = None
         self._rewritten = False
         most_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
-        self._merger = Merger(self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell_outlier)
+        self._merger = Merger(
+            self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell_outlier, self._containment
+        )
         # Transfers that were started: pushes in order, a landing with the seconds for which it has blocked training so
         # far, and a snapshot.
         self._gathered: deque[tuple[Transfer[torch.Tensor], Callable[[torch.Tensor], types.Push]]] = deque()
@@ -320,16 +329,9 @@ class Exchange:
         if landing is None:
             return None
         start = self._clock()
-        if landing.kind != "keep":
-            if self._upload is None:
-                assert landing.buffer is not None
-                self._upload = self._flat.land(landing.buffer, adds=landing.kind == "add")
-            if not self._upload.done:
-                self._landing_s += self._clock() - start
-                return None
-            self._upload.finish()
-            self._upload = None
-        self._rewritten |= landing.kind != "keep"
+        if landing.kind != "keep" and not self._apply(landing):
+            self._landing_s += self._clock() - start
+            return None
         self.tokens = 0 if landing.kind == "write" else max(0, self.tokens - landing.included_tokens)
         self.finished = landing.finished
         with self._lock:
@@ -341,6 +343,23 @@ class Exchange:
         held_s, self._landing_s = self._landing_s + self._clock() - start, 0.0
         self._tell("a round has landed", lambda: self.on_landed(landing, held_s), fatal=True)
         return landing.report
+
+    def _apply(self, landing: types.Landing) -> bool:
+        """Go on with changing the weights by a round. Returns whether that is done."""
+        try:
+            if self._upload is None:
+                assert landing.buffer is not None
+                self._upload = self._flat.land(landing.buffer, adds=landing.kind == "add")
+            if not has_ended(self._upload):
+                return False
+            self._rewritten = True  # also if an error leaves a part for the next step
+            self._upload.finish()
+        except Exception as error:
+            self.landing_error = error
+            self._containment.note(f"landing round {landing.epoch.round}", "it is tried again at each step", error)
+            return False
+        self._upload = self.landing_error = None
+        return True
 
     def _gather(self, now: float) -> bool:
         """Begin to gather the plan that was offered, if it is due. Returns whether it was."""
@@ -355,27 +374,45 @@ class Exchange:
         # Pushes that were missed are not made up for later.
         self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
         start_s = self.cpu_clock()
-        gathered = self._fragments.gather(plan.plan)
+        try:
+            gathered = self._fragments.gather(plan.plan)
+        except Exception as error:
+            self._note_unsent(error)
+            return True
         epoch, steps, cpu_s = self.epoch, self.steps, self.cpu_clock() - start_s
         self._gathered.append((gathered, lambda values: types.Push(plan, epoch, values, now, steps, cpu_s)))
         return True
 
     def _push(self) -> int:
         """Hand over what was gathered and has arrived in host memory, in order. Returns how many."""
-        sent, arrived = 0, [gathered.done for gathered, _ in self._gathered]
-        while self._gathered and arrived[sent]:
+        sent = 0
+        for ended in [has_ended(gathered) for gathered, _ in self._gathered]:
+            if not ended:
+                break
             gathered, push_of = self._gathered.popleft()
-            self._tell_pushed(push_of(gathered.finish()))
-            sent += 1
+            try:
+                values = gathered.finish()
+            except Exception as error:
+                self._note_unsent(error)
+            else:
+                self._tell_pushed(push_of(values))
+                sent += 1
         return sent
+
+    def _note_unsent(self, error: Exception) -> None:
+        self._containment.note("gathering a fragment", "it is not sent", error)
 
     def _snapshot(self, now: float) -> None:
         if self._taking is None and self._wanted is not None:
             self._start_snapshot(now)
-        if self._taking is None or not self._taking.weights.done:
+        if self._taking is None or not has_ended(self._taking.weights):
             return
         taken, self._taking = self._taking, None
-        taken.weights.finish()
+        try:
+            taken.weights.finish()
+        except Exception as error:
+            self._want_again(taken.wanted, error)
+            return
 
         def tell() -> None:
             # Otherwise the request was withdrawn or replaced while the weights were read.
@@ -393,12 +430,23 @@ class Exchange:
             if wanted is None or not (position.due or now >= wanted.latest_s):
                 return
             self._wanted = None
-        weights = self._flat.read(wanted.buffer)
+        try:
+            weights = self._flat.read(wanted.buffer)
+        except Exception as error:
+            self._want_again(wanted, error)
+            return
         snapshot = types.Snapshot(
             self.epoch, wanted.buffer, self.tokens, position.steps, position.run_step, position.at_length,
             self._clock() - now,
         )  # fmt: skip
         self._taking = _Taking(wanted, weights, snapshot)
+
+    def _want_again(self, wanted: types.SnapshotWanted, error: Exception) -> None:
+        """A snapshot failed: put its request back, unless it was withdrawn or replaced."""
+        self._containment.note("a snapshot of the weights", "it is tried again at each step", error)
+        with self._lock:
+            if self._wanted is None and self._wish is wanted:
+                self._wanted = wanted
 
     def _tell_pushed(self, push: types.Push) -> None:
         self._tell("a push was gathered", lambda: self.on_push(push))

@@ -18,7 +18,8 @@ import torch
 
 from p2ptrain.algorithms.indexspace import BlockPlan
 from p2ptrain.algorithms.sparta import ClipRule, merge_weights
-from p2ptrain.algorithms.transfers import Comparison, Transfer
+from p2ptrain.algorithms.transfers import Comparison, Transfer, has_ended
+from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.types import Arrival, Epoch
 
@@ -88,15 +89,16 @@ class Merger:
         max_age_steps: fragments that are older, in our own steps, are skipped.
         cpu_clock: CPU seconds of the thread that calls it.
         on_outlier: called with a peer whose fragments were refused 100 times in a row.
+        containment: is told of errors, each of which costs a fragment.
 
     Attributes:
-        mixed: the blocks of each fragment merged since this list was cleared.
+        mixed: the blocks of each fragment that may have changed weights since this list was cleared.
         cpu_s: CPU seconds of merging the last fragment.
     """
 
     def __init__(
         self, compare: Compare, inbox: Inbox, max_age_steps: float, cpu_clock: Callable[[], float],
-        on_outlier: Callable[[str], None],
+        on_outlier: Callable[[str], None], containment: Containment,
     ) -> None:  # fmt: skip
         self.mixed: list[Blocks] = []
         self.cpu_s = 0.0
@@ -105,6 +107,7 @@ class Merger:
         self._max_age_steps = max_age_steps
         self._cpu_clock = cpu_clock
         self._on_outlier = on_outlier
+        self._containment = containment
         self._clip = ClipRule()
         self._under_way: list[_Compared] = []
 
@@ -141,11 +144,13 @@ class Merger:
                 current.held_back.append(arrival)
                 continue
             looked_at.add(arrival.sender)
-            compared = self._compare(arrival)
-            if compared.comparison.done and arrival.sender not in had_begun:
-                self._merge(compared, current)
+            started = self._compare(arrival, current)
+            if started is None:
+                continue
+            if arrival.sender not in had_begun and has_ended(started.comparison):
+                self._merge(started, current)
             else:
-                self._under_way.append(compared)
+                self._under_way.append(started)
         merged = len(current.covered)
         return merged, self._inbox.settle(current.held_back, merged, current.skipped, current.age_steps)
 
@@ -160,9 +165,9 @@ class Merger:
         left: list[_Compared] = []
         seen: set[str] = set()
         for compared in self._under_way:
-            is_first = compared.arrival.sender not in seen
-            seen.add(compared.arrival.sender)
-            (ready if is_first and compared.comparison.done else left).append(compared)
+            sender, ended = compared.arrival.sender, has_ended(compared.comparison)
+            (ready if ended and sender not in seen else left).append(compared)
+            seen.add(sender)
         self._under_way = left
         return ready
 
@@ -174,19 +179,28 @@ class Merger:
         taken = sum(compared.arrival.values.nbytes for compared in self._under_way)
         return not taken or taken + arrival.values.nbytes <= MOST_VALUES_BYTES
 
-    def _compare(self, arrival: Arrival) -> _Compared:
-        """Begin to compare a fragment with θ."""
+    def _compare(self, arrival: Arrival, current: _Pass) -> _Compared | None:
+        """Begin to compare a fragment with θ; None if that failed."""
         start_s = self._cpu_clock()
-        comparison = self._start_comparing(arrival.plan, arrival.values)
+        try:
+            comparison = self._start_comparing(arrival.plan, arrival.values)
+        except Exception as error:
+            self._note_failed(error, current)
+            return None
         return _Compared(arrival, comparison, self._cpu_clock() - start_s)
 
     def _merge(self, compared: _Compared, current: _Pass) -> None:
         """Merge a fragment whose comparison is done, if it is near enough."""
         arrival, start_s = compared.arrival, self._cpu_clock() - compared.cpu_s
         weight = merge_weights(current.covered, arrival.plan.blocks)
-        comparison = compared.comparison.finish()
-        limit = self._clip.limit(comparison.own_rms)
-        rms = comparison.mix(weight if isinstance(weight, float) else torch.from_numpy(weight), limit)
+        try:
+            comparison = compared.comparison.finish()
+            limit = self._clip.limit(comparison.own_rms)
+            rms = comparison.mix(weight if isinstance(weight, float) else torch.from_numpy(weight), limit)
+        except Exception as error:
+            self.mixed.append(arrival.plan.blocks)  # some may have changed
+            self._note_failed(error, current)
+            return
         mixed = rms <= limit
         self._clip.record(arrival.sender, rms, mixed=mixed)
         if mixed:
@@ -197,3 +211,7 @@ class Merger:
             if self._clip.is_outlier(arrival.sender):
                 self._on_outlier(arrival.sender)
         self.cpu_s = self._cpu_clock() - start_s
+
+    def _note_failed(self, error: Exception, current: _Pass) -> None:
+        self._containment.note("merging a received fragment", "it is skipped", error)
+        current.skipped["failed"] += 1

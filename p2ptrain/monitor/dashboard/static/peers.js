@@ -7,7 +7,7 @@ import { ago, compact, decimal, integer, size } from "./format.js";
 const REASONS = {
   epoch: "from another round", too_old: "too old", superseded: "superseded", clipped: "too far off", newcomer: "of a newcomer",
   inbox_full: "inbox full",
-  lost: "lost", shed: "link too slow", not_finite: "not finite",
+  lost: "lost", shed: "link too slow", not_finite: "not finite", failed: "failed",
 };
 
 export function showTiles(o) {

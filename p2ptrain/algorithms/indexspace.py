@@ -317,7 +317,7 @@ def _mix(
         rms(received - own) over the parameters in the plan, before.
     """
     tails = [(p.rows.start, space.numels[p.tensor] % BLOCK) for p in plan.pieces if p.is_tail]
-    scratch, norm = torch.empty(min(len(own), _MIXED_ROWS), BLOCK), 0.0
+    scratch, norm = torch.empty_like(own[:_MIXED_ROWS]), 0.0
     for start in range(0, len(own), _MIXED_ROWS):
         rows = slice(start, start + _MIXED_ROWS)
         mixed, theirs = own[rows], received[rows]

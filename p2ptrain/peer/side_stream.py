@@ -88,7 +88,8 @@ class CudaSideStream:
             return torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=True)
         except RuntimeError as error:
             self._note_unpinned(error)
-            return torch.empty(shape, dtype=torch.float32, device="cpu")
+            # Filled, so that its pages are allocated here and not in the thread that copies to it.
+            return torch.empty(shape, dtype=torch.float32, device="cpu").fill_(0.0)
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         # torch keeps the memory of a pinned tensor that was freed until the copies from it are done.
@@ -99,11 +100,20 @@ class CudaSideStream:
             return values
 
     def has_room(self, size_bytes: int) -> bool:
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        ours_bytes = free_bytes + torch.cuda.memory_reserved(self.device)
+        # Asked for each fragment, so once: `memory_reserved` and the like each flatten and sort a hundred figures.
+        try:
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            reserved_bytes = stats["reserved_bytes"]["all"]["current"]
+            peak_bytes = stats["allocated_bytes"]["all"]["peak"]
+        except (RuntimeError, KeyError):  # an allocator of the user's may count nothing
+            return False
         # Ours, because the user's code may reset torch's.
-        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device))
-        return ours_bytes - self._peak_bytes >= size_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        spare_bytes: int = reserved_bytes - self._peak_bytes
+        if spare_bytes >= size_bytes:
+            return True
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        return bool(spare_bytes + free_bytes >= size_bytes)
 
     def _note_unpinned(self, error: RuntimeError) -> None:
         """The system limits pinned memory. Copies then work too, but hold the thread that queues them. Said once."""

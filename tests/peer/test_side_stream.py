@@ -88,19 +88,42 @@ def test_after_an_error_training_uses_no_memory_of_what_was_queued(calls: list[s
     assert calls[-1] == "training waits for the side stream"
 
 
-@pytest.mark.parametrize(("needed", "has_room"), [(350, True), (351, False)])
+@pytest.mark.parametrize(("needed", "has_room"), [(200, True), (350, True), (351, False)])
 def test_room_is_what_training_leaves_at_its_peak(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, needed: int, has_room: bool
 ) -> None:
     """Of 1000 bytes others have 250, and training took 400 at most, of which it has given back some."""
     stats = SimpleNamespace(free=150, reserved=600, peak=400)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (stats.free, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: stats.reserved)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: stats.peak)
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        calls.append("driver")  # which may take milliseconds
+        return stats.free, 1000
+
+    def memory_stats(device: torch.device) -> dict[str, dict[str, dict[str, int]]]:
+        return {
+            "reserved_bytes": {"all": {"current": stats.reserved}},
+            "allocated_bytes": {"all": {"peak": stats.peak}},
+        }
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)
     side = CudaSideStream(DEVICE)
     assert side.has_room(needed) == has_room
     stats.peak = 0  # torch.cuda.reset_peak_memory_stats()
     assert side.has_room(needed) == has_room
+    assert calls.count("driver") == (0 if needed == 200 else 2)
+
+
+def test_with_an_allocator_that_counts_nothing_there_is_no_room(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied then goes as on other devices."""
+
+    def memory_stats(device: torch.device) -> object:
+        raise NotImplementedError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", memory_stats)
+    assert not CudaSideStream(DEVICE).has_room(1)
 
 
 def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(

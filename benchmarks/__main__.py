@@ -21,6 +21,7 @@ from benchmarks.results import Row, machine
 BENCHMARKS = {
     "step": "peer.step() on the training thread, 124M parameters, two peers (rival: exo gym's exchange)",
     "push": "CPU of one push over all processes, and how much gossip slows training",
+    "gpu": "peer.step() and its share of training: GPT-2 124M, bfloat16, compiled, two peers on one GPU",
     "round": "a round at 25M parameters, four peers (rival: hivemind's averager)",
     "bytes": "bytes of fragments and rounds, counted outside the processes",
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",

@@ -46,6 +46,8 @@ class Setup:
         machines: where each peer runs; empty: all on this machine.
         gossip_budget: share of the CPU time that gossip may take; 1: a push at every step.
         round_steps: enough steps for a round to become due and land.
+        prepare_s: how long building model and work may take.
+        step_timeout_s: how long a step may take on average.
     """
 
     model: Callable[[], nn.Module]
@@ -55,6 +57,8 @@ class Setup:
     machines: tuple[Machine, ...] = ()
     gossip_budget: float = 1.0
     round_steps: int = 600
+    prepare_s: float = 60.0
+    step_timeout_s: float = STEP_TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,13 @@ class Swarm:
 
     def __init__(self, setup: Setup, peers: int) -> None:
         self._peers = peers
-        self._round_steps = setup.round_steps
+        self._setup = setup
         self._workers = Workers(_peer, [(setup, index, peers) for index in range(peers)])
 
     def __enter__(self) -> Swarm:
         self._workers.__enter__()
         try:
-            self._workers.hear(timeout_s=60.0)
+            self._workers.hear(timeout_s=self._setup.prepare_s)
             self.memory_before_join = [memory(pid) for pid in self.pids]
             self._workers.tell_one(0, ())
             initial_peers = self._workers.hear_from(0, timeout_s=90.0)
@@ -134,7 +138,7 @@ class Swarm:
     def run(self, phase: Phase) -> list[list[Step]]:
         """Run a phase on all peers. Returns the steps of each. Raises WorkerError if a peer fails or is too slow."""
         self._workers.tell(phase)
-        steps: list[list[Step]] = self._workers.hear(timeout_s=60.0 + phase.steps * STEP_TIMEOUT_S)
+        steps: list[list[Step]] = self._workers.hear(timeout_s=60.0 + phase.steps * self._setup.step_timeout_s)
         return steps
 
     def drift(self) -> None:
@@ -147,7 +151,7 @@ class Swarm:
 
         Returns None if the round was not committed by all peers, as can happen to the first one.
         """
-        peers = self.run(Phase(self._round_steps, until_round=True))
+        peers = self.run(Phase(self._setup.round_steps, until_round=True))
         landed = [steps[-1].report.round for steps in peers if steps[-1].report]
         complete = all(
             report and report.status == "committed" and len(report.contributors) == self._peers for report in landed

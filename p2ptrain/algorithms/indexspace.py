@@ -141,6 +141,8 @@ class ParameterView:
         in_memory = self._device.type == "cpu"
         # Full blocks of the plain tensors, by number of the tensor.
         self._items = {n: _items(tensor) for n, tensor in enumerate(self.tensors) if in_memory and _is_plain(tensor)}
+        # The same as torch's views: on a GPU a step consists of little more than calls, so each call counts.
+        self._full = {n: _full_blocks(t.detach()) for n, t in enumerate(self.tensors) if t.is_contiguous()}
 
     def gather(self, plan: BlockPlan) -> torch.Tensor:
         """Copy the plan's blocks. Returns a new (n, 64) float32 CPU tensor with zeros in the padding."""
@@ -155,12 +157,15 @@ class ParameterView:
             # With mode="raise" numpy would copy once more; the plan's numbers are in range.
             items.take(numbers, out=out, mode="clip")
         for piece, rows, index in self._other_pieces(plan, gathered):
-            source = self.tensors[piece.tensor].contiguous()
+            tensor, full = self.tensors[piece.tensor], self._full.get(piece.tensor)
             if piece.is_tail:
-                tail = _tail(source)
+                tail = _tail(tensor.contiguous())
                 rows.zero_()[0, : len(tail)] = tail
+            elif full is not None and full.dtype == rows.dtype and full.device == rows.device:
+                torch.index_select(full, 0, index, out=rows)
             else:
-                rows.copy_(_full_blocks(source).index_select(0, index.to(source.device)))
+                full = _full_blocks(tensor.contiguous()) if full is None else full
+                rows.copy_(full.index_select(0, index.to(full.device)))
         return gathered
 
     @torch.no_grad()
@@ -170,7 +175,10 @@ class ParameterView:
         for items, new, numbers in self._plain_pieces(plan, values):
             items[numbers] = new
         for piece, rows, index in self._other_pieces(plan, values):
-            tensor = self.tensors[piece.tensor]
+            tensor, full = self.tensors[piece.tensor], self._full.get(piece.tensor)
+            if full is not None and not piece.is_tail:
+                full.index_copy_(0, index.to(full.device), rows.to(full))
+                continue
             target = tensor.contiguous()
             if piece.is_tail:
                 tail = _tail(target)
@@ -213,6 +221,10 @@ class ParameterView:
     def _other_pieces(self, plan: BlockPlan, rows: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
         """Yield the other pieces, with their part of `rows` and their block numbers within the tensor."""
         index = plan.index.to(rows.device)
+        if not self._items:
+            sizes = [piece.rows.stop - piece.rows.start for piece in plan.pieces]
+            yield from zip(plan.pieces, rows.split_with_sizes(sizes), index.split_with_sizes(sizes), strict=True)
+            return
         for piece in plan.pieces:
             if piece.tensor not in self._items or piece.is_tail:
                 yield piece, rows[piece.rows], index[piece.rows]

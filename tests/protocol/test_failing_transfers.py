@@ -19,6 +19,7 @@ from p2ptrain.algorithms import indexspace
 from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, Push, Snapshot, SnapshotWanted
+from tests import side_stream
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_delayed_transfers import Story
 from tests.protocol.test_exchange import SPACE, Bench, landing, push_plan
@@ -121,6 +122,20 @@ def test_a_snapshot_that_fails_is_taken_at_the_next_step_if_it_is_still_wanted(b
     assert [snapshot.steps for snapshot in taken] == ([] if withdrawn else [5])
     if not withdrawn:
         assert torch.equal(taken[0].weights, bench.flat())
+
+
+def test_a_snapshot_that_fails_when_it_is_not_wanted_any_more_is_not_taken_again() -> None:
+    """Its buffer may have another use by then."""
+    bench, buffer = Bench(side=LateStream(lambda: 1)), torch.empty(NUM_BLOCKS, 64)
+    bench.exchange.want_snapshot(SnapshotWanted(buffer, latest_s=0.0))
+    bench.step()
+    bench.exchange.want_snapshot(None)
+    with failing(side_stream._Queued, "wait"):
+        bench.step()
+    buffer.fill_(7.0)
+    bench.steps(3)
+    assert (buffer == 7.0).all()
+    assert not bench.exchange.under_way
 
 
 @pytest.mark.parametrize("kind", ["add", "write"])

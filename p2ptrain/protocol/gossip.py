@@ -23,7 +23,7 @@ from p2ptrain.algorithms.codec import codec as codec_named
 from p2ptrain.algorithms.fragments import Walk, fresh_blocks, slot_blocks
 from p2ptrain.algorithms.topology import partners
 from p2ptrain.errors import ConfigError, WireError
-from p2ptrain.protocol.exchange.exchange import MOST_PUSHES_UNDER_WAY
+from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import Arrival, Epoch, Push, PushPlan
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.push_pace import MIN_PUSH_INTERVAL_S, PushPace

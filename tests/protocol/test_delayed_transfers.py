@@ -12,8 +12,8 @@ import torch
 import trio
 
 from p2ptrain.protocol.exchange import merging
-from p2ptrain.protocol.exchange.exchange import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.merging import MOST_OF_SENDER
+from p2ptrain.protocol.exchange.pushing import MOST_PUSHES_UNDER_WAY
 from p2ptrain.protocol.exchange.types import Epoch, Landing, Push, Snapshot, SnapshotWanted, StepReport
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.test_exchange import SPACE, Bench, landing, push_plan

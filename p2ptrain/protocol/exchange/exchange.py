@@ -1,4 +1,5 @@
-"""The synchronous part of `Peer.step()`: merges fragments (`merging.py`), gathers pushes and snapshots, lands rounds.
+"""The synchronous part of `Peer.step()`: merges fragments (`merging.py`), gathers pushes (`pushing.py`) and snapshots,
+and lands rounds.
 
 Only an `Exchange` changes the model, and only inside `step()`, on the training thread. The node runs elsewhere (on the
 network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
@@ -22,10 +23,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,15 +42,13 @@ from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.merging import Merger
 from p2ptrain.protocol.exchange.position import Position
+from p2ptrain.protocol.exchange.pushing import Pusher
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 # The moving average of the step time covers about ten steps: speeds change slowly (guess).
 STEP_TIME_DECAY = 0.9
-# Pushes that may be on their way to host memory; until one has arrived, no other begins. A copy takes a step or two
-# (guess).
-MOST_PUSHES_UNDER_WAY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +124,21 @@ class Exchange:
         self._is_pairwise = run.is_pairwise
         # What rounds agree on has no moments with pairwise steps: each peer has its own, and rounds are plain averages.
         self._num_moments = 0 if run.is_pairwise else OUTER_OPTIMIZERS[run.outer_optimizer].num_moments
-        self._slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._fragment_schedule = run.fragment_schedule
         self._clock = clock
         self._post = post
         self._errors = ErrorLog(logger)
         self._containment = Containment()
-        self._credit = 0.0
         self._last_end_s: float | None = None
         self._rewritten = False
         most_steps = max_age_steps(run.fragment_fraction, run.max_staleness)
         self._merger = Merger(
             self._fragments.compare, self.inbox, most_steps, cpu_clock, self._tell_outlier, self._containment
         )
-        # Transfers that were started: pushes in order, a landing with the seconds for which it has blocked training so
-        # far, and a snapshot.
-        self._gathered: deque[tuple[Transfer[torch.Tensor], Callable[[torch.Tensor], types.Push]]] = deque()
+        slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
+        self._pusher = Pusher(self._fragments.gather, slots_per_step, cpu_clock, self._containment)
+        # Transfers that were started: a landing, with the seconds for which it has blocked training so far, and a
+        # snapshot.
         self._upload: Transfer[None] | None = None
         self._landing_s = 0.0
         self._taking: _Taking | None = None
@@ -152,7 +148,6 @@ class Exchange:
         self._lock = threading.Lock()
         self._position = Position(run.sync_every, run.total_steps, run.sync_every)
         self._told_due = False
-        self._push_plan: types.PushPlan | None = None
         self._wanted: types.SnapshotWanted | None = None
         self._landing: types.Landing | None = None
         self.detach()
@@ -175,8 +170,7 @@ class Exchange:
 
     def offer_push(self, plan: types.PushPlan) -> None:
         """Set the next slots for the training thread to gather."""
-        with self._lock:
-            self._push_plan = plan
+        self._pusher.offer(plan)
 
     def want_snapshot(self, wanted: types.SnapshotWanted | None) -> None:
         """Request a snapshot at the next due step, or (None) withdraw the request: one already taken is dropped."""
@@ -205,8 +199,8 @@ class Exchange:
         self.on_failure = lambda error: None
         self.on_outlier = lambda sender: None
         self.want_snapshot(None)
+        self._pusher.offer(None)
         with self._lock:
-            self._push_plan = None
             self._told_due = False
 
     @property
@@ -283,8 +277,8 @@ class Exchange:
         merged, skipped, took_plan = 0, dict[str, int](), False
         if not self.finished:  # no fragment may change the weights that the last round gave to all peers
             merged, skipped = self._merger.step(start, self.epoch, self.step_s)
-            took_plan = self._gather(start)
-        sent = self._push() if self._gathered else 0
+            took_plan = self._pusher.begin(start, self.fragment_rate, self.epoch, self.steps)
+        sent = self._push()
         if took_plan:
             self._tell("a plan was taken", lambda: self.on_plan_taken(start))
         self._snapshot(start)
@@ -310,10 +304,9 @@ class Exchange:
     @property
     def under_way(self) -> bool:
         """Whether a transfer that was started is not done: its memory must be kept. Never blocks."""
-        started: list[Transfer[Any]] = [gathered for gathered, _ in self._gathered]
-        started += [self._taking.weights] if self._taking is not None else []
+        started = [self._taking.weights] if self._taking is not None else []
         started += [self._upload] if self._upload is not None else []
-        return not all(transfer.done for transfer in started) or self._merger.under_way
+        return not all(transfer.done for transfer in started) or self._merger.under_way or self._pusher.under_way
 
     def take_changes(self) -> types.Changes:
         """The weights changed by the last step, and by landings since the last call."""
@@ -361,46 +354,12 @@ class Exchange:
         self._upload = self.landing_error = None
         return True
 
-    def _gather(self, now: float) -> bool:
-        """Begin to gather the plan that was offered, if it is due. Returns whether it was."""
-        self._credit += self.fragment_rate * self._slots_per_step
-        with self._lock:
-            plan = self._push_plan
-            if plan is None or self._credit < plan.slot_count or now < plan.due_s:
-                return False
-            if len(self._gathered) >= MOST_PUSHES_UNDER_WAY:
-                return False
-            self._push_plan = None
-        # Pushes that were missed are not made up for later.
-        self._credit = min(self._credit - plan.slot_count, float(self._slots_per_step))
-        start_s = self.cpu_clock()
-        try:
-            gathered = self._fragments.gather(plan.plan)
-        except Exception as error:
-            self._note_unsent(error)
-            return True
-        epoch, steps, cpu_s = self.epoch, self.steps, self.cpu_clock() - start_s
-        self._gathered.append((gathered, lambda values: types.Push(plan, epoch, values, now, steps, cpu_s)))
-        return True
-
     def _push(self) -> int:
         """Hand over what was gathered and has arrived in host memory, in order. Returns how many."""
-        sent = 0
-        for ended in [has_ended(gathered) for gathered, _ in self._gathered]:
-            if not ended:
-                break
-            gathered, push_of = self._gathered.popleft()
-            try:
-                values = gathered.finish()
-            except Exception as error:
-                self._note_unsent(error)
-            else:
-                self._tell_pushed(push_of(values))
-                sent += 1
-        return sent
-
-    def _note_unsent(self, error: Exception) -> None:
-        self._containment.note("gathering a fragment", "it is not sent", error)
+        arrived = self._pusher.take_arrived()
+        for push in arrived:
+            self._tell_pushed(push)
+        return len(arrived)
 
     def _snapshot(self, now: float) -> None:
         if self._taking is None and self._wanted is not None:

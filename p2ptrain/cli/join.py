@@ -20,7 +20,7 @@ from p2ptrain.settings.torchrun import launch_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from p2ptrain.training.loop import TrainingProgress
+    from p2ptrain.training.progress import TrainingProgress
 
 SETTINGS = [setting.name for setting in (*RUN_SETTINGS, *NETWORK_SETTINGS, *TRAINING_SETTINGS)]
 
@@ -105,7 +105,7 @@ def _join_live(settings: Settings, console: Console, share_key: bool) -> None:
         join_run(
             settings,
             say=terminal.say,
-            on_progress=lambda progress: None,  # the view shows it
+            on_progress=lambda progress: view.say_time_left(progress.left_s),
             on_status=view.say_status,
             sinks=[view],
             share_key=share_key,

@@ -1,7 +1,7 @@
 """The live view of `p2ptrain join`: progress of this peer, and what every other peer does now.
 
 A view is a metrics sink: it receives this peer's events on any thread, and draws frames for the thread that shows them
-(`terminal`). The state of other peers comes from their heartbeats, through the peer.
+(`terminal`). The trainer says the time left; the state of other peers comes from their heartbeats, through the peer.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ REASONS = {
     "newcomer": "of a newcomer", "inbox_full": "inbox full", "shed": "link too slow", "not_finite": "not finite",
     "failed": "failed",
 }  # fmt: skip
-# Window of the speed that the remaining time is estimated from; long enough to contain rounds.
+# Window of the speed of this peer in the table; long enough to contain rounds.
 SPEED_WINDOW_S = 60.0
 
 
 class LiveView:
-    """The live view of one peer. `write`, `follow` and `say_status` may be called from any thread.
+    """The live view of one peer. `write`, `follow` and what begins with `say` may be called from any thread.
 
     Attributes:
         drawing: what `open_terminal` shows; it begins with the first status and ends when the peer has left.
@@ -61,6 +61,7 @@ class LiveView:
         self._doing = "starting"
         self._skipped_round = ""
         self._steps: deque[tuple[float, int]] = deque()
+        self._left_s: float | None = None
         self.drawing = Drawing(self.frame)
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -96,6 +97,11 @@ class LiveView:
             self._doing = status
         self.drawing.update()
 
+    def say_time_left(self, left_s: float | None) -> None:
+        """Show from now on that the run ends in so many seconds; None: not known."""
+        with self._lock:
+            self._left_s = left_s
+
     def _note_step(self, now: float, step: int) -> None:
         if not self._steps or now - self._steps[-1][0] >= 1:
             self._steps.append((now, step))
@@ -123,9 +129,8 @@ class LiveView:
         me = self._me
         step = f"step {me.step:,}" + (f"/{me.total_steps:,}" if me.total_steps else "")
         parts = [f"run {self._run_id}" if self._run_id else "p2ptrain", step]
-        steps_left, speed = me.total_steps - me.step, self._speed()
-        if steps_left > 0 and speed:
-            parts.append(f"{duration(steps_left / speed)} left")
+        if self._left_s is not None and me.step < me.total_steps:
+            parts.append(f"{duration(self._left_s)} left")
         return [*parts, count(1 + others, "peer"), count(me.round, "round")]
 
     def _speed(self) -> float:

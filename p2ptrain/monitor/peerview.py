@@ -6,6 +6,7 @@ import enum
 import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from p2ptrain.monitor.curve import Curve
 from p2ptrain.protocol.event_log.events import Event
@@ -30,6 +31,16 @@ class PeerState(enum.Enum):
     TOO_LATE = "too late"
     GONE = "gone"
     LEFT = "left"
+
+
+class _Step(NamedTuple):
+    """One event of a step, or of `steps` that the event log merged; `seconds`: since the last step or evaluation."""
+
+    t: float
+    tokens: int
+    exchange_s: float
+    steps: int
+    seconds: float
 
 
 @dataclass
@@ -84,7 +95,8 @@ class PeerView:
     alive: frozenset[str] = frozenset()
     losses: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
-    _recent: deque[tuple[float, int, float, int]] = field(default_factory=deque)
+    _recent: deque[_Step] = field(default_factory=deque)
+    _trained_t: float = 0.0
 
     @property
     def name(self) -> str:
@@ -111,16 +123,17 @@ class PeerView:
 
     @property
     def tokens_per_s(self) -> float:
+        """Speed over the last seconds, without those of evaluations; 0 if unknown."""
         if not self.is_up or len(self._recent) < 2:
             return 0.0
-        seconds = self._recent[-1][0] - self._recent[0][0]
-        return sum(tokens for _, tokens, _, _ in list(self._recent)[1:]) / max(seconds, 1e-3)
+        recent = list(self._recent)[1:]
+        return sum(step.tokens for step in recent) / max(sum(step.seconds for step in recent), 1e-3)
 
     @property
     def exchange_ms(self) -> float:
         """Mean time per step that the exchange blocked training, over the last seconds."""
-        steps = sum(steps for *_, steps in self._recent)
-        return 1e3 * sum(exchange_s * steps for _, _, exchange_s, steps in self._recent) / max(1, steps)
+        steps = sum(step.steps for step in self._recent)
+        return 1e3 * sum(step.exchange_s * step.steps for step in self._recent) / max(1, steps)
 
     @property
     def held_out_loss(self) -> float | None:
@@ -159,6 +172,7 @@ class PeerView:
                 self.spread = self.spread if event["spread"] is None else event["spread"]
                 self.round_bytes += event["bytes_sent"]
             case "eval":
+                self._trained_t = event["t"]  # what went before was no training
                 if event["loss"] is not None:
                     self.held_out.add(event["t"], event["loss"])
             case "peers":
@@ -177,7 +191,8 @@ class PeerView:
             smoothing = SMOOTHING**steps if self.loss is not None else 0.0
             self.loss = smoothing * (self.loss or 0.0) + (1 - smoothing) * event["loss"]
             self.losses.add(event["t"], event["loss"])
-        self._recent.append((event["t"], event["tokens"], event["exchange_s"], steps))
+        seconds, self._trained_t = event["t"] - self._trained_t, event["t"]
+        self._recent.append(_Step(event["t"], event["tokens"], event["exchange_s"], steps, seconds))
         # Keep at least two: a step of a large model may take longer than the window.
-        while len(self._recent) > 2 and self._recent[0][0] < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
+        while len(self._recent) > 2 and self._recent[0].t < event["t"] - (RECENT_S if steps == 1 else 2 * RECENT_S):
             self._recent.popleft()

@@ -97,6 +97,7 @@ class Figures:
     def __init__(self) -> None:
         self._step = 0
         self._since_s = -math.inf
+        self._trained_s = 0.0
         self._losses: list[float] = []
         self._tokens = 0
         self._held_s = 0.0
@@ -106,10 +107,11 @@ class Figures:
         match event:
             case "step":
                 return self._of_step(fields, now)
-            case "eval" if isinstance(fields.get("loss"), (int, float)):
-                self._step = max(self._step, int(fields.get("step") or 0))
-                loss = float(fields["loss"])
-                return [(self._step, {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})]
+            case "eval":
+                # The time since the last step was no training.
+                self._since_s += now - self._trained_s
+                self._trained_s = now
+                return self._of_evaluation(fields)
             case "round" if fields["status"] != "skipped":
                 named = {"group_size": "contributors", "wall_s": "seconds", "stall_s": "held_s", "cosine": "cosine"}
                 values = {f"round/{name}": float(fields[key]) for key, name in named.items()}
@@ -129,12 +131,20 @@ class Figures:
     def _of_step(self, fields: Mapping[str, Any], now: float) -> list[tuple[int, Values]]:
         if self._since_s == -math.inf:
             self._since_s = now
+        self._trained_s = now
         self._step = max(self._step, int(fields["step"]))
         if fields["loss"] is not None:
             self._losses.append(float(fields["loss"]))
         self._tokens += int(fields["tokens"])
         self._held_s += float(fields["exchange_s"])
         return self._mean(now) if now - self._since_s >= MEAN_S else []
+
+    def _of_evaluation(self, fields: Mapping[str, Any]) -> list[tuple[int, Values]]:
+        if not isinstance(fields.get("loss"), (int, float)):
+            return []
+        self._step = max(self._step, int(fields.get("step") or 0))
+        loss = float(fields["loss"])
+        return [(self._step, {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))})]
 
     def _mean(self, now: float) -> list[tuple[int, Values]]:
         if not self._losses:

@@ -36,10 +36,11 @@ from p2ptrain.training.device import device_of
 from p2ptrain.training.fsdp import check_fsdp
 from p2ptrain.training.job import Job, build_model, build_trainer, place_model
 from p2ptrain.training.known_peers import open_session, write_known_peers
-from p2ptrain.training.loop import TrainingEnd, TrainingProgress
+from p2ptrain.training.loop import TrainingEnd
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
+from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.ranks import join_ranks, open_ranks
 from p2ptrain.training.run_tokenizer import given_tokenizer
 from p2ptrain.training.take_part import take_part

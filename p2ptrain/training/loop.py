@@ -10,8 +10,7 @@ import logging
 import math
 import platform
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,6 +24,7 @@ from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.signals import TOGETHER_S
 from p2ptrain.training import checkpoint
 from p2ptrain.training.fsdp import whole
+from p2ptrain.training.progress import Evaluation, ProgressMeter, StepDone, TrainingProgress
 from p2ptrain.training.trainer import Stopped, Trainer, never
 
 if TYPE_CHECKING:
@@ -51,21 +51,6 @@ class SteppingPeer(Protocol):
     def record(self, event: str, /, **fields: Any) -> None: ...
 
 
-@dataclass(frozen=True)
-class StepDone:
-    """One local step and its exchange: the run's step after it, and losses in nats. `eval_loss` only if measured.
-
-    `exchange_s`: seconds that the exchange held training.
-    """
-
-    run_step: int
-    loss: float
-    tokens: int
-    report: StepReport
-    exchange_s: float
-    eval_loss: float | None
-
-
 def training_steps(
     peer: SteppingPeer, trainer: Trainer, *, eval_every: int, stop: Callable[[], bool] = never
 ) -> Generator[StepDone, None, None]:
@@ -75,67 +60,37 @@ def training_steps(
     """
     total_steps = trainer.run.total_steps
     while not stop() and not peer.finished and (total_steps == 0 or peer.run_step < total_steps):
-        before = peer.run_step
+        before, began_s = peer.run_step, time.perf_counter()
         try:
             loss, tokens = trainer.step(before, stop)
         except Stopped:
             return
-        began_s = time.perf_counter()
+        trained_s = time.perf_counter()
         report = peer.step(loss=loss if math.isfinite(loss) else None, samples=tokens)
-        exchange_s = time.perf_counter() - began_s
+        ended_s = time.perf_counter()
         # At multiples of the run's steps, not this peer's, so that the curves of all peers share their x values.
         is_due = before // eval_every != peer.run_step // eval_every
-        eval_loss = record_evaluation(peer, trainer, eval_every, stop) if is_due else None
-        yield StepDone(peer.run_step, loss, tokens, report, exchange_s, eval_loss)
+        evaluation = record_evaluation(peer, trainer, eval_every, stop) if is_due else None
+        yield StepDone(peer.run_step, loss, tokens, report, ended_s - began_s, ended_s - trained_s, evaluation)
 
 
 def record_evaluation(
     peer: SteppingPeer, trainer: Trainer, every: int, stop: Callable[[], bool] = never
-) -> float | None:
-    """Measure the loss on held-out text in nats, record it with a sample of the weights, and return it.
+) -> Evaluation | None:
+    """Measure the loss on held-out text, record it with a sample of the weights, and return it.
 
     Returns None, and records nothing, if `stop()` became true meanwhile. `every`: steps between two measurements;
     observers use it to group the samples of different peers.
     """
+    began_s = time.perf_counter()
     try:
         loss = trainer.evaluate(stop)
     except Stopped:
         return None
+    seconds = time.perf_counter() - began_s
     peer.record("eval", step=peer.run_step, loss=loss if math.isfinite(loss) else None)
     peer.record("sample", step=peer.run_step, every=every, values=trainer.sample_weights())
-    return loss
-
-
-@dataclass(frozen=True)
-class TrainingProgress:
-    """Summary of the steps since the last progress line.
-
-    Attributes:
-        total_steps: length of the run; 0 if it has no end.
-        round: rounds resolved so far.
-        peers: live peers, including this one.
-        loss, eval_loss: this peer's mean training loss and its newest loss on held-out text, in nats.
-        bits_per_byte: the latter for a byte of text, which compares tokenizers; None if the text is not known.
-        mfu: share of the GPU's peak that the model's arithmetic took; None if it is not known, as on a CPU.
-        exchange: share of the time for which the exchange held training.
-        left_s: seconds to the end of the run at this speed; None if it has no end.
-        sent, merged, skipped: fragments; the skipped ones by reason.
-    """
-
-    run_step: int
-    total_steps: int
-    round: int
-    peers: int
-    loss: float
-    eval_loss: float
-    bits_per_byte: float | None
-    tokens_per_s: float
-    mfu: float | None
-    exchange: float
-    left_s: float | None
-    sent: int
-    merged: int
-    skipped: Mapping[str, int]
+    return Evaluation(loss, seconds)
 
 
 @dataclass(frozen=True)
@@ -238,38 +193,31 @@ def _train(
 
     `save` writes a checkpoint, unless nothing has changed since the last one. Other arguments as of `run_training`.
     """
-    recent: list[StepDone] = []
-    eval_loss = math.nan
     eval_every = _eval_every(config, trainer)
-
-    def evaluate() -> float | None:
-        nonlocal eval_loss
-        measured = record_evaluation(peer, trainer, eval_every, stop)
-        eval_loss = eval_loss if measured is None else measured
-        return measured
-
-    evaluate()
+    meter = ProgressMeter(peer, trainer, eval_every)
+    meter.add_evaluation(record_evaluation(peer, trainer, eval_every, stop))
     line_s = saved_s = now()
     sampled = peer.run_step
     for done in _steps_to_the_end(peer, trainer, config, stop, now):
-        recent.append(done)
-        eval_loss = eval_loss if done.eval_loss is None else done.eval_loss
+        meter.add(done)
         if stop() or peer.failure:
             break
         if config.sample_every and done.run_step // config.sample_every != sampled // config.sample_every:
             on_sample_due()
             sampled = done.run_step
         if now() - line_s >= PROGRESS_INTERVAL_S:
-            on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
-            recent, line_s = [], now()
+            on_progress(meter.summary())
+            line_s = now()
         if now() - saved_s >= 60 * config.checkpoint_minutes:
             save()
             saved_s = now()
-    is_merged = peer.finished
-    last_loss = evaluate() if not stop() and not peer.failure else None
-    if recent:
-        on_progress(_summary(peer, trainer, recent, eval_loss, now() - line_s))
-    return last_loss if is_merged else None
+    is_merged, last = peer.finished, None
+    if not stop() and not peer.failure:
+        last = record_evaluation(peer, trainer, eval_every, stop)
+        meter.add_evaluation(last)
+    if meter.has_news:
+        on_progress(meter.summary())
+    return last.loss if last and is_merged else None
 
 
 def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_closed: bool) -> bool:
@@ -323,30 +271,3 @@ def _is_put_back(peer: Peer | GroupPeer, stop: Callable[[], bool], now: Callable
             break
         peer.wait_finished(POLL_S)
     return False
-
-
-def _summary(
-    peer: Peer | GroupPeer, trainer: Trainer, recent: Sequence[StepDone], eval_loss: float, seconds: float
-) -> TrainingProgress:
-    seconds = max(seconds, 1e-9)
-    left = max(0, peer.run.total_steps - peer.run_step)
-    # Of all ranks: each has its own text.
-    loss, tokens = trainer.ranks.total(sum(done.loss for done in recent), float(sum(done.tokens for done in recent)))
-    in_bits = trainer.bytes_per_token and eval_loss / math.log(2) / trainer.bytes_per_token
-    return TrainingProgress(
-        run_step=peer.run_step,
-        total_steps=peer.run.total_steps,
-        round=peer.round,
-        peers=1 + len(peer.alive),
-        loss=loss / len(recent) / trainer.ranks.size,
-        eval_loss=eval_loss,
-        bits_per_byte=in_bits,
-        tokens_per_s=tokens / seconds,
-        mfu=trainer.utilisation and trainer.utilisation * tokens / seconds / trainer.ranks.size,
-        exchange=sum(done.exchange_s for done in recent) / seconds,
-        # Of the run's steps, not of ours: a slow peer is not its measure.
-        left_s=left * seconds / max(1, recent[-1].run_step - recent[0].run_step + 1) if peer.run.total_steps else None,
-        sent=sum(done.report.sent for done in recent),
-        merged=sum(done.report.merged for done in recent),
-        skipped=sum((Counter(done.report.skipped) for done in recent), Counter()),
-    )

@@ -12,7 +12,8 @@ from p2ptrain.signals import stop_on_signals
 from p2ptrain.training.data.tokenizer import IDS
 from p2ptrain.training.generation import generate_text
 from p2ptrain.training.job import Job
-from p2ptrain.training.loop import TrainingEnd, TrainingProgress, run_training
+from p2ptrain.training.loop import TrainingEnd, run_training
+from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.trainer import Trainer
 

@@ -26,8 +26,8 @@ from p2ptrain.settings.link import Link
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.table import RUN_SETTINGS, SETTINGS
 from p2ptrain.training import checkpoint
-from p2ptrain.training.loop import TrainingProgress
 from p2ptrain.training.models import build
+from p2ptrain.training.progress import TrainingProgress
 from tests.fakes import MADDR, FakeMember, FakeNetworkSession
 from tests.training.characters import VOCAB_SIZE
 

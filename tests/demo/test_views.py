@@ -62,6 +62,16 @@ def test_speed_and_exchange_are_recent() -> None:
     assert peer.own_steps == 22
 
 
+def test_an_evaluation_does_not_change_the_speed() -> None:
+    peer = PeerView(1)
+    peer.apply(metrics.start(1, 0.0))
+    for n in range(8):
+        peer.apply(metrics.step(1 + n, 1.0 + n / 10 + (50 if n > 4 else 0)))
+        if n == 4:
+            peer.apply({"event": "eval", "t": 51.4, "step": 5, "loss": 2.0})
+    assert peer.tokens_per_s == pytest.approx(2560)
+
+
 def test_steps_that_take_longer_than_the_window_have_a_speed() -> None:
     peer = PeerView(1)
     peer.apply(metrics.start(1, 0.0))

@@ -52,6 +52,7 @@ def _view(*, total_steps: int = 2000, peer: Peer | None = None) -> LiveView:
         bytes_received=5_000_000, staleness=0.0,
     )  # fmt: skip
     view.follow(peer or Peer(), LINE)
+    view.say_time_left(20.4 if total_steps else None)
     return view
 
 

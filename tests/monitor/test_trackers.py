@@ -36,6 +36,17 @@ def test_steps_are_averaged() -> None:
     assert figures.of("step", _step(12), MEAN_S + 0.1) == []
 
 
+def test_the_speed_is_that_of_training_without_evaluations() -> None:
+    figures = Figures()
+    figures.of("eval", {"step": 0, "loss": 5.0}, 100.0)
+    figures.of("step", _step(1), 101.0)
+    figures.of("step", _step(2), 102.0)
+    figures.of("eval", {"step": 2, "loss": 1.0}, 152.0)
+    figures.of("eval", {"step": 2, "loss": None}, 202.0)
+    ((_, values),) = figures.of("step", _step(3), 202.0 + MEAN_S)
+    assert values["train/tokens_per_s"] == pytest.approx(300 / (1 + MEAN_S))
+
+
 def test_events_of_the_swarm_have_the_step_of_training() -> None:
     figures = Figures()
     figures.of("step", _step(40), 0.0)

@@ -8,6 +8,8 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +18,12 @@ import torch
 from p2ptrain.errors import ConfigError, TransientError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
-from p2ptrain.training import checkpoint
+from p2ptrain.training import checkpoint, loop
 from p2ptrain.training.data import Corpus
 from p2ptrain.training.data.token_files import TokenFile, TokenFiles
-from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, TrainingProgress, run_training, training_steps
+from p2ptrain.training.loop import LAST_ROUND_TIMEOUT_S, run_training, training_steps
 from p2ptrain.training.models import GPT, GPTConfig
+from p2ptrain.training.progress import TrainingProgress
 from p2ptrain.training.trainer import SAMPLED_WEIGHTS, Trainer
 from tests.fakes import FakePeer
 from tests.training.characters import encode
@@ -110,6 +113,27 @@ def test_progress_sums_up_what_happened_since_the_last_line(tmp_path: Path) -> N
     assert first.tokens_per_s > 0
     assert math.isfinite(first.eval_loss)
     assert first.mfu is None
+
+
+def test_evaluations_are_in_the_time_left_and_not_in_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, trainer = _pair(total_steps=40)
+    now_s = 0.0
+
+    def taking(seconds: float, action: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: object) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return action(*arguments)
+
+        return timed
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(trainer, "step", taking(0.5, trainer.step))
+    monkeypatch.setattr(trainer, "evaluate", taking(30.0, trainer.evaluate))
+    _, lines = _run(peer, trainer, tmp_path)
+    assert {line.tokens_per_s for line in lines} == {8 / 0.5}
+    left = [0.5 * (40 - line.run_step) + 30 * (11 - line.run_step // 4) for line in lines]
+    assert [line.left_s for line in lines] == pytest.approx(left)
 
 
 def test_progress_has_the_share_of_a_known_gpus_peak(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import click
+
+# Guess: seconds between two lines on progress where there is no terminal for a bar.
+LINE_INTERVAL_S = 30.0
 
 
 @click.group()
@@ -54,12 +58,17 @@ def prepare(
         TextColumn("parts, {task.fields[tokens]} tokens"),
         TimeRemainingColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, tokens="0")
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, said_s = bar.add_task("", total=None, tokens="0"), time.monotonic()
 
         def show(progress: Progress) -> None:
+            nonlocal said_s
             tokens = f"{progress.tokens:,}"
             bar.update(task, completed=progress.units, total=progress.units_total, tokens=tokens)
+            if bar.disable and time.monotonic() - said_s >= LINE_INTERVAL_S:
+                click.echo(f"{progress.units} of {progress.units_total} parts, {tokens} tokens")
+                said_s = time.monotonic()
 
         prepared = run(
             sources, out, tokenizer=tokenizer, field=field, split=split, held_out=held_out,

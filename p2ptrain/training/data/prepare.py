@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -172,8 +173,11 @@ def _tokenizer(
         begun = {}
     if begun.get("name") == name and (made := read_tokenizer(out, begun.get("tokenizer", ""), 2)) is not None:
         return made
-    say(f"making a tokenizer of {size:,} ids")
-    return interruptible(partial(train_tokenizer, _sample(units, field, split), size))
+    say(f"making a tokenizer of {size:,} ids; with much text this takes minutes")
+    began_s = time.monotonic()
+    made = interruptible(partial(train_tokenizer, _sample(units, field, split), size))
+    say(f"made it in {time.monotonic() - began_s:.0f} s: {made.vocab_size:,} ids")
+    return made
 
 
 def _sample(units: tuple[Unit, ...], field: str, split: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ import psutil
 import pytest
 import tokenizers
 import zstandard
+from click.testing import CliRunner
 
+from p2ptrain.cli.main import cli
 from p2ptrain.errors import ConfigError
 from p2ptrain.training.data import documents, prepare
 from p2ptrain.training.data.corpus import Corpus
@@ -241,6 +244,19 @@ def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, monkeypa
     assert again.meta == whole.meta  # hashes included
     with pytest.raises(ConfigError, match=r"holds prepared data already"):
         _prepare([path], tmp_path / "out", tokenizer="train:300")
+
+
+def test_without_a_terminal_lines_say_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.cli.data.LINE_INTERVAL_S", 0.0)
+    paths = [str(_write_lines(tmp_path / f"{number}.jsonl")) for number in range(2)]
+    flags = ["--tokenizer", "train:300", "--out", str(tmp_path / "out"), "--jobs", "1"]
+    done = CliRunner().invoke(cli, ["data", "prepare", *paths, *flags], catch_exceptions=False)
+    lines = re.sub(r"[\d,]+ tokens", "N tokens", re.sub(r"in \d+ s", "in N s", done.output)).splitlines()
+    assert lines[:4] == [
+        "making a tokenizer of 300 ids; with much text this takes minutes", "made it in N s: 300 ids",
+        "1 of 2 parts, N tokens", "2 of 2 parts, N tokens",
+    ]  # fmt: skip
+    assert lines[-1] == f"train on it with: p2ptrain join --data {tmp_path / 'out'}"
 
 
 def test_several_processes_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,7 @@ class RunConfig:
         "last, and peers that are close, not equal. With it, the outer optimizer, its learning rate and its momentum "
         "default to those of the preset noloco; int4, int2, topk and means other than weighted are refused.")
     round_codec: str = setting("int8", choice("int8", "int4", "int2", "fp16", "none", "topk"),
+        default_text="int8, with muon int4",
         help="Encoding of outer gradients.",
         why="A quarter of fp32's bytes at the same loss (reproduced: codecs). int4 too, at an eighth; untested on "
         "large models. With --inner-optimizer muon the default is int4, but int8 with pairs or pruning.")
@@ -185,6 +186,7 @@ class RunConfig:
         why="124M parameters in int8 take nine minutes each way at 2 Mbit/s, the slowest link that we test. After half "
         "of it, members with complete outer gradients go on without the rest.")
     outer_optimizer: str = setting("nesterov", choice("nesterov", "sgdm", "sgd", "adam"),
+        default_text="nesterov, in pairs sgdm",
         help="Outer optimizer.",
         why="The best of DiLoCo's figure 6.")
     outer_lr: float = setting(0.7, POSITIVE,
@@ -195,6 +197,7 @@ class RunConfig:
         help="Schedule of the outer learning rate.",
         why="DiLoCo saw no effect of a cosine. In runs of 20 rounds it cost 9 % of perplexity (reproduced: d10).")
     outer_momentum: float = setting(0.6, number("at least 0 and below 1", lambda x: 0 <= x < 1),
+        default_text="0.6, in pairs 0.5",
         help="Momentum of the outer optimizer; Adam's first beta.",
         why="With 12 rounds 0.024 nats better than DiLoCo's 0.9 (table 5), which the papers' presets keep; with Muon "
         "inside as good. With H from 25 to 50 it was 0.03 to 0.05 nats better than a plain average (simulated).")

@@ -65,7 +65,7 @@ def _models() -> list[str]:
 
 def _entry(setting: Setting) -> str:
     described = setting.default_text or "none"
-    is_value = setting.default not in (None, ()) and not described.startswith(FROM_MODEL)
+    is_value = setting.default not in (None, ()) and described == value_text(setting.default)
     default = f"`{described}`" if is_value else described
     default = default.replace(FROM_MODEL, f"[{FROM_MODEL}](#models)")
     return (

@@ -15,7 +15,7 @@ from p2ptrain.errors import ConfigError, RunMismatchError
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.model_defaults import MODEL_DEFAULTS
 from p2ptrain.settings.peer_config import ENDPOINT, NetworkConfig, PageConfig, PeerConfig
-from p2ptrain.settings.presets import PRESETS
+from p2ptrain.settings.presets import MUON_DEFAULTS, PAIR_DEFAULTS, PRESETS
 from p2ptrain.settings.setting import Setting, settings_of
 from p2ptrain.settings.table import DEFAULT, RUN_SETTINGS, SETTINGS, merge
 from p2ptrain.training.inner_optimizer import MUON_TIMES
@@ -361,6 +361,14 @@ def test_rounds_are_int4_with_muon_inside_unless_something_else_is_given() -> No
     ):  # fmt: skip
         merged = merge({"inner_optimizer": "muon", **flags}, {})
         assert merged.values["round_codec"] == merged.resolve_run(None).round_codec == codec
+
+
+def test_the_help_says_the_defaults_that_follow_from_other_settings() -> None:
+    for when, defaults in (("with muon", MUON_DEFAULTS), ("in pairs", PAIR_DEFAULTS)):
+        for name, value in defaults.items():
+            setting = SETTINGS[name]
+            text = f"{setting.default}, {when} {value}" if value != setting.default else str(value)
+            assert setting.default_text == text
 
 
 def test_settings_that_do_not_go_together_are_called_as_the_user_gave_them(tmp_path: Path) -> None:

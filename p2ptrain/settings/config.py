@@ -65,7 +65,9 @@ class RunConfig:
     model: str = setting("", MODEL, names=tuple(MODELS), cli_default="gpt-demo",
         help="Built-in model, hf:NAME, or package.module:factory.",
         why="Learns something within minutes on one slow core. The built-in models and their parameters: "
-        + ", ".join(f"{name} ({size})" for name, size in MODELS.items()) + ".")
+        + ", ".join(f"{name} ({size})" for name, size in MODELS.items())
+        + ". Their tables have a row for each id of the tokenizer; these numbers are with 98 for the first two, "
+        "50,257 for gpt2-124m and 32,000 for the others.")
     # Hex hash of every parameter's name, shape, dtype and, if frozen, value.
     model_layout: str = ""
     # "stdlib" or "text" (every peer brings its own text files), or "" with the Python API.

@@ -16,6 +16,7 @@ from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, find_tokenizer
 from p2ptrain.training.models import GPT, Llama, build, context_length
 from p2ptrain.training.models.cache import KeyValueCache
 from p2ptrain.training.models.hf import CausalLM
+from p2ptrain.training.pretrained import load_saved
 
 # Logits divided by less than this may overflow; the likeliest token then has all of the probability anyway.
 GREEDY_BELOW = 1e-4
@@ -33,7 +34,7 @@ def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = T
     saved = checkpoint.load_given(path, parts=["model"])
     run = RunConfig.from_stated(saved.info["run"])
     model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
-    model.load_state_dict(saved.state["model"])
+    load_saved(model, saved.state["model"], run, "use that version")
     if tokenizer is not None:
         found = find_tokenizer(tokenizer)
     else:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.setting import settings_of
@@ -28,6 +27,7 @@ from p2ptrain.training.device import choose_precision, device_of
 from p2ptrain.training.fsdp import shard
 from p2ptrain.training.models import batch_windows, build, context_length, eval_tokens
 from p2ptrain.training.partitioning import choose_share, make_partition
+from p2ptrain.training.pretrained import load_saved
 from p2ptrain.training.ranks import Ranks
 from p2ptrain.training.trainer import Trainer
 
@@ -91,12 +91,7 @@ def build_model(job: Job) -> nn.Module:
     """
     model = build(job.run.model, vocab_size=job.run.vocab_size, seed=job.run.run_seed)
     if job.saved and "model" in job.saved.state:
-        try:
-            model.load_state_dict(job.saved.state["model"])
-        except RuntimeError as error:
-            raise ConfigError(
-                f"the checkpoint does not fit model {job.run.model}: {error}; give another --out"
-            ) from error
+        load_saved(model, job.saved.state["model"], job.run, "give another --out")
     return model
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
 
 
@@ -86,6 +87,18 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], *, origi
     with torch.no_grad():
         for old, new in both.values():
             old.copy_(new)
+
+
+def load_saved(model: nn.Module, weights: Mapping[str, torch.Tensor], run: RunConfig, fix: str) -> None:
+    """Load the weights of the run's checkpoint. Raises ConfigError, which ends with `fix`, if they do not fit."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip().rstrip(".")
+        raise ConfigError(
+            f"the checkpoint does not fit model {run.model} with {run.vocab_size:,} ids ({reason}); another version of "
+            f"p2ptrain may have written it: {fix}"
+        ) from error
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -55,7 +55,7 @@ def test_every_model_is_offered() -> None:
 
 def test_the_models_have_the_parameters_that_are_documented() -> None:
     for name, documented in MODELS.items():
-        millions = count_parameters(name, vocab_size=VOCAB_SIZE) / 1e6
+        millions = count_parameters(name, vocab_size=SHAPES[name].vocab_size or VOCAB_SIZE) / 1e6
         assert documented == (f"{millions:.0f}M" if millions > 50 else f"{millions:.1f}M")
 
 

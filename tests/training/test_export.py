@@ -105,6 +105,11 @@ def test_a_checkpoint_is_exported_with_its_runs_tokenizer(tmp_path: Path) -> Non
     (tmp_path / "run" / "tokenizer.json").write_bytes(made.file)
     found, tokenizer = load_model(tmp_path / "run")
     export(found, tokenizer, tmp_path / "out")
+    # As written before tables had the tokenizer's rows.
+    state["model"] = build("gpt-demo", vocab_size=500, seed=4).state_dict()
+    checkpoint.save(tmp_path / "old", checkpoint.Checkpoint(3, {"run": run.to_dict()}, state))
+    with pytest.raises(ConfigError, match=r"does not fit model gpt-demo with 300 ids \(size mismatch .*\); "):
+        load_model(tmp_path / "old", str(tmp_path / "run"))
     generate = transformers.pipeline("text-generation", str(tmp_path / "out"), device="cpu")
     (said,) = generate("To be", max_new_tokens=5, do_sample=False)
     assert said["generated_text"].startswith("To be")

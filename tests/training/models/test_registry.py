@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.models import build, check_name, context_length
+from p2ptrain.training.models import PRESETS, build, check_name, context_length, count_parameters
 
 USERS_MODULE = """
 import torch
@@ -74,6 +74,16 @@ def test_first_weights_depend_on_the_seed_alone(users_module: str) -> None:
         assert not torch.equal(first, _weights(build(name, vocab_size=98, seed=6)))
         torch.manual_seed(1)
         assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_tables_of_built_in_models_have_a_row_for_each_id(name: str) -> None:
+    for vocab_size in (98, 60_000):
+        with torch.device("meta"):
+            model = build(name, vocab_size=vocab_size, seed=0)
+        logits = model(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
+        assert logits.shape == (1, 2, vocab_size)
+        assert sum(p.numel() for p in model.parameters()) == count_parameters(name, vocab_size=vocab_size)
 
 
 def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:

@@ -251,10 +251,14 @@ def join(
             peer.on_leave(failing.pop_all().close)  # from here on the peer closes them
         return peer
 
-    if process_group is not None:
-        return GroupPeer(model, process_group, enter, device=device_of(process_group, model))
-    ModelParts(model)
-    return enter(model)
+    try:
+        if process_group is not None:
+            return GroupPeer(model, process_group, enter, device=device_of(process_group, model))
+        ModelParts(model)
+        return enter(model)
+    except ConfigError as error:
+        # Its way here, through the tasks of the network thread, says nothing to the caller and fills a screen.
+        raise error.with_traceback(None) from None
 
 
 def _take_port(endpoint: str, stack: ExitStack) -> Callable[[Peer], str]:

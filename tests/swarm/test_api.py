@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import p2ptrain
+from p2ptrain.errors import UnreachableError
 from p2ptrain.network import host
 from tests.swarm.processes import DEADLINE_S
 
@@ -114,6 +115,11 @@ def test_two_peers_train_a_model_with_buffers(tmp_path: Path) -> None:
         train_until(lambda: a.alive == [], first)
     with pytest.raises(urllib.error.URLError, match="refused"):
         urllib.request.urlopen(a.dashboard)
+    # A late joiner: the peers have ended. What its user sees is short.
+    with pytest.raises(UnreachableError, match="no initial peer can be reached") as late:
+        p2ptrain.join(cnn(1), initial_peers=a.maddrs, **RUN)
+    assert [entry.path.name for entry in late.traceback] == ["test_api.py", "api.py"]
+    assert late.value.__suppress_context__
 
     anchors = [{(r.lineage, r.round): r.anchor_hash for r in loop.rounds} for loop in (first, second)]
     shared = anchors[0].keys() & anchors[1].keys()

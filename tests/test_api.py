@@ -86,7 +86,8 @@ def test_a_ticket_in_place_of_a_list_is_not_shown() -> None:
 
 def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:
     of_the_command = {
-        "protocol_version", "model", "model_layout", "data", "tokenizer", "vocab_size", "num_shards", "sharding"
+        "protocol_version", "model", "model_layout", "data", "tokenizer", "vocab_size", "num_shards", "sharding",
+        "context",
     }  # fmt: skip
     of_the_inner_optimizer = {
         "inner_optimizer", "lr", "muon_lr", "schedule", "warmup_steps", "beta2", "weight_decay", "grad_clip"

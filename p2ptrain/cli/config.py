@@ -46,6 +46,8 @@ def show(settings: Settings, as_json: bool) -> None:
     texts = {name: value_text(value) for name, value in values.items()}
     if sources["muon_lr"] == DEFAULT:
         texts["muon_lr"] = "unused"  # by AdamW
+    if values["context"] == 0:
+        texts["context"] = "the model's"
     windows = {"batch_tokens": BATCH_WINDOWS, "eval_tokens": EVAL_STEPS * BATCH_WINDOWS}
     # Of a model whose length is known only once it is built.
     texts.update({name: f"{count} windows" for name, count in windows.items() if values[name] is None})

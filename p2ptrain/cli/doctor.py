@@ -36,11 +36,10 @@ def doctor(settings: Settings, as_json: bool) -> None:
     """
     from p2ptrain.monitor.doctor.examine import examine
     from p2ptrain.monitor.doctor.finding import Mark, texts, works
-    from p2ptrain.settings.config import RunConfig
     from p2ptrain.training.models import count_parameters
 
     logging.getLogger("p2ptrain").setLevel(logging.ERROR)
-    findings = list(examine(settings, partial(count_parameters, vocab_size=RunConfig.vocab_size)))
+    findings = list(examine(settings, partial(count_parameters, vocab_size=None)))
     if as_json:
         report = {"works": works(findings), "checks": [finding.to_dict() for finding in findings]}
         click.echo(json.dumps(report, indent=2, ensure_ascii=False))

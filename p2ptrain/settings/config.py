@@ -48,6 +48,8 @@ RUN_ID = text(
     lambda run_id: 1 <= len(run_id) <= 128 and run_id.isprintable() and "/" not in run_id,
 )
 MODEL = text("at most 128 printable characters", lambda model: len(model) <= 128 and model.isprintable())
+# Another peer's setting must not take all memory of this machine.
+CONTEXT = number("a whole number, 0 to 1048576 (0: the model's)", lambda n: type(n) is int and 0 <= n <= 2**20, 1024)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
 
 
@@ -76,6 +78,10 @@ class RunConfig:
     # the number of its ids.
     tokenizer: str = "chars"
     vocab_size: int = 98
+    context: int = setting(0, CONTEXT, default_text="the model's",
+        help="Tokens of a window: the model's longest sequence (block_size).",
+        why="Memory and computing of attention grow with its square. Models of transformers take no more than their "
+        "configuration says; your own models say theirs themselves.")
     total_steps: int = setting(2000, count(0, "(0: the run has no end)"), name="steps", default_text=FROM_MODEL,
         help="Length of the run in inner steps; 0 for no end.",
         why="2,000 steps of the demo model take a few minutes on a laptop. 20,000 for large ones (a guess: 1.3 billion "

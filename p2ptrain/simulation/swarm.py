@@ -23,7 +23,7 @@ from p2ptrain.simulation.records import Records
 from p2ptrain.simulation.scheduled_event import ScheduledEvent
 from p2ptrain.training.data import Characters, Corpus, load_corpus
 from p2ptrain.training.data.tokenizer import IDS, Ids
-from p2ptrain.training.models import build, context_length
+from p2ptrain.training.models import build_of, context_length
 from p2ptrain.training.partitioning import make_partition, train_briefly
 
 # A run that takes so many times its expected time counts as hanging.
@@ -72,7 +72,7 @@ class _Simulation:
         tokenizer = Ids(run.vocab_size) if run.tokenizer == IDS else Characters()
         self._corpus: Corpus = load_corpus(experiment.data, tokenizer)
         # Every peer starts with a copy.
-        self._model = model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
+        self._model = model = build_of(run)
         if experiment.pretrain_steps:
             train_briefly(model, self._corpus, experiment.run, steps=experiment.pretrain_steps)
         layout = ModelParts(model).layout_sha256

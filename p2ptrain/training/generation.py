@@ -13,7 +13,7 @@ from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
 from p2ptrain.training.data.tokenizer import CHARS, GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, find_tokenizer, read_tokenizer
-from p2ptrain.training.models import GPT, Llama, build, context_length
+from p2ptrain.training.models import GPT, Llama, build, build_of, context_length
 from p2ptrain.training.models.cache import KeyValueCache
 from p2ptrain.training.models.hf import CausalLM
 from p2ptrain.training.pretrained import load_saved
@@ -33,7 +33,7 @@ def load_model(path: Path, tokenizer: str | None = None, *, needs_text: bool = T
         return _exported(path, tokenizer, needs_text=needs_text)
     saved = checkpoint.load_given(path, parts=["model"])
     run = RunConfig.from_stated(saved.info["run"])
-    model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
+    model = build_of(run)
     load_saved(model, saved.state["model"], run, "use that version")
     if tokenizer is not None:
         found = find_tokenizer(tokenizer)

@@ -25,7 +25,7 @@ from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import choose_precision, device_of
 from p2ptrain.training.fsdp import shard
-from p2ptrain.training.models import batch_windows, build, context_length, eval_tokens
+from p2ptrain.training.models import batch_windows, build_of, context_length, eval_tokens
 from p2ptrain.training.partitioning import choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
 from p2ptrain.training.ranks import Ranks
@@ -89,7 +89,7 @@ def build_model(job: Job) -> nn.Module:
 
     Other ranks get the weights of rank 0 later.
     """
-    model = build(job.run.model, vocab_size=job.run.vocab_size, seed=job.run.run_seed)
+    model = build_of(job.run)
     if job.saved and "model" in job.saved.state:
         load_saved(model, job.saved.state["model"], job.run, "give another --out")
     return model

@@ -128,7 +128,9 @@ def join_run(
                 f"inner_moments = 'averaged': is not supported in several processes, and run {run_id!r} has it; start "
                 f"one process, without torchrun"
             )
-        known = count_parameters(run.model, vocab_size=run.vocab_size) if run.model in PRESETS else None
+        known = None
+        if run.model in PRESETS:
+            known = count_parameters(run.model, vocab_size=run.vocab_size, context=run.context)
         for finding in quick_look(out, run.model, config.device, num_parameters=known, vectors=vectors_more(run)):
             say(f"warning: {finding.check}: {finding.text}; {finding.remedy} (for details: p2ptrain doctor)")
         job = Job(run, config, session.network.peer_id, source, chosen.tokenizer, out, saved, device)

@@ -31,7 +31,7 @@ from p2ptrain.training.data.partition import (
     iid_partition,
     unbalanced_partition,
 )
-from p2ptrain.training.models import build, context_length
+from p2ptrain.training.models import build_of, context_length
 from p2ptrain.training.trainer import Trainer
 
 # Measured on the standard library (docs/LOG.md): with the demo model this takes ten seconds on one core, and more
@@ -80,7 +80,7 @@ def make_partition(run: RunConfig, corpus: Corpus, *, context: int, device: torc
     # Both before training the model, which takes minutes.
     require_extra("simulate", "sharding = 'clusters'")
     check_enough_blocks(bounds, run.num_shards)
-    model = build(run.model, vocab_size=run.vocab_size, seed=run.run_seed)
+    model = build_of(run)
     small = sum(parameter.numel() for parameter in model.parameters()) <= CPU_PARAMETERS
     with _one_thread() if small else nullcontext():
         model = model.to("cpu" if small else device)

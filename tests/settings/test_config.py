@@ -21,6 +21,8 @@ from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
         ("model", "gpt\x1b[2J"),
         ("model", "x" * 129),
         ("data", "imagenet"),
+        ("context", -1),
+        ("context", 2**20 + 1),
         ("total_steps", -1),
         ("total_steps", 2**63),
         ("total_steps", 1.5),
@@ -190,6 +192,7 @@ MEANT = {
     "inner_moments": "local", "max_missed_rounds": 1, "max_contributors": 64,
     "round_timeout_s": 1800.0, "outer_optimizer": "nesterov", "outer_lr": 0.7, "outer_lr_schedule": "constant",
     "outer_momentum": 0.9, "num_shards": 0, "sharding": "iid", "run_seed": 0,
+    "context": 0,
 }  # fmt: skip
 
 

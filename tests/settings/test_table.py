@@ -25,6 +25,7 @@ from p2ptrain.training.models import PRESETS as MODELS
 EXAMPLES: dict[str, tuple[str, object]] = {
     "run_id": ("novels", "novels"),
     "model": ("gpt-small", "gpt-small"),
+    "context": ("512", 512),
     "steps": ("77", 77),
     "inner_optimizer": ("muon", "muon"),
     "lr": ("0.5", 0.5),

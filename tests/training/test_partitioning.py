@@ -90,7 +90,7 @@ def test_clusters_do_not_depend_on_what_went_before(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_other_ways_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioning, "build", lambda *arguments, **named: pytest.fail("built a model"))
+    monkeypatch.setattr(partitioning, "build_of", lambda *arguments, **named: pytest.fail("built a model"))
     iid = _partition(RunConfig(num_shards=4, sharding="iid"))
     assert set(iid.sizes) == {12 * BLOCK_TOKENS}
     unbalanced = _partition(RunConfig(num_shards=4, sharding="unbalanced"))

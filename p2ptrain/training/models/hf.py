@@ -46,17 +46,21 @@ def check(name: str) -> None:
     _config(_transformers(), name, _is_local(name))
 
 
-def build(name: str, vocab_size: int) -> CausalLM:
+def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     """Build the model with at least `vocab_size` ids, on the CPU, in fp32. Raises ConfigError.
+
+    `context`: its longest sequence; 0 for as many positions as its configuration has, up to MOST_CONTEXT.
 
     From its configuration with new weights, or with those of the hub or of a directory. Blocks for their download.
     """
     transformers, is_local = _transformers(), _is_local(name)
     config = _config(transformers, name, is_local)
     positions = getattr(config, "max_position_embeddings", None)
-    context = MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions))
-    if context < 1:
-        raise ConfigError(f"--model {name}: its configuration allows {context} positions; 1 or more can be trained")
+    if positions is not None and int(positions) < 1:
+        raise ConfigError(f"--model {name}: its configuration allows {positions} positions; 1 or more can be trained")
+    if positions is not None and context > int(positions):
+        raise ConfigError(f"--context {context}: must be at most {positions}, the positions of --model {name}")
+    context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
     missing: list[str] = []
     try:
         if name.endswith(PRETRAINED):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
 from p2ptrain.settings.table import did_you_mean
 from p2ptrain.training.models import hf
@@ -48,7 +49,7 @@ PRESETS: dict[str, GPTConfig | LlamaConfig] = {
 DEFAULT_CONTEXT = 64
 
 
-def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
+def build(name: str, *, vocab_size: int, seed: int, context: int = 0) -> nn.Module:
     """Build a model on the CPU. Raises ConfigError if there is none, or its factory does not fit the description below.
 
     Args:
@@ -57,13 +58,26 @@ def build(name: str, *, vocab_size: int, seed: int) -> nn.Module:
             time, at least vocab_size).
         vocab_size: number of ids of the tokenizer. Presets have as many rows in their tables.
         seed: seeds the initial weights. The global random state is restored.
+        context: longest sequence in tokens; 0 for the model's own, which models of the user always have.
     """
     check_name(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name in PRESETS:
-            return _of(replace(PRESETS[name], vocab_size=vocab_size))
-        return hf.build(name, vocab_size) if hf.is_of_transformers(name) else _build_users(name, vocab_size)
+            return _of(_shape(name, vocab_size, context))
+        if hf.is_of_transformers(name):
+            return hf.build(name, vocab_size, context)
+        if context:
+            raise ConfigError(
+                f"--context {context}: a model of your own says its longest sequence by its attribute context; leave "
+                f"--context out, and set the attribute in {name}"
+            )
+        return _build_users(name, vocab_size)
+
+
+def build_of(run: RunConfig) -> nn.Module:
+    """The model of a run with its initial weights, as `build`."""
+    return build(run.model, vocab_size=run.vocab_size, seed=run.run_seed, context=run.context)
 
 
 def check_name(name: str) -> None:
@@ -81,10 +95,15 @@ def check_name(name: str) -> None:
     _find_factory(name)
 
 
-def count_parameters(name: str, *, vocab_size: int) -> int:
-    """Number of parameters of a model. Presets are not built for it. Raises ConfigError as `build` does."""
+def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> int:
+    """Number of parameters of a model. Presets are not built for it. Raises ConfigError as `build` does.
+
+    `vocab_size`: None for the one that a preset's size was published for, or that of characters.
+    """
+    if vocab_size is None:
+        vocab_size = (PRESETS[name].vocab_size if name in PRESETS else 0) or RunConfig.vocab_size
     if name in PRESETS:
-        return replace(PRESETS[name], vocab_size=vocab_size).num_parameters
+        return _shape(name, vocab_size, context).num_parameters
     return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
 
 
@@ -101,6 +120,11 @@ def eval_tokens(name: str, context: int) -> int:
 
 def _of(config: GPTConfig | LlamaConfig) -> nn.Module:
     return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+
+
+def _shape(name: str, vocab_size: int, context: int) -> GPTConfig | LlamaConfig:
+    preset = PRESETS[name]
+    return replace(preset, vocab_size=vocab_size, context=context or preset.context)
 
 
 def context_length(model: nn.Module) -> int:

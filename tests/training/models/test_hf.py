@@ -30,6 +30,9 @@ def test_from_its_configuration_a_model_has_the_seeds_weights(saved: Path) -> No
     check_name(name)
     first, second, other = (build(name, vocab_size=98, seed=seed) for seed in (1, 1, 2))
     assert context_length(first) == 12
+    assert context_length(build(name, vocab_size=98, seed=1, context=5)) == 5
+    with pytest.raises(ConfigError, match=r"--context 13: must be at most 12, the positions of --model hf:"):
+        build(name, vocab_size=98, seed=1, context=13)
     tokens = torch.randint(98, (2, 12))
     with torch.no_grad():
         assert first.eval()(tokens).shape == (2, 12, 98)

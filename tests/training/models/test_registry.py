@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.models import PRESETS, build, check_name, context_length, count_parameters
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.models import PRESETS, build, build_of, check_name, context_length, count_parameters
 
 USERS_MODULE = """
 import torch
@@ -84,6 +85,22 @@ def test_tables_of_built_in_models_have_a_row_for_each_id(name: str) -> None:
         logits = model(torch.zeros(1, 2, dtype=torch.int64, device="meta"))
         assert logits.shape == (1, 2, vocab_size)
         assert sum(p.numel() for p in model.parameters()) == count_parameters(name, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("name", ["gpt-demo", "llama-15m"])
+def test_a_run_may_have_another_context_than_the_model(name: str) -> None:
+    for context in (8, 600):
+        with torch.device("meta"):
+            model = build_of(RunConfig(model=name, context=context))
+        assert context_length(model) == context
+        assert model(torch.zeros(1, context, dtype=torch.int64, device="meta")).shape == (1, context, 98)
+        counted = count_parameters(name, vocab_size=98, context=context)
+        assert counted == sum(p.numel() for p in model.parameters())
+
+
+def test_a_users_model_says_its_own_context(users_module: str) -> None:
+    with pytest.raises(ConfigError, match=r"--context 8: a model of your own says its longest sequence"):
+        build(f"{users_module}:sized", vocab_size=98, seed=0, context=8)
 
 
 def test_a_users_factory_may_ask_for_the_vocabulary(users_module: str) -> None:

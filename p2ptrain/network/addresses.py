@@ -67,7 +67,8 @@ def check_host_maddrs(maddrs: Iterable[str]) -> None:
     """
     for text in maddrs:
         maddr = _parse("--host-maddrs", text, HOST_EXAMPLE)
-        if maddr.protocols()[0].name not in ("ip4", "ip6") or maddr.protocols()[-1].name == "p2p":
+        names = [protocol.name for protocol in maddr.protocols()]
+        if names[0] not in ("ip4", "ip6") or len(names) < 2 or names[-1] == "p2p":
             raise ConfigError(
                 f"--host-maddrs {text!r} must be an IP address and a port to listen on, such as {HOST_EXAMPLE}"
             )
@@ -162,7 +163,9 @@ def _to_bytes(maddr: str) -> bytes:
 
 def _parse(what: str, text: str, example: str) -> Multiaddr:
     try:
-        return Multiaddr(text)
+        maddr = Multiaddr(text)
+        maddr.protocols()[0]  # "/" is a multiaddr without any
+        return maddr
     except Exception as error:  # the parser raises many types
         reason = without_secrets(str(error).partition("\n")[0]) or type(error).__name__
         if "protocol p2p:" in reason:

@@ -50,6 +50,8 @@ def test_hints_of_strangers() -> None:
         (f"/dns4/example.org /tcp/1/p2p/{PEER}", False),
         ("/ip4/10.0.0.2/tcp/1/p2p/0OIl", False),
         ("", False),
+        ("/", False),
+        ("//", False),
     ],
 )
 def test_what_a_run_can_be_joined_through(text: str, usable: bool) -> None:

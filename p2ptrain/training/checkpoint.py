@@ -67,8 +67,8 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
-        if target.exists():
-            shutil.rmtree(target)
+        if target.exists():  # not removed yet: that takes long, and a process may be killed meanwhile
+            target.rename(out / f".checkpoint-{checkpoint.step}-replaced.tmp")
         building.rename(target)
         _sync(out)
     except (OSError, SafetensorError) as error:
@@ -76,7 +76,8 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write {target}: {reason}; free space there, or give another --out") from error
     # Checkpoints with a damaged manifest are removed first.
-    for old in sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]:
+    spare = sorted(checkpoints(out), key=lambda path: _serial(path) is None)[KEEP:]
+    for old in [*spare, *out.glob(".checkpoint-*.tmp")]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -109,9 +110,13 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
     found = checkpoints(out)
     for path in found:
         try:
-            return load(path, parts)
+            saved = load(path, parts)
         except CheckpointError as error:
             logger.warning("%s", error)
+            continue
+        if path != found[0]:
+            logger.warning("using %s instead", path)
+        return saved
     if found:
         raise CheckpointError(f"{out}: all of its checkpoints are damaged")
     return None

@@ -138,6 +138,23 @@ def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["checkpoint-5"]
 
 
+def test_a_process_that_is_killed_while_it_replaces_one_has_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(*arguments: object, **options: object) -> None:
+        raise SystemExit
+
+    checkpoint.save(tmp_path, _checkpoint(5, model={"w": torch.zeros(1)}))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(shutil, "rmtree", kill)
+        checkpoint.save(tmp_path, _checkpoint(5, model={"w": torch.ones(1)}))
+    newest = checkpoint.load_newest(tmp_path)
+    assert newest is not None
+    assert newest.state["model"]["w"] == 1
+    checkpoint.save(tmp_path, _checkpoint(6))
+    assert _names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+
+
 def test_nothing_saved_is_nothing_found(tmp_path: Path) -> None:
     assert checkpoint.load_newest(tmp_path) is None
     assert checkpoint.load_newest(tmp_path / "none") is None
@@ -209,8 +226,9 @@ def test_a_damaged_one_is_reported_and_the_one_before_used(
         newest = checkpoint.load_newest(tmp_path)
     assert newest is not None
     assert newest.step == 4
-    (message,) = caplog.messages
-    assert f"checkpoint {tmp_path / 'checkpoint-5'} is damaged" in message
+    damaged, used = caplog.messages
+    assert f"checkpoint {tmp_path / 'checkpoint-5'} is damaged" in damaged
+    assert used == f"using {tmp_path / 'checkpoint-4'} instead"
 
     DAMAGE[damage](tmp_path / "checkpoint-4")
     with pytest.raises(CheckpointError, match="all of its checkpoints are damaged"):

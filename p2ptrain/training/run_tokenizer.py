@@ -87,5 +87,17 @@ def tokenizer_of(
             f"started it runs another version; start it again"
         )
     if tokenizer.file and not is_saved:
-        (out / TOKENIZER_FILE).write_bytes(tokenizer.file)
+        _save(out / TOKENIZER_FILE, tokenizer.file)
     return tokenizer
+
+
+def _save(path: Path, file: bytes) -> None:
+    """Write the file whole or not at all: a run that only this peer trains cannot be continued without it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(file)
+        temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; free space there, or give another --out"
+        ) from error

@@ -1,0 +1,34 @@
+"""The tokenizer of a run, in the peer's directory."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.settings.config import RunConfig
+from p2ptrain.training.data.corpus import TextFiles
+from p2ptrain.training.data.tokenizer_file import TOKENIZER_FILE, train_tokenizer
+from p2ptrain.training.run_tokenizer import tokenizer_of
+
+TEXT = "to be or not to be\n" * 9
+
+
+def test_a_full_disk_leaves_no_half_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = train_tokenizer([TEXT], 300)
+    run = RunConfig(run_id="r", tokenizer=made.identity, vocab_size=made.vocab_size)
+    source = TextFiles("t", [("t", TEXT)])
+
+    def fill_up(path: Path, content: bytes) -> int:
+        path.open("wb").write(content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    with pytest.raises(ConfigError, match=rf"{TOKENIZER_FILE} cannot be written: No space left on device; free space"):
+        tokenizer_of(run, made, source, tmp_path, lambda: None)
+    assert not (tmp_path / TOKENIZER_FILE).exists()
+    monkeypatch.undo()
+    tokenizer_of(run, made, source, tmp_path, lambda: None)
+    assert (tmp_path / TOKENIZER_FILE).read_bytes() == made.file

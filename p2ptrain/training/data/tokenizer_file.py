@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,8 @@ class TokenizerFile:
             raise ConfigError(
                 f"{origin}: has more than {MAX_FILE_BYTES:,} bytes, too many to send to joiners; give a smaller one"
             )
-        try:
+        with _said(f"{origin}: is not a tokenizer.json", "give one that Hugging Face's tokenizers wrote"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
-        except BaseException as error:  # the library raises plain Exception, and where it panics PanicException
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ConfigError(
-                f"{origin}: is not a tokenizer.json ({error}); give one that Hugging Face's tokenizers wrote"
-            ) from error
         # A text that mentions a special token does not become one, as in nanoGPT.
         self._tokenizer.encode_special_tokens = True
         # These would cut texts, or fill them up.
@@ -76,16 +71,28 @@ class TokenizerFile:
         self._dtype = token_dtype(self.vocab_size)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        try:
+        with _said(f"{self._origin}: cannot encode a text", "give a tokenizer that has an id for every text"):
             encoded = self._tokenizer.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(
-                f"{self._origin}: cannot encode a text ({error}); give a tokenizer that has an id for every text"
-            ) from error
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encoded]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        with _said(f"{self._origin}: cannot write ids as text", "give another tokenizer"):
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+@contextmanager
+def _said(what: str, fix: str) -> Iterator[None]:
+    """Raise ConfigError for an error of the library. It raises plain Exception, and where it panics PanicException.
+
+    It panics at many kinds of odd files, and when the search for a regular expression takes too many tries. Whoever
+    starts a run chooses its tokenizer.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what} ({error}); {fix}") from error
 
 
 def find_tokenizer(name: str) -> Tokenizer | None:

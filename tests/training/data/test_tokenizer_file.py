@@ -141,6 +141,23 @@ def test_a_file_that_is_no_tokenizer_is_an_error(content: bytes, tmp_path: Path)
         find_tokenizer(str(tmp_path / "bad.json"))
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "error"),
+    [
+        # Exponential: the library stops the search, and panics.
+        ("normalizer", {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "b"}, "cannot encode a text"),
+        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "b"}, "cannot encode a text"),
+        ("decoder", {"type": "Strip", "content": "a", "start": 9, "stop": 9}, "cannot write ids as text"),
+    ],
+)
+def test_a_file_at_which_the_library_panics_is_an_error(
+    trained: TokenizerFile, part: str, value: dict[str, object], error: str
+) -> None:
+    odd = TokenizerFile(json.dumps(json.loads(trained.file) | {part: value}).encode(), "odd.json")
+    with pytest.raises(ConfigError, match=rf"^odd.json: {error} \(.*\); give "):
+        odd.decode(odd.encode(["a" * 40 + "!"])[0])
+
+
 def test_a_file_that_joiners_could_not_get_is_an_error(trained: TokenizerFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_file, "MAX_FILE_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"it: has more than 1,000 bytes, too many to send to joiners"):

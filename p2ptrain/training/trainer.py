@@ -274,8 +274,9 @@ class Trainer:
                     raise
                 if not self._halves or self._micro_batch == 1 or (self.ranks.size > 1 and not probing):
                     fix = "train a smaller model" if self._micro_batch == 1 else "give --micro-batch auto, or fewer"
-                    if self._is_sharded and self._micro_batch > 1:
-                        fix = "give a smaller --micro-batch; auto cannot halve it with --fsdp"
+                    if self._micro_batch > 1 and (self._halves or self._is_sharded):
+                        when = "with --fsdp" if self._is_sharded else "after the first steps of several processes"
+                        fix = f"give a smaller --micro-batch; auto cannot halve it {when}"
                     raise ConfigError(
                         f"--micro-batch {self._micro_batch}: {self._device} is out of memory; {fix}"
                     ) from error

@@ -458,6 +458,10 @@ def test_memory_that_never_suffices_is_an_error() -> None:
         Trainer(Small(most=0), CORPUS, run, batch_size=4, seed=5).step(0)
     with pytest.raises(ConfigError, match=r"--micro-batch 3: cpu is out of memory; give --micro-batch auto"):
         Trainer(Small(most=2), CORPUS, run, batch_size=4, seed=5, micro_batch=3).step(0)
+    several = Trainer(Small(most=2), CORPUS, run, batch_size=4, seed=5)
+    several.ranks.size = 2  # past the steps in which they halve it together
+    with pytest.raises(ConfigError, match=r"smaller --micro-batch; auto cannot halve it after the first steps of"):
+        several.step(0)
 
 
 def test_other_errors_of_a_model_are_its_own() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -54,6 +55,8 @@ def export(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
             _write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, context_length(model)))
     except OSError as error:
         raise ConfigError(f"--out {error.filename or out}: cannot be written ({error.strerror})") from error
+    except SafetensorError as error:  # a full disk
+        raise ConfigError(f"--out {out}: cannot be written ({error})") from error
 
 
 def converted(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

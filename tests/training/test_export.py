@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training import checkpoint
+from p2ptrain.training import export as export_module
 from p2ptrain.training.data.tokenizer import Bytes, Characters, Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import TokenizerFile, as_file, train_tokenizer
 from p2ptrain.training.export import export
@@ -92,6 +94,15 @@ def test_what_transformers_cannot_have_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").write_text("precious")
     with pytest.raises(ConfigError, match=r"--out .*full: is not empty; give a new directory"):
         export(GPT(TINY_GPT), Characters(), tmp_path / "full")
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export_module, "save_file", fail)
+    with pytest.raises(ConfigError, match=r"--out .*out: cannot be written \(.*No space left on device"):
+        export(GPT(TINY_GPT), Characters(), tmp_path / "out")
 
 
 def test_a_checkpoint_is_exported_with_its_runs_tokenizer(tmp_path: Path) -> None:

@@ -77,6 +77,16 @@ def test_a_model_is_found_in_a_checkpoint_or_in_the_directory_above(tmp_path: Pa
         load_model(path)
 
 
+def test_a_model_that_has_changed_since_its_checkpoint_is_an_error(tmp_path: Path) -> None:
+    model = build("gpt-demo", vocab_size=VOCAB_SIZE + 9, seed=4)
+    info = {"run": RunConfig(model="gpt-demo").to_dict()}
+    checkpoint.save(tmp_path, checkpoint.Checkpoint(3, info, {"model": model.state_dict(), "peer": {}}))
+    with pytest.raises(
+        ConfigError, match=r"^the checkpoint does not fit model gpt-demo with .* \(size mis.*: use that version$"
+    ):
+        load_model(tmp_path)
+
+
 def test_where_nothing_was_trained_there_is_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none: no such directory; `p2ptrain join` writes checkpoints"):
         load_model(tmp_path / "none")

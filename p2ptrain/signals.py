@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Long enough for the main thread to leave a destructor; a signal that comes too early is sent once more.
+AGAIN_S = 0.02
 # Guess: launchers pass a signal on within a second, and a person who wants to wait no longer presses Ctrl-C again.
 TOGETHER_S = 2.0
 
@@ -29,6 +32,24 @@ def interrupt_on_signals() -> None:
     Only for the main thread, as Python requires. A process that was started with SIGINT ignored, such as a background
     job of a shell, keeps ignoring it.
     """
+    _arm()
+    before = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if lost.exc_type is not KeyboardInterrupt:
+            before(lost)
+            return
+        # Raised within a destructor, such as trio's, where Python drops exceptions.
+        _arm()
+        again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM))
+        again.daemon = True
+        with suppress(RuntimeError):  # the interpreter is ending
+            again.start()
+
+    sys.unraisablehook = hook
+
+
+def _arm() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)

@@ -52,6 +52,25 @@ def test_signals_that_come_together_are_one(number: signal.Signals, monkeypatch:
             signal.signal(each, handler)
 
 
+def test_a_signal_that_comes_within_a_destructor_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what `__del__` raises, and with it the interrupt."""
+
+    class Object:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        interrupt_on_signals()
+        with pytest.raises(KeyboardInterrupt):
+            Object()
+            threading.Event().wait(20.0)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 ASKED = """
 with stop_on_signals():
     os.kill(os.getpid(), signal.SIGINT)

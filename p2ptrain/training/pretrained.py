@@ -96,8 +96,8 @@ def load_saved(model: nn.Module, weights: Mapping[str, torch.Tensor], run: RunCo
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip().rstrip(".")
         raise ConfigError(
-            f"the checkpoint does not fit model {run.model} with {run.vocab_size:,} ids ({reason}); the model's code has "
-            f"changed, or another version of p2ptrain wrote it: {fix}"
+            f"the checkpoint does not fit model {run.model} with {run.vocab_size:,} ids ({reason}); the model's code "
+            f"has changed, or another version of p2ptrain wrote it: {fix}"
         ) from error
 
 

@@ -166,7 +166,9 @@ class PeerConfig:
         "which eight peers then have together. DiLoCo gives each replica half a million.")
     micro_batch: str = setting("auto", MICRO_BATCH, metavar="N|auto",
         help="Windows at once; the gradients of a step are added up.",
-        why="auto: all of a step, and half as many each time that memory does not suffice.")
+        why="auto: all of a step, and half as many each time that memory does not suffice. A CPU's memory cannot be "
+        "tried out, as the system kills a process that takes too much: there auto begins with as many windows as take "
+        "about a gigabyte, or a quarter of what is free.")
     dtype: str = setting("auto", choice("auto", "float32", "bfloat16"),
         help="Precision of matrix products; weights stay float32.",
         why="bfloat16 on GPUs that have it; CPUs mostly emulate it slowly.")

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.setting import settings_of
@@ -25,6 +26,7 @@ from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import choose_precision, device_of
 from p2ptrain.training.fsdp import shard
+from p2ptrain.training.memory import check_tokens, windows_at_once
 from p2ptrain.training.models import batch_windows, build_of, context_length, eval_tokens
 from p2ptrain.training.partitioning import choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
@@ -114,19 +116,34 @@ def build_trainer(
     corpus = interruptible(partial(job.source.corpus, job.tokenizer))
     partition, share = _partition(job, corpus, model, say) if ranks.is_first else (None, 0)
     # Of rank 0: with clusters, ranks on other GPUs might cut otherwise.
-    told = ranks.tell({"spans": None if partition is None else partition.spans(share).tolist()})
+    told = ranks.tell({
+        "spans": None if partition is None else partition.spans(share).tolist(),
+        "at_once": _windows_at_once(job, model, ranks),
+    })  # fmt: skip
     context = context_length(model)
+    evaluated = config.eval_tokens or eval_tokens(run.model, context)
+    if ranks.is_first:
+        check_tokens("--eval-tokens", min(evaluated, len(corpus.held_out)), memory_bytes())
     trainer = Trainer(
         model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
         seed=_seed(job, ranks.rank), spans=None if told["spans"] is None else np.array(told["spans"], dtype=np.int64),
         tokenizer=job.tokenizer, micro_batch=None if config.micro_batch == "auto" else int(config.micro_batch),
-        eval_tokens=config.eval_tokens or eval_tokens(run.model, context),
+        eval_tokens=evaluated, most_at_once=told["at_once"],
         precision=choose_precision(config.dtype, job.device), compiled=config.compile == "on",
         read_ahead=job.device.type == "cuda" or isinstance(job.source, TokenFolder), ranks=ranks,
     )  # fmt: skip
     if job.saved:
         trainer.load_state_dict(job.saved.state["trainer"])
     return trainer, partition, share
+
+
+def _windows_at_once(job: Job, model: nn.Module, ranks: Ranks) -> int | None:
+    """How many windows a rank computes at once at most; None on a GPU, where it is noticed that memory is short."""
+    if job.device.type != "cpu":
+        return None
+    free_bytes = memory_bytes()
+    shapes = (parameter.shape for parameter in model.parameters())
+    return windows_at_once(shapes, context_length(model), free_bytes and free_bytes // ranks.size)
 
 
 def _seed(job: Job, rank: int) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.doctor.local import quick_look
+from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.monitor.trackers import open_tracker
@@ -37,6 +38,7 @@ from p2ptrain.training.fsdp import check_fsdp
 from p2ptrain.training.job import Job, build_model, build_trainer, place_model
 from p2ptrain.training.known_peers import open_session, write_known_peers
 from p2ptrain.training.loop import TrainingEnd
+from p2ptrain.training.memory import check_tokens
 from p2ptrain.training.models import PRESETS, check_name, count_parameters
 from p2ptrain.training.output_dir import claim_out
 from p2ptrain.training.pretrained import check_weights, load_weights, read_weights
@@ -84,6 +86,8 @@ def join_run(
         torch.set_num_threads(config.threads)
     device = device_of(config.device, launch)
     check_fsdp(config, launch.size)
+    if config.batch_tokens:
+        check_tokens("--batch-tokens", config.batch_tokens, memory_bytes())
     if settings.explicit("model"):
         check_name(str(settings.values["model"]))
     if config.init_from:

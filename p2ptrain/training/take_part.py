@@ -79,7 +79,9 @@ def _size_line(trainer: Trainer) -> str:
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
     windows = "1 window" if trainer.step_windows == 1 else f"{trainer.step_windows:,} windows"
+    at_once = trainer.micro_batch * trainer.ranks.size
+    parts = f", {at_once:,} at once" if at_once < trainer.step_windows else ""
     return (
-        f"{size} parameters; a step is {windows} of {trainer.context:,} tokens; evaluating on "
+        f"{size} parameters; a step is {windows} of {trainer.context:,} tokens{parts}; evaluating on "
         f"{trainer.eval_windows * trainer.context:,} held-out tokens first"
     )

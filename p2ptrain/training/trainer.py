@@ -71,6 +71,7 @@ class Trainer:
         spans: NDArray[np.int64] | None = None,
         tokenizer: Tokenizer | None = None,
         micro_batch: int | None = None,
+        most_at_once: int | None = None,
         eval_tokens: int = EVAL_TOKENS,
         precision: torch.dtype | None = None,
         compiled: bool = False,
@@ -86,6 +87,8 @@ class Trainer:
             tokenizer: of the text, to count the bytes of what is evaluated.
             micro_batch: windows per forward and backward pass; gradients of a step are accumulated. None: all of a
                 step at once, and half as many after each time that memory does not suffice.
+            most_at_once: windows with which `micro_batch` None and an evaluation begin, at most; None: as many as there
+                are. The same on all ranks.
             eval_tokens: tokens to evaluate on, rounded to windows; all held-out text if that is less.
             precision: dtype of autocast; None for none.
             compiled: whether to train with torch.compile.
@@ -113,13 +116,15 @@ class Trainer:
         self._forward = cast(nn.Module, torch.compile(self._parallel)) if compiled else self._parallel
         self._precision = precision
         self._halves = micro_batch is None
-        self._micro_batch = min(batch_size, micro_batch or batch_size)
+        self._micro_batch = min(batch_size, micro_batch or most_at_once or batch_size)
         self._probes_left = PROBED_STEPS if self._halves and self.ranks.size > 1 and not self._is_sharded else 0
         eval_count = max(1, round(eval_tokens / context))
         self._eval_windows = fixed_windows(corpus.held_out, context=context, count=eval_count)
         self.eval_windows = len(self._eval_windows[0])
         # Sharded ranks cannot halve it: it is no more than the user lets them train on at once.
-        self._eval_batch = min(EVAL_BATCH, self._micro_batch) if self._is_sharded else EVAL_BATCH
+        self._eval_batch = min(EVAL_BATCH, most_at_once or EVAL_BATCH)
+        if self._is_sharded:
+            self._eval_batch = min(self._eval_batch, self._micro_batch)
         self.bytes_per_token = _bytes_per_token(tokenizer, self._eval_windows[1])
         self.utilisation = utilisation_of(model, self._device)
         self.optimizer = InnerOptimizer(model, run)
@@ -158,6 +163,11 @@ class Trainer:
             self._count_lost_step(run_step)
         self.optimizer.zero_grad()
         return loss, inputs.numel()
+
+    @property
+    def micro_batch(self) -> int:
+        """Windows that this rank computes at once."""
+        return self._micro_batch
 
     @torch.no_grad()
     def evaluate(self, stop: Callable[[], bool] = never) -> float:

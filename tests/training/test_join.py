@@ -280,7 +280,9 @@ def test_a_run_of_a_python_program_is_not_for_the_command_line(session: type[Fak
 
 
 def test_what_is_wrong_here_is_said_before_the_network_is_touched(session: type[FakeNetworkSession]) -> None:
-    for given in ({"data": "none"}, {"model": "nope"}, {"device": "gpu"}, {"initial_peers": "nobody"}):
+    for given in (
+        {"data": "none"}, {"model": "nope"}, {"device": "gpu"}, {"initial_peers": "nobody"}, {"batch_tokens": "1" * 18},
+    ):  # fmt: skip
         with pytest.raises(ConfigError):
             _join(**given)
     assert session.opened is None
@@ -419,6 +421,16 @@ def test_the_memory_check_knows_the_error_buffers_of_the_run(
     )
     _join(steps="1", round_codec="int2")
     assert seen == [2]
+
+
+def test_a_cpu_begins_with_the_windows_that_fit(
+    session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "memory_bytes", lambda: 3_000_000)  # a window of the demo's model takes 1.8 MB
+    lines = _join(steps="1")
+    assert any("a step is 4 windows of 64 tokens, 1 at once;" in line for line in lines)
+    with pytest.raises(ConfigError, match=r"--eval-tokens \d+: their ids alone take .* MB, and 3.0 MB of memory are"):
+        _join(steps="1", run_id="other", eval_tokens="1" * 9)
 
 
 def test_a_joiner_takes_the_shard_of_its_identity(session: type[FakeNetworkSession]) -> None:

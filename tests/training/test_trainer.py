@@ -367,6 +367,17 @@ def test_out_of_memory_halves_the_windows_at_once_and_loses_nothing(caplog: pyte
     assert model.seen[8:] == [1] * 6
 
 
+def test_where_memory_cannot_be_tried_out_it_begins_with_fewer_windows() -> None:
+    model = Small(most=100)
+    given: dict[str, Any] = {"batch_size": 6, "seed": 5, "eval_tokens": 80, "most_at_once": 2}
+    trainer = Trainer(model, CORPUS, RunConfig(total_steps=0), **given)
+    trainer.step(0)
+    trainer.evaluate()
+    assert model.seen == [2, 2, 2, 2, 2, 1]
+    Trainer(model, CORPUS, RunConfig(total_steps=0), micro_batch=3, **given).step(0)
+    assert model.seen[6:] == [3, 3]
+
+
 def test_memory_that_backward_lacks_is_free_before_the_next_try() -> None:
     """The graph of the failed try is gone when the next one begins."""
     alive: list[weakref.ref[torch.Tensor]] = []

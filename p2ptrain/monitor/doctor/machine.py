@@ -60,7 +60,7 @@ def read_machine(out: Path, *, gpu: bool) -> Machine:
         | {"p2ptrain": __version__},
         cores=usable_cores(),
         threads=torch.get_num_threads(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=memory_bytes(),
         disk_bytes=_disk_bytes(place),
         writable=place.is_dir() and os.access(place, os.W_OK | os.X_OK),
         open_files=_open_files(),
@@ -76,7 +76,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """Memory available without swapping, within a container's limit; None if the system does not say."""
     if sys.platform != "linux":
         return None
     lines = (_read(Path("/proc/meminfo")) or "").splitlines()

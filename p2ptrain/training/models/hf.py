@@ -17,6 +17,8 @@ from p2ptrain.training.hub import is_hub_there
 PREFIX, PRETRAINED = "hf:", ":pretrained"
 # Longer windows than this need memory that few have; a model trains on shorter ones as well.
 MOST_CONTEXT = 4096
+# Each layer takes time and memory, however narrow it is. GPT-3 has 96, Llama 3.1 405B 126, the deepest DeepNet 1,000.
+MOST_LAYERS = 1000
 
 
 class CausalLM(nn.Module):
@@ -41,9 +43,19 @@ def is_of_transformers(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def check(name: str) -> None:
-    """Raise ConfigError if transformers is missing, or knows no such causal language model. May read from the hub."""
-    _config(_transformers(), name, _is_local(name))
+def count_parameters(name: str, vocab_size: int) -> int:
+    """The number of parameters, without memory for them. May read from the hub.
+
+    Raises ConfigError if transformers is missing, knows no such causal language model, or cannot build it.
+    """
+    transformers = _transformers()
+    config = _config(transformers, name, _is_local(name))
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ConfigError(f"--model {name}: has {layers:,} layers, and at most {MOST_LAYERS:,} are built; give fewer")
+    with torch.device("meta"):
+        model = _from_config(transformers, config, name, vocab_size)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
@@ -61,26 +73,35 @@ def build(name: str, vocab_size: int, context: int = 0) -> CausalLM:
     if positions is not None and context > int(positions):
         raise ConfigError(f"--context {context}: must be at most {positions}, the positions of --model {name}")
     context = context or (MOST_CONTEXT if positions is None else min(MOST_CONTEXT, int(positions)))
-    missing: list[str] = []
+    if not name.endswith(PRETRAINED):
+        return CausalLM(_from_config(transformers, config, name, vocab_size).float(), context)
     try:
-        if name.endswith(PRETRAINED):
-            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
-            )
-            missing = sorted(loaded["missing_keys"])
-            if vocab_size > model.get_input_embeddings().num_embeddings:
-                model.resize_token_embeddings(vocab_size)
-        else:
-            config.vocab_size = max(config.vocab_size, vocab_size)
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            _path(name), trust_remote_code=False, local_files_only=is_local, output_loading_info=True
+        )
+        if vocab_size > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(vocab_size)
     except Exception as error:  # the library raises anything
-        raise ConfigError(f"--model {name}: cannot be built ({_first_line(error)})") from error
-    if missing:
+        raise _unbuildable(name, error) from error
+    if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(
             f"--model {name}: its weights lack {missing[0]} and {len(missing) - 1} more that its configuration names; "
             f"give a directory whose weights and config.json belong together"
         )
     return CausalLM(model.float(), context)
+
+
+def _from_config(transformers: Any, config: Any, name: str, vocab_size: int) -> Any:
+    """The model with new weights, on torch's default device."""
+    try:
+        config.vocab_size = max(config.vocab_size, vocab_size)
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # the library raises anything
+        raise _unbuildable(name, error) from error
+
+
+def _unbuildable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"--model {name}: cannot be built ({_first_line(error)}); check its files")
 
 
 def _config(transformers: Any, name: str, is_local: bool) -> Any:

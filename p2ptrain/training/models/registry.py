@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
 from p2ptrain.settings.table import did_you_mean
+from p2ptrain.training.memory import check_parameters
 from p2ptrain.training.models import hf
 from p2ptrain.training.models.gpt import GPT, GPTConfig
 from p2ptrain.training.models.llama import Llama, LlamaConfig
@@ -81,11 +83,12 @@ def build_of(run: RunConfig) -> nn.Module:
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError unless `name` is a preset, a model of transformers or a factory that can be imported."""
-    if name in PRESETS:
-        return
-    if hf.is_of_transformers(name):
-        hf.check(name)
+    """Raise ConfigError unless `name` is a preset, a model of transformers or a factory that can be imported.
+
+    Also if the weights do not fit into memory; of a factory that is not known.
+    """
+    if name in PRESETS or hf.is_of_transformers(name):
+        check_parameters(name, count_parameters(name, vocab_size=0), memory_bytes())
         return
     if ":" not in name:
         hint = did_you_mean(name, PRESETS)
@@ -96,7 +99,7 @@ def check_name(name: str) -> None:
 
 
 def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> int:
-    """Number of parameters of a model. Presets are not built for it. Raises ConfigError as `build` does.
+    """Number of parameters of a model. Only those of the user are built for it. Raises ConfigError as `build` does.
 
     `vocab_size`: None for the one that a preset's size was published for, or that of characters.
     """
@@ -104,6 +107,8 @@ def count_parameters(name: str, *, vocab_size: int | None, context: int = 0) -> 
         vocab_size = (PRESETS[name].vocab_size if name in PRESETS else 0) or RunConfig.vocab_size
     if name in PRESETS:
         return _shape(name, vocab_size, context).num_parameters
+    if hf.is_of_transformers(name):
+        return hf.count_parameters(name, vocab_size)
     return sum(parameter.numel() for parameter in build(name, vocab_size=vocab_size, seed=0).parameters())
 
 

@@ -64,6 +64,25 @@ def test_a_configuration_without_positions_is_refused(saved: Path) -> None:
         build(f"hf:{saved}", vocab_size=98, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_layer": 5_000_000}, "has 5,000,000 layers, and at most 1,000 are built; give fewer"),
+        ({"n_embd": 2**22}, r"its [\d,]+ parameters take \d+ TB, and .* of memory are free; train a smaller model"),
+        ({"n_positions": 10**13}, r"its [\d,]+ parameters take \d+ TB, and .* of memory are free"),
+        ({"n_embd": 2**62}, r"cannot be built \(Storage size calculation overflowed"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(
+    changed: dict[str, int], message: str, saved: Path
+) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | changed))
+    for suffix in ("", ":pretrained"):
+        with pytest.raises(ConfigError, match=f"--model hf:{saved}{suffix}: {message}"):
+            build(f"hf:{saved}{suffix}", vocab_size=98, seed=1)
+
+
 def test_a_tokenizer_that_is_larger_than_the_models_table_is_refused(saved: Path, tmp_path: Path) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(n): n for n in range(99)}, unk_token="0"))
     words.save(str(tmp_path / "words.json"))

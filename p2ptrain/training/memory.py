@@ -1,0 +1,70 @@
+"""What fits into memory, judged beforehand: where a CPU's is short, the system kills the process, and nothing is said.
+
+All are pure functions of the memory that is free (`monitor.doctor.machine.memory_bytes`), None if that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.formatting import size
+
+# float32 of the model, while it is built: what it needs in any case.
+PARAMETER_BYTES = 4
+# Of a token of a batch: position, id, and the copies of both while it is read, and of the batch that is read ahead.
+TOKEN_BYTES = 40
+# Of a byte of text while it is read and tokenized, at least: 4.0 to 7.0 with chars and bytes (measured, 67 MB).
+TEXT_BYTES = 4
+# A layer's matrix (rows, columns) reads as many values of each token as it has columns, and makes as many as it has
+# rows. float32, kept for the backward pass, and with their gradients: 4.7 to 9.9 bytes for each of both (measured with
+# five built-in models; the most with large vocabularies, whose logits are there three times).
+ACTIVATION_BYTES = 12
+# More windows at once make no CPU faster: with 32 of them `gpt-small` took 0.41 s for each, with 8 it took 0.38 s. A
+# round needs memory, too, and other programs and peers do: hence no more than a share of what is free.
+MOST_ACTIVATIONS_BYTES, SHARE_OF_FREE = 2**30, 4
+
+
+def windows_at_once(shapes: Iterable[torch.Size], context: int, free_bytes: int | None) -> int:
+    """How many windows a CPU computes at once at most, at least 1.
+
+    Args:
+        shapes: of the model's parameters.
+        context: tokens of a window.
+        free_bytes: for this rank.
+    """
+    values = sum(shape[-2] + shape[-1] for shape in shapes if len(shape) >= 2)
+    most_bytes = MOST_ACTIVATIONS_BYTES
+    if free_bytes is not None:
+        most_bytes = min(most_bytes, free_bytes // SHARE_OF_FREE)
+    return max(1, most_bytes // max(1, ACTIVATION_BYTES * values * context))
+
+
+def check_tokens(flag: str, tokens: int, free_bytes: int | None) -> None:
+    """Raise ConfigError if the ids of so many tokens, which are read at once, do not fit."""
+    if free_bytes is not None and TOKEN_BYTES * tokens > free_bytes:
+        raise ConfigError(
+            f"{flag} {tokens}: their ids alone take {size(TOKEN_BYTES * tokens)}, and {size(free_bytes)} of memory are "
+            f"free; give fewer"
+        )
+
+
+def check_text(source: str, size_bytes: int, free_bytes: int | None) -> None:
+    """Raise ConfigError if text of so many bytes, which is loaded whole, does not fit."""
+    if free_bytes is not None and TEXT_BYTES * size_bytes > free_bytes:
+        raise ConfigError(
+            f"--data {source}: {size(size_bytes)} of text take {size(TEXT_BYTES * size_bytes)} while it is read, and "
+            f"{size(free_bytes)} of memory are free; make token files of it with `p2ptrain data prepare`"
+        )
+
+
+def check_parameters(model: str, num_parameters: int, free_bytes: int | None) -> None:
+    """Raise ConfigError if the weights of a model do not fit."""
+    needed = PARAMETER_BYTES * num_parameters
+    if free_bytes is not None and needed > free_bytes:
+        raise ConfigError(
+            f"--model {model}: its {num_parameters:,} parameters take {size(needed)}, and {size(free_bytes)} of memory "
+            f"are free; train a smaller model"
+        )

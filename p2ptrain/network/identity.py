@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.network._hivemind import PeerID, RSAPrivateKey, RSAPublicKey, crypto_pb2
+from p2ptrain.settings.files import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 MIN_KEY_BITS, MAX_KEY_BITS = 2048, 4096
 # With a larger one, checking a signature may take a hundred times as long.
 PUBLIC_EXPONENT = 65537
+# A key of 4096 bits has 2.4 kB.
+MAX_FILE_BYTES = 2**16
 # Multihash prefix of a SHA-256 digest: code and length.
 _SHA256_MULTIHASH = b"\x12\x20"
 
@@ -116,7 +119,8 @@ def _make(file: Path) -> Identity:
 
 def _read(file: Path) -> Identity:
     try:
-        content = file.read_bytes()
+        with open_file(file) as stream:
+            content = stream.read(MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"identity {file} cannot be read: {error.strerror}; choose another file") from None
     try:

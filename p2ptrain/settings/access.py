@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.files import open_file
 from p2ptrain.settings.peer_config import NetworkConfig
 from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.run_key import without_secrets
@@ -85,7 +86,7 @@ class PeerIdFile:
     def _read(self) -> bytes:
         """The content. All of it is compared with the previous content, as files' times are coarse."""
         try:
-            with Path(self._name).open("rb") as file:
+            with open_file(Path(self._name)) as file:
                 content = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:  # ValueError: a null character in the path
             reason = getattr(error, "strerror", None) or str(error)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.files import open_file, read_text
 from p2ptrain.settings.run_key import RunKey, looks_like_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
 from p2ptrain.settings.ticket import Ticket, looks_like_ticket, parse_ticket, ticket_text
@@ -73,7 +74,7 @@ def _ticket_in(name: str) -> str | None:
     if _TRANSPORT.match(name) or "/p2p/" in name:
         return None
     try:
-        with Path(name).open("rb") as file:
+        with open_file(Path(name)) as file:
             lines = file.read(MAX_TICKET_FILE_BYTES).decode().splitlines()
     except (OSError, ValueError):
         return None
@@ -147,7 +148,7 @@ def join_line(maddrs: Sequence[str], run_id: str, model: str = "", run_key: str 
 def _read_file(name: str) -> list[str]:
     path = Path(name)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except FileNotFoundError as error:
         raise ConfigError(
             f"ticket or --initial-peers {name}: no such file, and not a ticket or an address; an address looks like "

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.files import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def warn_if_shared(path: Path) -> None:
 
 
 def _start_of(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return file.read(MAX_FILE_BYTES)
 
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig, resolve_run
+from p2ptrain.settings.files import read_text
 from p2ptrain.settings.initial_peers import expand_ticket, read_initial_peers
 from p2ptrain.settings.model_defaults import OF_RUN, model_defaults
 from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
@@ -251,7 +252,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The content of a TOML file. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -16,6 +16,7 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.files import open_file
 from p2ptrain.training import checkpoint
 
 
@@ -29,7 +30,7 @@ def check_weights(path: Path) -> None:
             )
         return
     try:
-        with path.open("rb"), safe_open(path, framework="pt"):
+        with open_file(path), safe_open(path, framework="pt"):
             pass
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error

@@ -19,11 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.monitor.doctor.machine import memory_bytes
+from p2ptrain.settings.files import open_file
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
+from p2ptrain.training.memory import check_text
 
 # 5 % is a common share; nothing here depends on it being large.
 HELD_OUT_ONE_IN = 20
 BLOCK_TOKENS = 4096
+# As git tells text from binary.
+_LOOKED_AT_BYTES = 8192
 # A default run (2000 steps of 256 characters) sees an eighth of it; more would only take longer to load.
 STDLIB_BYTES = 4 * 2**20
 # Left out: tests, tables, installed packages, and modules that only some installations have.
@@ -121,11 +126,13 @@ def read_texts(source: str) -> TextFiles:
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
-        content = path.read_bytes()
+        check_text(source, path.stat().st_size, memory_bytes())
+        with open_file(path) as file:
+            content = file.read()
     except FileNotFoundError as error:
         raise ConfigError(f"--data {source}: no such file or directory; give text, or leave it out") from error
     except OSError as error:
-        raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror}); check it") from error
     if _is_binary(content):
         raise ConfigError(
             f"--data {source}: holds zero bytes, so it is not text; give plain text in UTF-8, or token files (.bin)"
@@ -171,10 +178,16 @@ def _stdlib_files() -> Iterator[tuple[str, str]]:
 
 
 def _text_files(root: Path) -> Iterator[tuple[str, str]]:
+    size_bytes, free_bytes = 0, memory_bytes()
     for name, path in sorted(_walk(root)):
-        content = path.read_bytes()
-        if content and not _is_binary(content):
-            yield name, _text(content)
+        with path.open("rb") as file:
+            start = file.read(_LOOKED_AT_BYTES)
+            if not start or _is_binary(start):
+                continue
+            size_bytes += path.stat().st_size
+            check_text(str(root), size_bytes, free_bytes)
+            content = start + file.read()
+        yield name, _text(content)
 
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
@@ -196,8 +209,7 @@ def _text(content: bytes) -> str:
 
 
 def _is_binary(content: bytes) -> bool:
-    # As git tells text from binary.
-    return b"\0" in content[:8192]
+    return b"\0" in content[:_LOOKED_AT_BYTES]
 
 
 def _is_held_out(name: str) -> bool:

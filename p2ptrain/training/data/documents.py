@@ -69,8 +69,9 @@ def find_units(sources: tuple[str, ...], split: str) -> list[Unit]:
             found = _dataset_units(source, split)
         else:
             path = Path(source).expanduser()
-            if not path.exists():
-                raise ConfigError(f"{source}: no such file or directory; give files, directories or hub:NAME")
+            if not (path.is_file() or path.is_dir()):
+                what = "neither a file nor a directory" if path.exists() else "no such file or directory"
+                raise ConfigError(f"{source}: {what}; give files, directories or hub:NAME")
             if any((path / name).is_file() for name in SAVED_DATASET):
                 found = _dataset_units(source, split)
             else:
@@ -105,7 +106,12 @@ def _files(path: Path) -> list[Path]:
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return [file for file in found if file.stat().st_size]
+    for file in found:
+        if file.is_symlink() and not file.exists():
+            raise ConfigError(
+                f"{file}: is a link to a missing file ({os.readlink(file)}); restore it, or remove the link"
+            )
+    return [file for file in found if file.is_file() and file.stat().st_size]
 
 
 def _stem_suffix(path: Path) -> str:

@@ -53,9 +53,26 @@ def read_meta(folder: Path) -> Meta:
     """Read and check the `meta.json` of a folder. Raises ConfigError if it is none, OSError if it cannot be read."""
     path = folder / META_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Meta)
+        meta = msgspec.json.decode(path.read_bytes(), type=Meta)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"--data {path}: was not written by p2ptrain data prepare ({error})") from error
+    if wrong := _contradiction(meta):
+        raise ConfigError(f"--data {path}: {wrong}; it was changed: copy it again, or prepare the data again")
+    return meta
+
+
+def _contradiction(meta: Meta) -> str | None:
+    """What cannot be true of any files."""
+    if meta.separator is not None and not 0 <= meta.separator < meta.vocab_size:
+        return f"separator {meta.separator} is none of the {meta.vocab_size:,} ids"
+    seen: set[str] = set()
+    for shard in meta.shards:
+        if shard.file in seen:
+            return f"names {shard.file} twice"
+        if shard.documents > shard.tokens:
+            return f"{shard.file} has {shard.documents:,} documents in {shard.tokens:,} tokens"
+        seen.add(shard.file)
+    return None
 
 
 def encoded(meta: Meta) -> bytes:

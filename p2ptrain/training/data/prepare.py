@@ -130,6 +130,8 @@ def _prepare(
     if (out / META_FILE).exists():
         raise ConfigError(f"--out {out}: holds prepared data already ({META_FILE}); give another --out, or remove it")
     units = tuple(find_units(sources, split))
+    for name in (*sources, *(unit.path for unit in units), field, split):
+        _check_text(name)
     notes = out / UNFINISHED
     chosen = _tokenizer(tokenizer, out, units, field, split, say)
     job = Job(sources, units, field, split, held_out, chosen.identity, chosen.vocab_size, tokenizer)
@@ -345,6 +347,15 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()
+
+
+def _check_text(name: str) -> None:
+    """Raise ConfigError for a name that JSON cannot hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        shown = name.encode(errors="backslashreplace").decode()
+        raise ConfigError(f"{shown}: is not UTF-8, as {META_FILE} needs it; give another name") from error
 
 
 def _dtype(tokenizer: Tokenizer) -> Literal["uint8", "uint16", "uint32"]:

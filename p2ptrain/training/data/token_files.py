@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import MAX_VOCAB_SIZE
+from p2ptrain.settings.files import open_file
 from p2ptrain.training.data.corpus import HELD_OUT_ONE_IN, Corpus
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, read_meta
 from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE, IDS, Ids, Tokenizer
@@ -31,6 +32,8 @@ _HEADER = struct.Struct("<3i")
 HEADERS: dict[int, tuple[int, type[np.unsignedinteger[Any]], int]] = {
     20240520: (1, np.uint16, GPT2_VOCAB_SIZE), 20240801: (7, np.uint32, 128_256),
 }  # fmt: skip
+# Of a .npy file.
+NUMPY_MAGIC = b"\x93NUMPY"
 # How people name the files to train on and to evaluate on: train.bin, fineweb_val_000000.bin.
 _NAMED = re.compile(r"(?:^|[_-])(train|val)(?:[_-]|$)")
 # Files may be larger than memory: of those without a header so many stretches of so many ids are looked at.
@@ -139,6 +142,7 @@ class TokenFolder:
                 f"--data {self.source}: its {TOKENIZER_FILE} is missing or another one; copy it from where "
                 f"the data was prepared"
             )
+        self.check_tokenizer(tokenizer)
         return tokenizer
 
     def placeholder(self) -> Tokenizer:
@@ -146,11 +150,16 @@ class TokenFolder:
         return Ids(self.vocab_size)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError if another tokenizer made these files."""
+        """Raise ConfigError if another tokenizer made these files, or has another size than they say."""
         if self.identity not in (IDS, tokenizer.identity) and tokenizer.identity != IDS:
             raise ConfigError(
                 f"--data {self.source}: was prepared with tokenizer {self.identity[:12]}, not "
                 f"{tokenizer.identity[:12]}; prepare it again, or give data of that tokenizer"
+            )
+        if self.identity == tokenizer.identity != IDS and self.vocab_size != tokenizer.vocab_size:
+            raise ConfigError(
+                f"--data {self.source}: its {META_FILE} says {self.vocab_size:,} ids, and its tokenizer has "
+                f"{tokenizer.vocab_size:,}; copy {META_FILE} again, or prepare the data again"
             )
 
     def corpus(self, tokenizer: Tokenizer) -> Corpus:
@@ -176,7 +185,7 @@ def open_tokens(source: str) -> TokenFolder | None:
             raise ConfigError(f"--data {source}: its {META_FILE} is missing; copy the whole directory")
         return _given(source, bins) if bins else None
     except OSError as error:
-        raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"--data {error.filename or source}: cannot be read ({error.strerror}); check it") from error
 
 
 def _prepared(folder: Path, meta: Meta) -> TokenFolder:
@@ -226,9 +235,15 @@ def _folder(
 
 def _open(path: Path) -> TokenFile:
     """Map a file of nanoGPT's kind (no header), or of llm.c's."""
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         start = stream.read(_HEADER.size)
     magic, version, count = _HEADER.unpack(start) if len(start) == _HEADER.size else (0, 0, 0)
+    if start.startswith(NUMPY_MAGIC):
+        raise ConfigError(
+            f"--data {path}: is a .npy file, which begins with a header of numpy's; write its ids alone with "
+            f"np.load({path.name!r}).astype(np.uint16).tofile({path.name!r}), or as docs/data.md says if they are "
+            f"above 65,535"
+        )
     if magic not in HEADERS:
         file = _mapped(path, np.dtype("<u2"), 0)
         if width := _wider_than_two_bytes(file.ids):
@@ -256,12 +271,13 @@ def _wider_than_two_bytes(ids: NDArray[Any]) -> int | None:
     The upper half of an id of 4 bytes is smaller than most lower halves, and below MAX_VOCAB_SIZE / 2**16. In no text
     is every second id that small.
     """
-    if len(ids) % 2 or len(ids) < _FEWEST:
+    whole = ids[: len(ids) // 4 * 4]  # whatever may follow the last whole id
+    if len(whole) < _FEWEST:
         return None
-    starts = np.linspace(0, max(0, len(ids) - _STRETCH), _STRETCHES).astype(np.int64) // 4 * 4
-    sample = np.concatenate([ids[start : start + _STRETCH] for start in starts])
+    starts = np.linspace(0, max(0, len(whole) - _STRETCH), _STRETCHES).astype(np.int64) // 4 * 4
+    sample = np.concatenate([whole[start : start + _STRETCH] for start in starts])
     low, high = sample[0::2], sample[1::2]
-    if len(ids) % 4 == 0 and not high[1::2].any() and not low[1::2].any():
+    if not high[1::2].any() and not low[1::2].any():
         low, high, width = low[0::2], high[0::2], 8
     else:
         width = 4

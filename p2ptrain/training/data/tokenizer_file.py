@@ -20,6 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import MAX_VOCAB_SIZE
+from p2ptrain.settings.files import open_file
 from p2ptrain.training.data.tokenizer import (
     BYTES,
     CHARS,
@@ -115,7 +116,7 @@ def find_tokenizer(name: str) -> Tokenizer | None:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        with path.open("rb") as stream:
+        with open_file(path) as stream:
             content = stream.read(MAX_FILE_BYTES + 1)
         return TokenizerFile(content, f"--tokenizer {name}")
     except OSError as error:

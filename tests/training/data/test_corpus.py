@@ -122,11 +122,12 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str = "r") -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
     # Simulated, because tests may run as root, who can read everything.
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr("p2ptrain.training.data.corpus.memory_bytes", lambda: None)
     (tmp_path / "text").touch()
     for source in (tmp_path, tmp_path / "text"):
         with pytest.raises(ConfigError, match=r"text: cannot be read \(Permission denied\)"):

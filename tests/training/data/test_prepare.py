@@ -354,6 +354,17 @@ def test_sources_and_directories_that_cannot_be_used_are_errors(tmp_path: Path) 
     (tmp_path / "full" / "precious.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"--out .*full: is not empty \(precious.txt\); give a new directory"):
         _prepare([path], tmp_path / "full")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe: neither a file nor a directory; give files"):
+        _prepare([tmp_path / "pipe"], tmp_path / "out")
+    (tmp_path / "empty" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(
+        ConfigError, match=r"gone.txt: is a link to a missing file \(.*nowhere\); restore it, or remove"
+    ):
+        _prepare([tmp_path / "empty"], tmp_path / "out")
+    name = _write_lines(tmp_path / os.fsdecode(b"caf\xe9.jsonl"))
+    with pytest.raises(ConfigError, match=r"caf\\udce9.jsonl: is not UTF-8, as meta.json needs it; give another name"):
+        _prepare([name], tmp_path / "out")
     with pytest.raises(ConfigError, match=r"no document with text was found"):
         _prepare([_write_lines(tmp_path / "b.jsonl", ["", ""])], tmp_path / "out2")
 
@@ -377,6 +388,27 @@ def test_a_meta_that_is_none_is_an_error(content: bytes, tmp_path: Path) -> None
     (tmp_path / "meta.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"meta.json: was not written by p2ptrain data prepare"):
         open_tokens(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"separator": 256', '"separator": 257', r"meta.json: separator 257 is none of the 257 ids; it was changed"),
+        ('"separator": 256', '"separator": -1', r"meta.json: separator -1 is none of the 257 ids"),
+        ('"val-000000.bin"', '"train-000000.bin"', r"meta.json: names train-000000.bin twice; it was changed: copy it"),
+        ('"tokens": ', '"tokens": 1', r"000.bin: has [\d,]+ tokens, and meta.json says 1[\d,]+; it was cut off or"),
+        ('"documents": ', '"documents": 9999999', r"000.bin has [\d,]+ documents in [\d,]+ tokens; it was changed"),
+        ('"vocab_size": 257', '"vocab_size": 300', r"its meta.json says 300 ids, and its tokenizer has 257; copy meta"),
+    ],
+)
+def test_a_meta_that_contradicts_itself_or_its_files_is_named(old: str, new: str, message: str, tmp_path: Path) -> None:
+    _prepare([_write_lines(tmp_path / "a.jsonl")], tmp_path / "out")
+    path = tmp_path / "out" / "meta.json"
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
+    with pytest.raises(ConfigError, match=rf"--data {tmp_path}/.*{message}"):
+        describe(tmp_path / "out", check=False)
 
 
 def test_a_meta_cannot_name_files_elsewhere(tmp_path: Path) -> None:

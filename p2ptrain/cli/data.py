@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from p2ptrain.cli.options import NumberRange
+
 # Guess: seconds between two lines on progress where there is no terminal for a bar.
 LINE_INTERVAL_S = 30.0
 
@@ -24,7 +26,7 @@ def data() -> None:
 @click.option("--field", default="text", show_default=True, help="Field of a record that holds the text.")
 @click.option("--split", default="train", show_default=True, help="Split of a dataset.")
 @click.option(
-    "--held-out", type=click.FloatRange(0, 0.5), default=0.005, show_default=True,
+    "--held-out", type=NumberRange(0, 0.5), default=0.005, show_default=True,
     help="Share of the documents to evaluate on.",
 )  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes.  [default: one for each core]")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from p2ptrain.cli.options import NumberRange
 from p2ptrain.settings.extras import require_extra
 
 FAILED = 1
@@ -17,7 +18,7 @@ FAILED = 1
 @click.command()
 @click.option("--peers", type=click.IntRange(2, 64), default=4, show_default=True, help="Number of peers.")
 @click.option(
-    "--minutes", type=click.FloatRange(min=0.25, max=24 * 60), default=2.0, show_default=True,
+    "--minutes", type=NumberRange(min=0.25, max=24 * 60), default=2.0, show_default=True,
     help="Approximate duration.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Seed of the run.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,16 @@ EVERY_WAY = (
 TICKET_HELP = "Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer."
 # Of a word that is no ticket: it may be a part of one.
 MAX_SHOWN_CHARS = 12
+
+
+class NumberRange(click.FloatRange):
+    """A range without nan, which click takes for a number of any range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 class SettingsCommand(click.Command):

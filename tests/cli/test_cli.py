@@ -421,6 +421,16 @@ def test_what_other_peers_write_is_listed_as_text(session: type[FakeNetworkSessi
     assert "[bold]training[/bold]" in listed
 
 
+@pytest.mark.parametrize(
+    "arguments", [["data", "prepare", "a", "--tokenizer", "bytes", "--out", "b", "--held-out"], ["generate", "--top-p"]]
+)
+@pytest.mark.parametrize("given", ["nan", "inf", "-0.1"])
+def test_a_share_is_a_number_within_its_range(arguments: list[str], given: str) -> None:
+    found = CliRunner().invoke(cli, [*arguments, given])
+    assert found.exit_code == 2
+    assert re.search(rf"Invalid value for '{arguments[-1]}': {given} is not (a number|in the range 0<)", found.output)
+
+
 def test_generate_writes_text_after_the_prompt() -> None:
     model = build("gpt-demo", vocab_size=VOCAB_SIZE, seed=0)
     info = {"run": RunConfig(model="gpt-demo").to_dict()}

@@ -28,6 +28,7 @@ def _line(check: str, machine: Machine, addresses: Path, directory: Path, listen
     return line
 
 
+@pytest.mark.long  # half a minute, and root
 def test_each_interface_is_measured_and_the_one_that_is_used_is_named(net: Wires, swarm: Swarm, tmp_path: Path) -> None:
     bootstrap_machine, machine = net.machine(), net.machine(mbit=2.5)
     second, silent = net.add_interface(machine, "eth1", mbit=100), net.add_interface(machine, "eth2", "apart")

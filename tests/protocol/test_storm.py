@@ -14,7 +14,7 @@ from tests.protocol.storm import Storm, Trouble, shortest, weather
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(int(os.environ.get("STORMS", "5")))
+SEEDS = range(int(os.environ.get("STORMS", "3")))
 
 
 @pytest.mark.timeout(1200)  # finding the shortest storm plays it some thirty times

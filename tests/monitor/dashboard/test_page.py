@@ -98,6 +98,7 @@ def _brightness(chrome: Chrome) -> float:
     return sum(channels) / 3
 
 
+@pytest.mark.long
 def test_a_real_swarm_loses_a_peer_and_gains_one(chrome: Chrome, swarm: Swarm) -> None:
     first = swarm.start("p2ptrain join --dashboard 0", settings=SETTINGS)
     swarm.until_ready(first)

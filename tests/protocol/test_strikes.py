@@ -135,8 +135,10 @@ def test_impossible_strikes_are_refused(lie: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"{}", b"[", b"[1]", b"\xff", b"[" * 100_000, b" " * 70_000, b'[{"age_s":1e999}]']
-)
+    "payload",
+    [b"", b"{}", b"[", b"[1]", b"\xff", b"[" * 100_000, b" " * 70_000, b'[{"age_s":1e999}]',
+     b'[{"new":' + b"[" * 60_000],
+)  # fmt: skip
 def test_what_is_no_list_of_strikes_is_refused(payload: bytes) -> None:
     with pytest.raises(WireError):
         parse_strikes(payload)

@@ -338,7 +338,7 @@ def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
         raise WireError("list of strikes too large")
     try:
         told = msgspec.json.decode(payload, type=list[Struck])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"bad list of strikes: {error}") from None
     if not all(0 < struck.count < 2**31 and 0 <= struck.age_s < math.inf for struck in told):
         raise WireError("impossible counts or ages of strikes")
@@ -354,7 +354,7 @@ def parse_relayed(payload: bytes) -> dict[PeerId, PeerId]:
         raise WireError("list of relayed links too large")
     try:
         told = msgspec.json.decode(payload, type=dict[str, str])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"bad list of relayed links: {error}") from None
     return {shown(peer_id, MAX_PEER_ID): shown(relay, MAX_PEER_ID) for peer_id, relay in told.items()}
 

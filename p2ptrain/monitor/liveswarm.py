@@ -28,9 +28,11 @@ class LiveSwarm:
     numbers: dict[str, int] = field(default_factory=dict)
     linked: set[int] = field(default_factory=set)
     _next: int = 1
+    _present: frozenset[str] = frozenset()
 
     def take(self, view: View, now_s: float) -> None:
         """Add the next view; `now_s` in seconds since the epoch."""
+        self._present = frozenset(sighting.peer_id for sighting in view.members)
         for batch in view.batches:
             peer = self._peer(batch.peer_id)
             for event in batch.events:
@@ -44,7 +46,7 @@ class LiveSwarm:
                 linked.add(number)
         for number in sorted(linked - self.linked):
             self._on_linked(self.swarm.peers[number], now_s)
-        for number in sorted(self.linked - linked):
+        for number in sorted((self.linked - linked) & self.swarm.peers.keys()):
             self._on_lost(self.swarm.peers[number], now_s)
         self.linked = linked
 
@@ -59,8 +61,9 @@ class LiveSwarm:
         return self.swarm.peers[self.numbers[peer_id]]
 
     def _forget_one(self) -> None:
-        gone = [peer for peer in self.swarm.peers.values() if peer.number not in self.linked]
-        oldest = min(gone, key=lambda peer: (peer.heard_t, peer.number))
+        # A view has fewer members than are remembered.
+        absent = [peer for peer in self.swarm.peers.values() if peer.peer_id not in self._present]
+        oldest = min(absent, key=lambda peer: (peer.number in self.linked, peer.heard_t, peer.number))
         del self.swarm.peers[oldest.number], self.numbers[oldest.peer_id]
         self.sightings.pop(oldest.number, None)
 

@@ -13,6 +13,8 @@ from p2ptrain.protocol.event_log.events import Event
 
 # Window of speeds in seconds: long enough to be readable, short enough to show a change.
 RECENT_S = 4.0
+# Bound on the steps of that window: another peer says at what times it made them.
+MOST_RECENT = 1024
 # Factor of the exponential moving average of the loss, per step.
 SMOOTHING = 0.98
 # Bound on counted reasons; there are ten.
@@ -95,7 +97,7 @@ class PeerView:
     alive: frozenset[str] = frozenset()
     losses: Curve = field(default_factory=Curve)
     held_out: Curve = field(default_factory=Curve)
-    _recent: deque[_Step] = field(default_factory=deque)
+    _recent: deque[_Step] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
     _trained_t: float = 0.0
 
     @property

@@ -279,6 +279,7 @@ def test_what_a_newer_version_adds_is_left_out() -> None:
         b'{"last":' + b"9" * 5000 + b',"more":false,"events":[]}',
         page_of({"event": "sample", "t": 1000, "step": 1, "every": 0, "values": [1.0]}),
         page_of({"event": "sample", "t": 1000, "step": 1, "every": 1, "values": [1.0] * 5000}),
+        page_of({"event": "sample", "t": 1000, "step": 1, "every": 1, "values": []}),
     ],
 )  # fmt: skip
 def test_nonsense_is_refused(payload: bytes) -> None:

@@ -39,7 +39,8 @@ def curves(live: LiveSwarm, range_s: int, now_s: float) -> Json:
     """
     peers = live.swarm.peers.values()
     begun = [peer.began_t for peer in peers if peer.began_t]
-    start = max(min(begun, default=now_s - 60), now_s - range_s if range_s else 0.0)
+    # A clock may be ahead of ours.
+    start = min(now_s, max(min(begun, default=now_s - 60), now_s - range_s if range_s else 0.0))
     width = max(FINEST_S, (now_s - start) / POINTS)
     # Align to multiples of the width, so that points do not move between updates.
     bins = np.arange(np.floor(start / width), np.floor(now_s / width) + 1)

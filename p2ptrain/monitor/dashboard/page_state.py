@@ -8,6 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from p2ptrain.error_log import ErrorLog
 from p2ptrain.monitor.dashboard import snapshot
 from p2ptrain.monitor.dashboard.curves import curves
 from p2ptrain.monitor.liveswarm import LiveSwarm
@@ -36,6 +37,7 @@ class PageState:
         self.watch = watch
         self.trouble = "" if watch is not None else "Connecting to the run …"
         self.closing = threading.Event()
+        self._errors = ErrorLog(logger)
         self._lock = threading.Lock()
         self._live = LiveSwarm()
         self._parts: dict[str, tuple[int, bytes]] = {}
@@ -45,11 +47,8 @@ class PageState:
     def run(self) -> None:
         """Refresh until `closing`."""
         while not self.closing.wait(REFRESH_S):
-            try:
+            with self._errors.containing("updating the dashboard"):  # training must not be affected
                 self.refresh()
-            except Exception:
-                # Log why the page stops updating; training must not be affected.
-                logger.exception("updating the dashboard failed")
 
     def refresh(self) -> None:
         """Get the latest view, and update all parts but the curves."""

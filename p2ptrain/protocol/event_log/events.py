@@ -45,7 +45,7 @@ Index = Annotated[int, Meta(ge=-1, lt=LARGEST)]
 Loss = Annotated[float, Meta(ge=-LARGEST_LOSS, le=LARGEST_LOSS)] | None
 Texts = Annotated[list[Text], Meta(max_length=MAX_NAMES)]
 Names = Annotated[list[Name], Meta(max_length=MAX_NAMES)]
-Numbers = Annotated[list[Number], Meta(max_length=MAX_VALUES)]
+Numbers = Annotated[list[Number], Meta(min_length=1, max_length=MAX_VALUES)]
 Counts = Annotated[dict[Name, Count], Meta(max_length=MAX_NAMES)]
 Settings = Annotated[dict[Text, Text | bool | Whole | Number], Meta(max_length=MAX_NAMES)]
 

@@ -12,7 +12,8 @@ from p2ptrain.monitor.curve import MOST_POINTS, Curve
 from p2ptrain.monitor.dashboard import snapshot
 from p2ptrain.monitor.dashboard.curves import POINTS, RANGES, curves
 from p2ptrain.monitor.liveswarm import MOST_PEERS, LiveSwarm
-from p2ptrain.protocol.event_log.observer import Sighting, View
+from p2ptrain.monitor.peerview import MOST_RECENT, PeerView
+from p2ptrain.protocol.event_log.observer import Batch, Sighting, View
 from tests.monitor.dashboard.madeup import DAY_S, MadeUpSwarm, ids, of_a_day
 
 START_S = 1_700_000_000.0
@@ -135,6 +136,35 @@ def test_a_crowd_that_comes_and_goes_is_forgotten() -> None:
         live.take(View((Sighting(f"p{n}", True, "training"),), ()), time.time())
     assert len(live.swarm.peers) == MOST_PEERS
     assert len(live.sightings) <= MOST_PEERS
+
+
+def test_many_that_come_at_once_do_not_push_out_each_other() -> None:
+    """Peers that are new have told nothing yet; all that were seen before have."""
+    live = LiveSwarm()
+    stop = {"event": "stop", "t": START_S, "reason": "done"}
+    for n in range(MOST_PEERS):
+        live.take(View((Sighting(f"p{n}", True, "training"),), (Batch(f"p{n}", "a", [stop]),)), START_S)
+    crowd = tuple(Sighting(f"q{n}", True, "training") for n in range(129))
+    live.take(View(crowd, ()), START_S)
+    assert {sighting.peer_id for sighting in crowd} <= live.numbers.keys()
+    live.take(View((), ()), START_S)
+    assert len(live.swarm.peers) == MOST_PEERS
+
+
+def test_a_peer_whose_clock_stands_still_takes_no_more_memory() -> None:
+    peer = LiveSwarm().swarm.peers.setdefault(1, PeerView(1))
+    for n in range(2 * MOST_RECENT):
+        peer.apply(
+            {"event": "step", "t": START_S, "step": n, "loss": 1.0, "tokens": 1, "step_s": 1.0, "exchange_s": 0.0}
+        )
+    assert len(peer._recent) == MOST_RECENT
+
+
+def test_curves_of_a_peer_whose_clock_is_ahead() -> None:
+    _, live = watched(1, 10)
+    shown = curves(live, 0, START_S - 60)
+    assert len(shown["t"]) == 1
+    assert shown["loss"] == {1: [None]}
 
 
 def test_a_loss_that_has_diverged_breaks_nothing() -> None:

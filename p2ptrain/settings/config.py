@@ -50,6 +50,8 @@ RUN_ID = text(
 MODEL = text("at most 128 printable characters", lambda model: len(model) <= 128 and model.isprintable())
 # Another peer's setting must not take all memory of this machine.
 CONTEXT = number("a whole number, 0 to 1048576 (0: the model's)", lambda n: type(n) is int and 0 <= n <= 2**20, 1024)
+# Less is no block of any model, and a number of slots that no message can hold.
+FRACTION = number("0, or from 1e-9 to 1 (0.005 is 0.5 %)", lambda x: x == 0 or 1e-9 <= x <= 1, 0.005)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
 
 
@@ -121,7 +123,7 @@ class RunConfig:
     sync_schedule: str = setting("fixed", choice("fixed", "grow", "shrink"),
         help="Keep H, or change it between H/2 and 3H/2 over the run.",
         why="Both papers keep H fixed; SPARTA leaves schedules open.")
-    fragment_fraction: float = setting(0.005, number("between 0 and 1 (0.005 is 0.5 %)", lambda x: 0 <= x <= 1),
+    fragment_fraction: float = setting(0.005, FRACTION,
         metavar="P", help="Share of the weights sent at each step; 0 for none.",
         why="0.5 %: the larger of the SPARTA paper's two settings.")
     fragment_selection: str = setting("cyclic", choice("cyclic", "fresh"),

@@ -36,6 +36,8 @@ from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
         ("sync_every", True),
         ("fragment_fraction", 1.01),
         ("fragment_fraction", -0.01),
+        ("fragment_fraction", 1e-10),
+        ("fragment_fraction", 5e-324),
         ("fragment_selection", "random"),
         ("fragment_codec", "none"),
         ("round_codec", "int3"),

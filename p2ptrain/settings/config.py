@@ -52,6 +52,9 @@ MODEL = text("at most 128 printable characters", lambda model: len(model) <= 128
 CONTEXT = number("a whole number, 0 to 1048576 (0: the model's)", lambda n: type(n) is int and 0 <= n <= 2**20, 1024)
 # Less is no block of any model, and a number of slots that no message can hold.
 FRACTION = number("0, or from 1e-9 to 1 (0.005 is 0.5 %)", lambda x: x == 0 or 1e-9 <= x <= 1, 0.005)
+# Beyond float32, torch's optimizers raise errors of their own.
+RATE = number("a finite number above 0, at most 1e6", lambda x: 0 < x <= 1e6)
+MUON_RATE = number("a finite number, 0 to 1e6", lambda x: 0 <= x <= 1e6)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda x: x >= 0)
 
 
@@ -91,11 +94,11 @@ class RunConfig:
     inner_optimizer: str = setting("adamw", choice("adamw", "muon"),
         help="Inner optimizer; muon: for hidden matrices, AdamW else.",
         why="DiLoCo's. Muon was 0.19 nats better at the same bytes (simulated), but takes more computing.")
-    lr: float = setting(3e-3, POSITIVE, default_text=FROM_MODEL,
+    lr: float = setting(3e-3, RATE, default_text=FROM_MODEL,
         help="Peak learning rate of the inner AdamW.",
         why="0.003 for the demo model: tuned, with 50 steps of warm-up (simulated, k = 8). Others have their papers'.")
     # 0: 4 x lr, on every peer. The command line states it, as it depends on the model.
-    muon_lr: float = setting(0.0, NOT_NEGATIVE, default_text="from the model, 2 or 4 x --lr",
+    muon_lr: float = setting(0.0, MUON_RATE, default_text="from the model, 2 or 4 x --lr",
         help="Peak learning rate of Muon's matrices.",
         why="2 x --lr for GPT-2, DiLoCo's models, Llamas and those of transformers: torch scales Muon's updates so "
         "that AdamW's rate can be used (Moonlight, arXiv 2502.16982), and long runs want less than short ones. 4 x for "
@@ -252,6 +255,10 @@ class RunConfig:
         check(
             plain, "inner_moments", self.inner_moments, "local with inner_optimizer = 'muon': only Adam's are averaged"
         )
+        # What waits is in memory: with 1 / p steps a whole model.
+        delay, share = self.fragment_delay, self.fragment_fraction
+        rule = f"at most {1 / (share or 1):.0f} with fragment_fraction = {share:g}: more than a whole model would wait"
+        check(share == 0 or delay * share <= 1 + 1e-9, "fragment_delay", delay, rule)
         if self.is_pairwise:
             self._check_pairwise()
 

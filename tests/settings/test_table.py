@@ -231,7 +231,7 @@ def test_an_endpoint_in_toml_may_be_a_number(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("lr", "fast", "--lr: 'fast' is not a number, such as 0.003"),
-        ("lr", "-1", "--lr: -1.0 must be a finite number above 0"),
+        ("lr", "-1", "--lr: -1.0 must be a finite number above 0, at most 1e6"),
         ("steps", "1.5", "--steps: '1.5' is not a whole number, such as 200"),
         ("dashboard", "[::1", f"--dashboard: '[::1' must be {ENDPOINT.text}"),
         ("dashboard", "abc", f"--dashboard: 'abc' must be {ENDPOINT.text}"),

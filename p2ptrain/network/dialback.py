@@ -66,7 +66,7 @@ def read_answer(answer: AutoNat) -> tuple[DialBack, str]:
             reached = str(Multiaddr(response.address))
         except Exception:  # the parser raises many types
             reached = ""
-        if not reached:
+        if not reached.isprintable() or not reached:  # a path of /unix may hold anything
             raise WireError("an answer to a dial-back request without its address")
         return DialBack.REACHED, reached
     text = "".join(filter(str.isprintable, response.text.decode(errors="replace")[:200]))

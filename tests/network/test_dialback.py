@@ -57,6 +57,7 @@ def test_answers() -> None:
         b"\x18\x05",
         _answer(0),
         _answer(0, address=b"nonsense"),
+        _answer(0, address=Multiaddr("/unix/\x1b[2J").to_bytes()),
         b"\x1a\x02\x10\x05",
     ],
 )

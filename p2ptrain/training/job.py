@@ -26,7 +26,7 @@ from p2ptrain.training.data.tokenizer import Ids, Tokenizer
 from p2ptrain.training.data.tokenizer_file import read_tokenizer
 from p2ptrain.training.device import choose_precision, device_of
 from p2ptrain.training.fsdp import shard
-from p2ptrain.training.memory import check_tokens, windows_at_once
+from p2ptrain.training.memory import check_tokens, check_window, windows_at_once
 from p2ptrain.training.models import batch_windows, build_of, context_length, eval_tokens
 from p2ptrain.training.partitioning import choose_share, make_partition
 from p2ptrain.training.pretrained import load_saved
@@ -142,8 +142,10 @@ def _windows_at_once(job: Job, model: nn.Module, ranks: Ranks) -> int | None:
     if job.device.type != "cpu":
         return None
     free_bytes = memory_bytes()
-    shapes = (parameter.shape for parameter in model.parameters())
-    return windows_at_once(shapes, context_length(model), free_bytes and free_bytes // ranks.size)
+    shapes, context = [parameter.shape for parameter in model.parameters()], context_length(model)
+    if ranks.is_first:
+        check_window(shapes, context, free_bytes)
+    return windows_at_once(shapes, context, free_bytes and free_bytes // ranks.size)
 
 
 def _seed(job: Job, rank: int) -> int:

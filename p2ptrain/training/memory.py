@@ -22,6 +22,8 @@ TEXT_BYTES = 4
 # rows. float32, kept for the backward pass, and with their gradients: 4.7 to 9.9 bytes for each of both (measured with
 # five built-in models; the most with large vocabularies, whose logits are there three times).
 ACTIVATION_BYTES = 12
+# The same, at least: a window that does not fit with so few cannot be trained on (3.6 measured, with 32,768 tokens).
+LEAST_ACTIVATION_BYTES = 3
 # More windows at once make no CPU faster: with 32 of them `gpt-small` took 0.41 s for each, with 8 it took 0.38 s. A
 # round needs memory, too, and other programs and peers do: hence no more than a share of what is free.
 MOST_ACTIVATIONS_BYTES, SHARE_OF_FREE = 2**30, 4
@@ -35,11 +37,30 @@ def windows_at_once(shapes: Iterable[torch.Size], context: int, free_bytes: int 
         context: tokens of a window.
         free_bytes: for this rank.
     """
-    values = sum(shape[-2] + shape[-1] for shape in shapes if len(shape) >= 2)
+    values = _values_of_a_token(shapes)
     most_bytes = MOST_ACTIVATIONS_BYTES
     if free_bytes is not None:
         most_bytes = min(most_bytes, free_bytes // SHARE_OF_FREE)
     return max(1, most_bytes // max(1, ACTIVATION_BYTES * values * context))
+
+
+def check_window(shapes: Iterable[torch.Size], context: int, free_bytes: int | None) -> None:
+    """Raise ConfigError if a CPU cannot compute one window; whoever starts a run chooses its length.
+
+    Arguments as of `windows_at_once`.
+    """
+    # A table of positions, which has a row for each, is only read.
+    matrices = (shape for shape in shapes if len(shape) >= 2 and shape[-2] != context)
+    needed = LEAST_ACTIVATION_BYTES * _values_of_a_token(matrices) * context
+    if free_bytes is not None and needed > free_bytes:
+        raise ConfigError(
+            f"--context {context}: training on one window takes {size(needed)} or more, and {size(free_bytes)} of "
+            f"memory are free; join or start a run with a shorter one"
+        )
+
+
+def _values_of_a_token(shapes: Iterable[torch.Size]) -> int:
+    return sum(shape[-2] + shape[-1] for shape in shapes if len(shape) >= 2)
 
 
 def check_tokens(flag: str, tokens: int, free_bytes: int | None) -> None:

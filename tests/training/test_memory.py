@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.training.memory import check_parameters, check_text, check_tokens, windows_at_once
+from p2ptrain.training.memory import check_parameters, check_text, check_tokens, check_window, windows_at_once
 from p2ptrain.training.models import Llama, LlamaConfig, build
 
 GB = 10**9
@@ -46,6 +46,17 @@ def test_the_estimate_is_at_least_what_the_backward_pass_keeps() -> None:
     assert loss.item() > 0
     free_bytes = 4 * sum(kept.values())
     assert 2 <= windows_at_once([p.shape for p in model.parameters()], 32, free_bytes) <= 8
+
+
+def test_a_window_that_cannot_be_computed_is_refused() -> None:
+    """The longest that a run's settings may say, with the smallest model."""
+    shapes = [torch.Size(shape) for shape in ((98, 64), (2**20, 64), *2 * ((192, 64), (64, 64), (256, 64), (64, 256)))]
+    check_window(shapes, 64, GB)
+    check_window(shapes, 2**20, None)
+    with pytest.raises(
+        ConfigError, match=r"--context 1048576: training on one window takes 7\.\d GB or more, and 4.0 GB"
+    ):
+        check_window(shapes, 2**20, 4 * GB)
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,11 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Build from untrusted values. Raises ConfigError on unknown keys, wrong types or bad values."""
-        return cls(**cls.checked(values))
+        """Build from untrusted values. Raises ConfigError on unknown keys, wrong types, bad values, another version."""
+        run = cls(**cls.checked(values))
+        is_ours = run.protocol_version == PROTOCOL_VERSION
+        check(is_ours, "protocol_version", run.protocol_version, f"{PROTOCOL_VERSION} with this version of p2ptrain")
+        return run
 
     @classmethod
     def checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:

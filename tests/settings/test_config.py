@@ -166,6 +166,12 @@ def test_a_peer_must_listen_somewhere() -> None:
         NetworkConfig(host_maddrs=())
 
 
+@pytest.mark.parametrize("version", [0, 2, 2**70])
+def test_a_run_of_another_protocol_version_is_refused(version: int) -> None:
+    with pytest.raises(ConfigError, match=f"protocol_version = {version}: must be 1 with this version of p2ptrain"):
+        RunConfig.from_stated({"run_id": "r", "protocol_version": version})
+
+
 def test_the_digest_covers_every_field_and_nothing_else() -> None:
     run = RunConfig()
     other: dict[type, object] = {str: "fp16", int: 17, float: 0.25}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import click
@@ -41,6 +42,7 @@ def generate(
     With one checkpoint of another run:
         p2ptrain generate p2ptrain-novels/checkpoint-4000 --prompt "It was" --length 1000
     """
+    from p2ptrain.protocol.wire.text import for_terminal
     from p2ptrain.training.generation import generate_text, load_model
 
     if math.isnan(temperature) or math.isnan(top_p):
@@ -49,5 +51,6 @@ def generate(
     model, found = load_model(Path(directory), tokenizer)
     click.echo(prompt, nl=False)
     for text in generate_text(model, found, prompt, length=length, temperature=temperature, top_p=top_p, seed=seed):
-        click.echo(text, nl=False)
+        # The founder of a run chooses its tokenizer, and members what its weights write.
+        click.echo(for_terminal(text) if sys.stdout.isatty() else text, nl=False)
     click.echo()

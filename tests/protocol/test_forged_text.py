@@ -16,7 +16,7 @@ from p2ptrain.protocol.event_log import events
 from p2ptrain.protocol.event_log.events import encode_event, parse_page
 from p2ptrain.protocol.membership.peer_records import decode_record
 from p2ptrain.protocol.wire.messages import KINDS, MAX_REASON, Message, Withdraw, pack, unpack
-from p2ptrain.protocol.wire.text import escaped
+from p2ptrain.protocol.wire.text import escaped, for_terminal
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.test_messages import example_of
 
@@ -152,3 +152,8 @@ def test_what_is_printed_has_no_raw_escape() -> None:
     print(unpack(KINDS[4], msgspec.msgpack.encode([FORGED])), file=out)
     assert "\x1b" not in out.getvalue()
     assert out.getvalue().count("\n") == 1
+
+
+def test_a_generated_text_keeps_its_lines_and_loses_its_commands() -> None:
+    assert for_terminal("a\tb\r\nc\u200dd\u202e é") == "a\tb\r\nc\u200dd\u202e é"
+    assert for_terminal("\x1b[2J\x07\x9b31m\x7f\x00") == r"\x1b[2J\x07\x9b31m\x7f\x00"

@@ -16,6 +16,7 @@ UNSAFE = r"\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff
 SAFE_PATTERN = rf"\A[^{UNSAFE}]*\Z"
 
 _UNSAFE = re.compile(f"[{UNSAFE}]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def escaped(text: str) -> str:
@@ -26,6 +27,11 @@ def escaped(text: str) -> str:
 def shown(text: str, most: int = 60) -> str:
     """The text escaped, and cut to `most` characters."""
     return escaped(text[:most])[:most]
+
+
+def for_terminal(text: str) -> str:
+    """A text of many lines with the characters escaped that could command a terminal; others stay as they are."""
+    return _CONTROLS.sub(lambda match: escaped(match[0]), text)
 
 
 def escaped_all(value: Any) -> Any:

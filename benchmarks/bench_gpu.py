@@ -19,6 +19,7 @@ from benchmarks.results import Row
 from benchmarks.swarm import Phase, Setup, Step, Swarm
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Characters, load_corpus
+from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE
 from p2ptrain.training.models import build
 from p2ptrain.training.trainer import Trainer
 
@@ -35,6 +36,7 @@ class Scale:
     """What is trained, and where.
 
     Attributes:
+        vocab_size: rows of the model's tables; at least as many as there are characters, which the text is made of.
         windows: of text, in a step of one peer.
         steps: of a phase; in those with an exchange, a round begins every `sync_every`.
         precision: dtype of autocast; None for none.
@@ -42,6 +44,7 @@ class Scale:
 
     device: str
     model: str
+    vocab_size: int
     windows: int
     steps: int
     sync_every: int
@@ -49,7 +52,7 @@ class Scale:
     compiled: bool
 
 
-GPT2 = Scale("cuda", "gpt2-124m", 8, 100, 50, torch.bfloat16, compiled=True)
+GPT2 = Scale("cuda", "gpt2-124m", GPT2_VOCAB_SIZE, 8, 100, 50, torch.bfloat16, compiled=True)
 
 
 def run() -> list[Row]:
@@ -105,7 +108,7 @@ def _rows(scale: Scale, alone: Sequence[Step], together: Sequence[Step]) -> list
 
 
 def _model(scale: Scale) -> nn.Module:
-    return build(scale.model, vocab_size=RunConfig.vocab_size, seed=0).to(scale.device)
+    return build(scale.model, vocab_size=scale.vocab_size, seed=0).to(scale.device)
 
 
 def _training(scale: Scale, model: nn.Module) -> Callable[[], None]:

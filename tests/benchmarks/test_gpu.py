@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import bench_gpu
+from p2ptrain.settings.config import RunConfig
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,12 +17,18 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_gpu.run()
 
 
+def test_it_measures_gpt_2_in_its_published_size() -> None:
+    with torch.device("meta"):
+        model = bench_gpu._model(dataclasses.replace(bench_gpu.GPT2, device="meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_on_a_cpu_it_measures_fragments_and_rounds() -> None:
     small = dataclasses.replace(
-        bench_gpu.GPT2, device="cpu", model="gpt-demo", windows=2, steps=30, sync_every=15, precision=None,
-        compiled=False,
+        bench_gpu.GPT2, device="cpu", model="gpt-demo", vocab_size=RunConfig.vocab_size, windows=2, steps=30,
+        sync_every=15, precision=None, compiled=False,
     )  # fmt: skip
     step, training = bench_gpu.measure(small)
     assert step.values["merged"] > 0

@@ -11,7 +11,7 @@ from benchmarks.results import Row
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.simulation.swarm import simulate
 from p2ptrain.training.data import Characters, load_corpus
-from p2ptrain.training.models import build
+from p2ptrain.training.models import build_of
 from p2ptrain.training.trainer import Trainer
 
 # Interleaved, because the speed of the machine varies.
@@ -59,12 +59,9 @@ def _bare_s(experiment: Experiment) -> float:
     """CPU seconds of the training steps alone: forward, backward, clipping and optimizer of every peer."""
     run, corpus = experiment.run, load_corpus(experiment.data, Characters())
     trainers = [
-        Trainer(
-            build(run.model, vocab_size=run.vocab_size, seed=run.run_seed), corpus, run,
-            batch_size=experiment.batch_size, seed=number,
-        )
+        Trainer(build_of(run), corpus, run, batch_size=experiment.batch_size, seed=number)
         for number in range(experiment.peers)
-    ]  # fmt: skip
+    ]
     begun_s = time.process_time()
     for step in range(run.total_steps):
         for trainer in trainers:

@@ -33,6 +33,7 @@ from p2ptrain.errors import CheckpointError, ConfigError
 
 FORMAT = 2
 KEEP = 3
+REPLACED = "-replaced.tmp"
 _NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST = "manifest.json"
 
@@ -62,13 +63,15 @@ def save(out: Path, checkpoint: Checkpoint) -> Path:
     target = out / name_of(checkpoint.step)
     building = out / f".checkpoint-{checkpoint.step}.tmp"
     try:
+        for path, had_name in _between_names(out).items():
+            path.rename(had_name)
         for unfinished in out.glob(".checkpoint-*.tmp"):
             shutil.rmtree(unfinished)
         building.mkdir(parents=True)
         serial = 1 + max((_serial(path) or 0 for path in checkpoints(out)), default=0)
         _write(building, checkpoint, serial)
         if target.exists():  # not removed yet: that takes long, and a process may be killed meanwhile
-            target.rename(out / f".checkpoint-{checkpoint.step}-replaced.tmp")
+            target.rename(out / f".{target.name}{REPLACED}")
         building.rename(target)
         _sync(out)
     except (OSError, SafetensorError) as error:
@@ -93,7 +96,8 @@ def checkpoints(out: Path) -> list[Path]:
     """
     if not out.is_dir():
         return []
-    steps = {path: int(match[1]) for path in out.iterdir() if (match := _NAME.fullmatch(path.name))}
+    names = {path: path for path in out.iterdir()} | _between_names(out)
+    steps = {path: int(match[1]) for path, name in names.items() if (match := _NAME.fullmatch(name.name))}
 
     def place(path: Path) -> tuple[float, int]:
         serial = _serial(path)
@@ -120,6 +124,12 @@ def load_newest(out: Path, parts: Collection[str] | None = None) -> Checkpoint |
     if found:
         raise CheckpointError(f"{out}: all of its checkpoints are damaged")
     return None
+
+
+def _between_names(out: Path) -> dict[Path, Path]:
+    """The checkpoints that were about to be replaced when the process was killed, with the names that they had."""
+    replaced = {path: path.with_name(path.name[1:].removesuffix(REPLACED)) for path in out.glob(f".*{REPLACED}")}
+    return {path: had_name for path, had_name in replaced.items() if not had_name.exists()}
 
 
 def load(path: Path, parts: Collection[str] | None = None) -> Checkpoint:

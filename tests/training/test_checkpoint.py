@@ -155,6 +155,30 @@ def test_a_process_that_is_killed_while_it_replaces_one_has_the_new_one(
     assert _names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
 
 
+@pytest.mark.parametrize("then", ["loads", "saves"])
+def test_a_process_that_is_killed_between_the_two_names_has_the_old_one(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def kill(path: Path, target: Path) -> Path:
+        if target.name == "checkpoint-5":
+            raise SystemExit
+        return rename(path, target)
+
+    checkpoint.save(tmp_path, _checkpoint(5, model={"w": torch.zeros(1)}))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "rename", kill)
+        checkpoint.save(tmp_path, _checkpoint(5, model={"w": torch.ones(1)}))
+    if then == "saves":
+        checkpoint.save(tmp_path, _checkpoint(6))
+        assert _names(tmp_path) == ["checkpoint-5", "checkpoint-6"]
+    else:
+        newest = checkpoint.load_newest(tmp_path)
+        assert newest is not None
+        assert newest.state["model"]["w"] == 0
+
+
 def test_nothing_saved_is_nothing_found(tmp_path: Path) -> None:
     assert checkpoint.load_newest(tmp_path) is None
     assert checkpoint.load_newest(tmp_path / "none") is None

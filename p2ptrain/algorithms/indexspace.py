@@ -29,7 +29,7 @@ from p2ptrain.algorithms.blocks import BLOCK
 _MIXED_ROWS = 1024
 
 Items = npt.NDArray[np.void]
-Changes = Sequence[Callable[[], object]]
+WeightChange = Callable[[], object]
 
 
 class Piece(NamedTuple):
@@ -110,7 +110,7 @@ class FlatView(Protocol):
     @property
     def space(self) -> IndexSpace: ...
     def read(self, out: torch.Tensor) -> None: ...
-    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes: ...
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]: ...
 
 
 class WeightView(Protocol):
@@ -121,7 +121,7 @@ class WeightView(Protocol):
     def gather(self, plan: BlockPlan) -> torch.Tensor: ...
     def scatter(self, plan: BlockPlan, values: torch.Tensor) -> None: ...
     def read(self, out: torch.Tensor) -> None: ...
-    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes: ...
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]: ...
 
 
 class ParameterView:
@@ -197,14 +197,14 @@ class ParameterView:
 
     def write(self, flat: torch.Tensor) -> None:
         """Set all parameters from `flat`, (num_blocks, 64) float32 CPU, only read: θ = flat."""
-        make(deque(self.changes(flat, adds=False)))
+        apply_changes(deque(self.changes(flat, adds=False)))
 
     def add(self, flat: torch.Tensor) -> None:
         """Add `flat`, (num_blocks, 64) float32 CPU, only read, to all parameters: θ += flat, in float32 or better."""
-        make(deque(self.changes(flat, adds=True)))
+        apply_changes(deque(self.changes(flat, adds=True)))
 
-    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes:
-        """What `add` or `write` does, for `make`: a change for each tensor. One that raises has changed nothing."""
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
+        """What `add` or `write` does, as a change for each tensor. One that raises has changed nothing."""
         change = _add if adds else _write
         return [functools.partial(change, tensor, values) for tensor, values, _ in self.sections(flat)]
 
@@ -238,8 +238,8 @@ class ParameterView:
             yield tensor, line[start:end].view(tensor.shape), line[end:stop]
 
 
-def make(changes: deque[Callable[[], object]]) -> None:
-    """Make changes of weights, in order. Each is removed once it was made, so that after an error the rest can be."""
+def apply_changes(changes: deque[WeightChange]) -> None:
+    """Make the changes in order. Each is removed once it is made, so that after an error the rest can be made."""
     while changes:
         changes[0]()
         changes.popleft()

@@ -5,12 +5,11 @@ The paper saw no significant gain for three times the bytes, so moments stay loc
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
 
-from p2ptrain.algorithms.indexspace import Changes, IndexSpace, ParameterView, make
+from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView, WeightChange
 from p2ptrain.errors import ConfigError
 
 
@@ -45,16 +44,8 @@ class MomentView:
         """Copy everything into `out`, (num_blocks, 64) float32 CPU; its padding becomes zero."""
         ParameterView(self.space, self._tensors()).read(out)
 
-    def write(self, flat: torch.Tensor) -> None:
-        """Set everything from `flat`, (num_blocks, 64) float32 CPU, only read."""
-        make(deque(self.changes(flat, adds=False)))
-
-    def add(self, flat: torch.Tensor) -> None:
-        """Add `flat` to the parameters, which may have moved since, and set the moments and the step to `flat`."""
-        make(deque(self.changes(flat, adds=True)))
-
-    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes:
-        """What `add` or `write` does, as `ParameterView.changes`; the last one sets the moments and the step."""
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
+        """As `ParameterView.changes` for the parameters. The last change sets the moments and the step to `flat`."""
         parameters = ParameterView(self._own, [parameter.data for parameter in self._parameters])
         return [*parameters.changes(flat[: self._own.num_blocks], adds=adds), lambda: self._set_moments(flat)]
 

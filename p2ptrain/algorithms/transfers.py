@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, FlatView, WeightView, make, mix_clipped, rms_of
+from p2ptrain.algorithms.indexspace import BlockPlan, FlatView, WeightView, apply_changes, mix_clipped, rms_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -141,7 +141,7 @@ class FlatAtOnce:
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Done[None]:
         changes = deque(self._view.changes(flat, adds=adds))
-        return Done(lambda: make(changes))
+        return Done(lambda: apply_changes(changes))
 
     def buffer(self) -> torch.Tensor:
         return torch.empty((self._view.space.num_blocks, BLOCK)).fill_(0.0)

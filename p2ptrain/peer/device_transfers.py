@@ -23,7 +23,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView, make
+from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView, apply_changes
 from p2ptrain.algorithms.transfers import Comparison, FlatAtOnce, FragmentsAtOnce, Transfer, Transfers
 from p2ptrain.peer.side_stream import Pending, SideStream
 
@@ -122,7 +122,7 @@ class DeviceFlat:
             return self._at_once.land(flat, adds=adds)
         pending = self._side.run(lambda: staged.copy_(flat, non_blocking=True), reads=[flat], writes=[staged])
         changes = deque(self._view.changes(staged, adds=adds))
-        return _Queued(pending, lambda: make(changes))
+        return _Queued(pending, lambda: apply_changes(changes))
 
     def buffer(self) -> torch.Tensor:
         return self._side.host(self._view.space.num_blocks, BLOCK)

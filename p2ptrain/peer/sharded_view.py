@@ -19,7 +19,7 @@ from enum import IntEnum
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, Changes, IndexSpace, ParameterView
+from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView, WeightChange
 from p2ptrain.algorithms.row_shards import Held, RowShard, put, take
 from p2ptrain.errors import PeerLostError
 from p2ptrain.peer.process_group import ProcessGroup
@@ -96,7 +96,7 @@ class ShardedView:
                         self._ranks.receive(part, rank)
                 padding.zero_()
 
-    def changes(self, flat: torch.Tensor, *, adds: bool) -> Changes:
+    def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
         """One change, which is `add` or `write`."""
         return [functools.partial(self.add if adds else self.write, flat)]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
 import torch
 
-from p2ptrain.algorithms.indexspace import IndexSpace
+from p2ptrain.algorithms.indexspace import IndexSpace, apply_changes
 from p2ptrain.algorithms.moments import MomentView
 from p2ptrain.errors import ConfigError
 
@@ -36,6 +37,10 @@ def read(view: MomentView) -> torch.Tensor:
     return flat
 
 
+def change(view: MomentView, flat: torch.Tensor, *, adds: bool) -> None:
+    apply_changes(deque(view.changes(flat, adds=adds)))
+
+
 def test_the_parameters_come_first_as_in_their_own_space() -> None:
     parameters, optimizer, view = make(steps=3)
     flat = read(view).view(-1)
@@ -53,7 +58,7 @@ def test_the_parameters_come_first_as_in_their_own_space() -> None:
 def test_who_is_written_to_goes_on_exactly_as_the_other(steps: int) -> None:
     theirs, their_optimizer, their_view = make(steps=5, seed=1)
     ours, our_optimizer, our_view = make(steps=steps, seed=2)
-    our_view.write(read(their_view))
+    change(our_view, read(their_view), adds=False)
     for _ in range(3):
         train(theirs, their_optimizer)
         train(ours, our_optimizer)
@@ -64,9 +69,9 @@ def test_who_is_written_to_goes_on_exactly_as_the_other(steps: int) -> None:
 def test_adding_adds_to_the_parameters_and_sets_the_moments() -> None:
     parameters, optimizer, view = make(steps=2)
     before = [parameter.detach().clone() for parameter in parameters]
-    change = torch.full((view.space.num_blocks, 64), 0.5)
-    change.view(-1)[384] = -1e-9  # the first value of exp_avg_sq
-    view.add(change)
+    added = torch.full((view.space.num_blocks, 64), 0.5)
+    added.view(-1)[384] = -1e-9  # the first value of exp_avg_sq
+    change(view, added, adds=True)
     for parameter, was in zip(parameters, before, strict=True):
         assert torch.equal(parameter, was + 0.5)
         assert (optimizer.state[parameter]["exp_avg"] == 0.5).all()
@@ -80,7 +85,7 @@ def test_an_optimizer_may_load_its_state_later() -> None:
     _, saved, _ = make(steps=4)
     optimizer.load_state_dict(saved.state_dict())
     assert read(view).view(-1)[576] == 4
-    view.write(torch.zeros(view.space.num_blocks, 64))
+    change(view, torch.zeros(view.space.num_blocks, 64), adds=False)
     assert not optimizer.state[parameters[0]]["exp_avg"].any()
 
 

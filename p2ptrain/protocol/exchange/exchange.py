@@ -1,5 +1,5 @@
-"""The synchronous part of `Peer.step()`: merges fragments (`merging.py`), gathers pushes (`pushing.py`) and snapshots,
-and lands rounds.
+"""The synchronous part of `Peer.step()`: merges fragments (`merging.py`), gathers pushes (`pushing.py`), takes
+snapshots (`snapshots.py`), and lands rounds.
 
 Only an `Exchange` changes the model, and only inside `step()`, on the training thread. The node runs elsewhere (on the
 network thread, or on the same thread under virtual time). They communicate through a bounded inbox, single slots that
@@ -24,7 +24,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,21 +42,13 @@ from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.merging import Merger
 from p2ptrain.protocol.exchange.position import Position
 from p2ptrain.protocol.exchange.pushing import Pusher
+from p2ptrain.protocol.exchange.snapshots import Snapshotter
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 # The moving average of the step time covers about ten steps: speeds change slowly (guess).
 STEP_TIME_DECAY = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class _Taking:
-    """A snapshot on its way into host memory, and the request for it."""
-
-    wanted: types.SnapshotWanted
-    weights: Transfer[None]
-    snapshot: types.Snapshot
 
 
 class Exchange:
@@ -137,18 +128,14 @@ class Exchange:
         )
         slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._pusher = Pusher(self._fragments.gather, slots_per_step, cpu_clock, self._containment)
-        # Transfers that were started: a landing, with the seconds for which it has blocked training so far, and a
-        # snapshot.
+        self._snapshotter = Snapshotter(self._flat.read, clock, self._containment)
+        # A landing that was started, and the seconds for which it has blocked training so far.
         self._upload: Transfer[None] | None = None
         self._landing_s = 0.0
-        self._taking: _Taking | None = None
-        # The current request for a snapshot; written by the node alone.
-        self._wish: types.SnapshotWanted | None = None
         # Written by both sides, under the lock.
         self._lock = threading.Lock()
         self._position = Position(run.sync_every, run.total_steps, run.sync_every)
         self._told_due = False
-        self._wanted: types.SnapshotWanted | None = None
         self._landing: types.Landing | None = None
         self.detach()
 
@@ -174,9 +161,7 @@ class Exchange:
 
     def want_snapshot(self, wanted: types.SnapshotWanted | None) -> None:
         """Request a snapshot at the next due step, or (None) withdraw the request: one already taken is dropped."""
-        self._wish = wanted
-        with self._lock:
-            self._wanted = wanted
+        self._snapshotter.want(wanted)
 
     def land(self, landing: types.Landing) -> None:
         """Set a resolved round to take effect in the next step."""
@@ -304,9 +289,8 @@ class Exchange:
     @property
     def under_way(self) -> bool:
         """Whether a transfer that was started is not done: its memory must be kept. Never blocks."""
-        started = [self._taking.weights] if self._taking is not None else []
-        started += [self._upload] if self._upload is not None else []
-        return not all(transfer.done for transfer in started) or self._merger.under_way or self._pusher.under_way
+        lands = self._upload is not None and not self._upload.done
+        return lands or self._snapshotter.under_way or self._merger.under_way or self._pusher.under_way
 
     def take_changes(self) -> types.Changes:
         """The weights changed by the last step, and by landings since the last call."""
@@ -362,50 +346,18 @@ class Exchange:
         return len(arrived)
 
     def _snapshot(self, now: float) -> None:
-        if self._taking is None and self._wanted is not None:
-            self._start_snapshot(now)
-        if self._taking is None or not has_ended(self._taking.weights):
+        if self._upload is None:  # a round that is landing comes first, so that the snapshot has its epoch
+            self._snapshotter.begin(now, lambda: self._position, self.epoch, self.tokens)
+        if (arrived := self._snapshotter.take_arrived()) is None:
             return
-        taken, self._taking = self._taking, None
-        try:
-            taken.weights.finish()
-        except Exception as error:
-            self._want_again(taken.wanted, error)
-            return
+        wanted, snapshot = arrived
 
         def tell() -> None:
             # Otherwise the request was withdrawn or replaced while the weights were read.
-            if self._wish is taken.wanted:
-                (taken.wanted.take or self.on_snapshot)(taken.snapshot)
+            if self._snapshotter.is_wanted(wanted):
+                (wanted.take or self.on_snapshot)(snapshot)
 
         self._tell("a snapshot was taken", tell)
-
-    def _start_snapshot(self, now: float) -> None:
-        if self._upload is not None:
-            # The round that is landing comes first, so that the snapshot has its epoch.
-            return
-        with self._lock:
-            wanted, position = self._wanted, self._position
-            if wanted is None or not (position.due or now >= wanted.latest_s):
-                return
-            self._wanted = None
-        try:
-            weights = self._flat.read(wanted.buffer)
-        except Exception as error:
-            self._want_again(wanted, error)
-            return
-        snapshot = types.Snapshot(
-            self.epoch, wanted.buffer, self.tokens, position.steps, position.run_step, position.at_length,
-            self._clock() - now,
-        )  # fmt: skip
-        self._taking = _Taking(wanted, weights, snapshot)
-
-    def _want_again(self, wanted: types.SnapshotWanted, error: Exception) -> None:
-        """A snapshot failed: put its request back, unless it was withdrawn or replaced."""
-        self._containment.note("a snapshot of the weights", "it is tried again at each step", error)
-        with self._lock:
-            if self._wanted is None and self._wish is wanted:
-                self._wanted = wanted
 
     def _tell_pushed(self, push: types.Push) -> None:
         self._tell("a push was gathered", lambda: self.on_push(push))

@@ -249,6 +249,7 @@ def test_config_show_prints_value_and_source(monkeypatch: pytest.MonkeyPatch) ->
     assert rows["threads"] == ["3", "--threads"]
     assert rows["eval_every"] == ["100", "model", "gpt-demo"]
     assert rows["muon_lr"] == ["unused", "default"]
+    assert rows["context"] == ["the", "model's", "default"]
     merged = json.loads(_output(*arguments, "--json"))
     assert merged["lr"] == {"value": 0.1, "source": "peer.toml: lr"}
     assert merged.keys() == rows.keys() == SETTINGS.keys()

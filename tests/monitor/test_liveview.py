@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from p2ptrain.monitor.formatting import duration
-from p2ptrain.monitor.liveview import LiveView
+from p2ptrain.monitor.liveview import REASONS, LiveView
 from p2ptrain.protocol.membership.peer_status import PeerStatus
 from p2ptrain.protocol.wire.text import shown
 
+ROOT = Path(__file__).parents[2]
 ME = "QmZz4Ge1naYkNEwL9Rfdu1nDKsdRKtqjiugZbvH9g5Y4wb"
 LINE = f"p2ptrain join --initial-peers /ip4/192.168.1.5/tcp/40123/p2p/{ME}"
 OTHERS = (
@@ -158,3 +161,12 @@ def test_time_left_is_rounded() -> None:
     assert [duration(seconds) for seconds in (0, 48, 99, 130, 5940, 11_100, 200_000)] == [
         "0 s", "48 s", "99 s", "2 min", "99 min", "3 h 05 min", "2 d 07 h",
     ]  # fmt: skip
+
+
+def test_reasons_are_worded_as_documented_here_and_on_the_page() -> None:
+    table = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").partition("## Reasons why")[2].partition("\n## ")[0]
+    documented = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table, re.MULTILINE))
+    script = (ROOT / "p2ptrain/monitor/dashboard/static/peers.js").read_text(encoding="utf-8")
+    listed = script.partition("const REASONS = {")[2].partition("}")[0]
+    assert dict(re.findall(r'(\w+): "(.+?)"', listed)) == documented
+    assert documented == {**REASONS, "lost": "lost"}  # only the simulation loses any

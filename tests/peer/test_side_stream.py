@@ -137,7 +137,7 @@ def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(
     def limited(*shape: int, pin_memory: bool = False, **how: object) -> torch.Tensor:
         if pin_memory:
             raise RuntimeError("CUDA error: out of memory")
-        return empty(*shape, **how)  # type: ignore[call-overload, no-any-return]
+        return empty(*shape, **how).fill_(7.0)  # type: ignore[call-overload, no-any-return]
 
     monkeypatch.setattr(torch, "empty", limited)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
@@ -146,3 +146,4 @@ def test_host_memory_that_cannot_be_pinned_is_used_as_it_is(
     assert side.pin(values) is values
     assert caplog.text.count("host memory cannot be pinned (CUDA error: out of memory)") == 1
     assert (memory.shape, memory.dtype, memory.device.type) == ((3, 64), torch.float32, "cpu")
+    assert not memory.any()  # written to, so that its pages are allocated

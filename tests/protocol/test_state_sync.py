@@ -31,6 +31,7 @@ from p2ptrain.protocol.rounds.outer_step import Progress, step_chunks
 from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_sha256
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
+from p2ptrain.protocol.state_sync.joining import Joining
 from p2ptrain.protocol.state_sync.transfer import BUFFER_PIECE_BYTES, MOST_PER_DONOR, Download, StateServer, ask_buffers
 from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import (
@@ -836,6 +837,12 @@ def test_joining_in_the_midst_of_a_contribution() -> None:
     run_virtual(main)
 
 
+def test_the_status_of_a_download_changes_twenty_times() -> None:
+    downloads = [SimpleNamespace(_download=SimpleNamespace(progress=done / 1000)) for done in range(1001)]
+    shown = dict.fromkeys(Joining.status.fget(joining) for joining in downloads)  # type: ignore[attr-defined]
+    assert list(shown) == [f"downloading state {percent} %" for percent in range(0, 101, 5)]
+
+
 def test_a_donor_that_dies_while_it_gives_does_not_stop_the_joiner() -> None:
     async def main() -> None:
         run = dataclasses.replace(RUN, sync_every=50)
@@ -843,7 +850,7 @@ def test_a_donor_that_dies_while_it_gives_does_not_stop_the_joiner() -> None:
             await trained(s, "abc", rounds=1)
             joined = trio.current_time()
             e = s.start("d")
-            await s.until(lambda: "downloading" in e.node.status and "0%" not in e.node.status.split()[-1][:2])
+            await s.until(lambda: "downloading" in e.node.status and " 0 %" not in e.node.status)
             donor = max(s.peers.values(), key=lambda p: p.node.links.counters.sent[Traffic.STATE])
             s.kill(donor.peer_id)
             await s.until(e.node.ready.is_set, within_s=30)

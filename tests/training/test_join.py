@@ -34,6 +34,7 @@ from p2ptrain.training.data.prepare import prepare
 from p2ptrain.training.data.tokenizer_file import train_tokenizer
 from p2ptrain.training.join import join_run
 from p2ptrain.training.models import build
+from p2ptrain.training.take_part import _size_line
 from p2ptrain.training.trainer import Trainer
 from tests.fakes import MADDR, FakeNetworkSession, FakePeer
 from tests.training.characters import VOCAB_SIZE
@@ -431,6 +432,15 @@ def test_a_cpu_begins_with_the_windows_that_fit(
     assert any("a step is 4 windows of 64 tokens, 1 at once;" in line for line in lines)
     with pytest.raises(ConfigError, match=r"--eval-tokens \d+: their ids alone take .* MB, and 3.0 MB of memory are"):
         _join(steps="1", run_id="other", eval_tokens="1" * 9)
+
+
+def test_the_line_of_the_start_counts_one_window_as_one() -> None:
+    trainer: Any = types.SimpleNamespace(
+        model=torch.nn.Linear(999, 1000), step_windows=1, context=1024, eval_windows=4, micro_batch=1,
+        ranks=types.SimpleNamespace(size=1),
+    )  # fmt: skip
+    line = "1.0M parameters; a step is 1 window of 1,024 tokens; evaluating on 4,096 held-out tokens first"
+    assert _size_line(trainer) == line
 
 
 def test_a_joiner_takes_the_shard_of_its_identity(session: type[FakeNetworkSession]) -> None:

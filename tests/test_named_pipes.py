@@ -25,7 +25,7 @@ def _hold(name: str) -> None:
         pass
 
 
-DOORS: dict[str, Callable[[str], object]] = {
+OPENERS: dict[str, Callable[[str], object]] = {
     "-c": lambda name: read_toml(Path(name)),
     "--data": open_source,
     "--tokenizer": find_tokenizer,
@@ -38,12 +38,12 @@ DOORS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-def test_no_door_waits_for_a_pipe_or_reads_a_device_for_ever(door: Callable[[str], object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
+def test_a_pipe_or_a_device_is_refused_and_not_waited_for(opener: Callable[[str], object], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.bin")
     for name in (str(tmp_path / "pipe.bin"), "/dev/zero"):
         with pytest.raises(ConfigError, match=rf"{name}.*a pipe or a device, not a file"):
-            door(name)
+            opener(name)
 
 
 def test_a_pipe_of_the_shell_is_read() -> None:

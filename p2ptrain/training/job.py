@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.settings.peer_config import PeerConfig
 from p2ptrain.settings.setting import settings_of
 from p2ptrain.settings.torchrun import Launch
@@ -123,7 +123,7 @@ def build_trainer(
     context = context_length(model)
     evaluated = config.eval_tokens or eval_tokens(run.model, context)
     if ranks.is_first:
-        check_tokens("--eval-tokens", min(evaluated, len(corpus.held_out)), memory_bytes())
+        check_tokens("--eval-tokens", min(evaluated, len(corpus.held_out)), free_memory_bytes())
     trainer = Trainer(
         model, corpus, run, batch_size=batch_windows(run.model, context, config.batch_tokens, ranks.size),
         seed=_seed(job, ranks.rank), spans=None if told["spans"] is None else np.array(told["spans"], dtype=np.int64),
@@ -141,7 +141,7 @@ def _windows_at_once(job: Job, model: nn.Module, ranks: Ranks) -> int | None:
     """How many windows a rank computes at once at most; None on a GPU, where it is noticed that memory is short."""
     if job.device.type != "cpu":
         return None
-    free_bytes = memory_bytes()
+    free_bytes = free_memory_bytes()
     shapes, context = [parameter.shape for parameter in model.parameters()], context_length(model)
     if ranks.is_first:
         check_window(shapes, context, free_bytes)

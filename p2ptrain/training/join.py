@@ -18,11 +18,11 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.monitor.doctor.local import quick_look
-from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.monitor.estimate import vectors_more
 from p2ptrain.monitor.prometheus import PrometheusSink
 from p2ptrain.monitor.trackers import open_tracker
 from p2ptrain.peer.sinks import Sink
+from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.settings.initial_peers import write_addresses
 from p2ptrain.settings.table import Settings
 from p2ptrain.settings.torchrun import ONE_PROCESS, Launch
@@ -87,7 +87,7 @@ def join_run(
     device = device_of(config.device, launch)
     check_fsdp(config, launch.size)
     if config.batch_tokens:
-        check_tokens("--batch-tokens", config.batch_tokens, memory_bytes())
+        check_tokens("--batch-tokens", config.batch_tokens, free_memory_bytes())
     if settings.explicit("model"):
         check_name(str(settings.values["model"]))
     if config.init_from:

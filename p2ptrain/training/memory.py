@@ -1,6 +1,6 @@
 """What fits into memory, judged beforehand: where a CPU's is short, the system kills the process, and nothing is said.
 
-All are pure functions of the memory that is free (`monitor.doctor.machine.memory_bytes`), None if that is not known.
+All are pure functions of the memory that is free (`settings.free_memory`), None if that is not known.
 """
 
 from __future__ import annotations
@@ -82,10 +82,13 @@ def check_text(source: str, size_bytes: int, free_bytes: int | None) -> None:
 
 
 def check_parameters(model: str, num_parameters: int, free_bytes: int | None) -> None:
-    """Raise ConfigError if the weights of a model do not fit."""
+    """Raise ConfigError if the weights of a model do not fit.
+
+    `num_parameters`: at least so many; a table may get more rows once the run's tokenizer is known.
+    """
     needed = PARAMETER_BYTES * num_parameters
     if free_bytes is not None and needed > free_bytes:
         raise ConfigError(
-            f"--model {model}: its {num_parameters:,} parameters take {size(needed)}, and {size(free_bytes)} of memory "
-            f"are free; train a smaller model"
+            f"--model {model}: its weights take at least {size(needed)} ({num_parameters:,} parameters), and "
+            f"{size(free_bytes)} of memory are free; train a smaller model"
         )

@@ -427,7 +427,7 @@ def test_the_memory_check_knows_the_error_buffers_of_the_run(
 def test_a_cpu_begins_with_the_windows_that_fit(
     session: type[FakeNetworkSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "memory_bytes", lambda: 3_000_000)  # a window of the demo's model takes 1.8 MB
+    monkeypatch.setattr(job, "free_memory_bytes", lambda: 3_000_000)  # a window of the demo's model takes 1.8 MB
     lines = _join(steps="1")
     assert any("a step is 4 windows of 64 tokens, 1 at once;" in line for line in lines)
     with pytest.raises(ConfigError, match=r"--eval-tokens \d+: their ids alone take .* MB, and 3.0 MB of memory are"):

@@ -64,7 +64,7 @@ def test_a_window_that_cannot_be_computed_is_refused() -> None:
     [
         (check_tokens, 10**8, 10**9, "X 1000000000: their ids alone take 40 GB, and 8.0 GB of memory are free"),
         (check_text, GB, 10 * GB, "--data X: 10 GB of text take 40 GB while it is read, and 8.0 GB of memory are free"),
-        (check_parameters, 2 * GB, 3 * GB, "--model X: its 3,000,000,000 parameters take 12 GB, and 8.0 GB of memory"),
+        (check_parameters, 2 * GB, 3 * GB, "--model X: its weights take at least 12 GB (3,000,000,000 parameters)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_both_numbers(check, fits: int, too_many: int, message: str) -> None:

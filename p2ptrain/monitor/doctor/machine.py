@@ -6,13 +6,13 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from p2ptrain.settings.cores import usable_cores
+from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.version import __version__
 
 # Packages whose versions belong in a bug report.
@@ -60,7 +60,7 @@ def read_machine(out: Path, *, gpu: bool) -> Machine:
         | {"p2ptrain": __version__},
         cores=usable_cores(),
         threads=torch.get_num_threads(),
-        memory_bytes=memory_bytes(),
+        memory_bytes=free_memory_bytes(),
         disk_bytes=_disk_bytes(place),
         writable=place.is_dir() and os.access(place, os.W_OK | os.X_OK),
         open_files=_open_files(),
@@ -74,18 +74,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def memory_bytes() -> int | None:
-    """Memory available without swapping, within a container's limit; None if the system does not say."""
-    if sys.platform != "linux":
-        return None
-    lines = (_read(Path("/proc/meminfo")) or "").splitlines()
-    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    limit, used = (_read(Path("/sys/fs/cgroup") / name) or "" for name in ("memory.max", "memory.current"))
-    if limit.isdecimal() and used.isdecimal():  # limit of a container (cgroup version 2)
-        free.append(max(0, int(limit) - int(used)))
-    return min(free, default=None)
 
 
 def _disk_bytes(place: Path) -> int | None:
@@ -102,10 +90,3 @@ def _open_files() -> int | None:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.settings.files import open_file
+from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.training.data.tokenizer import CHARS, UNKNOWN, Tokenizer
 from p2ptrain.training.memory import check_text
 
@@ -126,7 +126,7 @@ def read_texts(source: str) -> TextFiles:
             if not files:
                 raise ConfigError(f"--data {source}: no text in this directory; give one with text files, or a file")
             return TextFiles(source, files)
-        check_text(source, path.stat().st_size, memory_bytes())
+        check_text(source, path.stat().st_size, free_memory_bytes())
         with open_file(path) as file:
             content = file.read()
     except FileNotFoundError as error:
@@ -178,7 +178,7 @@ def _stdlib_files() -> Iterator[tuple[str, str]]:
 
 
 def _text_files(root: Path) -> Iterator[tuple[str, str]]:
-    size_bytes, free_bytes = 0, memory_bytes()
+    size_bytes, free_bytes = 0, free_memory_bytes()
     for name, path in sorted(_walk(root)):
         with path.open("rb") as file:
             start = file.read(_LOOKED_AT_BYTES)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.monitor.doctor.machine import memory_bytes
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.settings.model_defaults import BATCH_WINDOWS, EVAL_STEPS, model_defaults
 from p2ptrain.settings.table import did_you_mean
 from p2ptrain.training.memory import check_parameters
@@ -88,7 +88,7 @@ def check_name(name: str) -> None:
     Also if the weights do not fit into memory; of a factory that is not known.
     """
     if name in PRESETS or hf.is_of_transformers(name):
-        check_parameters(name, count_parameters(name, vocab_size=0), memory_bytes())
+        check_parameters(name, count_parameters(name, vocab_size=0), free_memory_bytes())
         return
     if ":" not in name:
         hint = did_you_mean(name, PRESETS)

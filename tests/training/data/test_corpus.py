@@ -127,7 +127,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
 
     # Simulated, because tests may run as root, who can read everything.
     monkeypatch.setattr(Path, "open", refuse)
-    monkeypatch.setattr("p2ptrain.training.data.corpus.memory_bytes", lambda: None)
+    monkeypatch.setattr("p2ptrain.training.data.corpus.free_memory_bytes", lambda: None)
     (tmp_path / "text").touch()
     for source in (tmp_path, tmp_path / "text"):
         with pytest.raises(ConfigError, match=r"text: cannot be read \(Permission denied\)"):

@@ -68,8 +68,8 @@ def test_a_configuration_without_positions_is_refused(saved: Path) -> None:
     ("changed", "message"),
     [
         ({"n_layer": 5_000_000}, "has 5,000,000 layers, and at most 1,000 are built; give fewer"),
-        ({"n_embd": 2**22}, r"its [\d,]+ parameters take \d+ TB, and .* of memory are free; train a smaller model"),
-        ({"n_positions": 10**13}, r"its [\d,]+ parameters take \d+ TB, and .* of memory are free"),
+        ({"n_embd": 2**22}, r"its weights take at least \d+ TB \(.* of memory are free; train a smaller model"),
+        ({"n_positions": 10**13}, r"its weights take at least \d+ TB \([\d,]+ parameters\), and .* of memory are free"),
         ({"n_embd": 2**62}, r"cannot be built \(Storage size calculation overflowed"),
     ],
 )

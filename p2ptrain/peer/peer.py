@@ -425,8 +425,14 @@ class Peer:
                 except Exception as error:
                     self._errors.note("calling on_status", error)
             self._exchange.idle()
-            if self._exchange.landing_error is not None:
-                raise self._exchange.landing_error
+            if (unwritten := self._exchange.landing_error) is not None:
+                if isinstance(unwritten, torch.cuda.OutOfMemoryError):
+                    reason = str(unwritten).partition("\n")[0]
+                    raise ConfigError(
+                        f"too little memory on the GPU to write the run's weights ({reason}); free some of it, or "
+                        f"train a smaller model"
+                    ) from unwritten
+                raise unwritten
             self._ended.wait(POLL_S)
         state_sync = self._runner.last_ready.state_sync
         self.founded, self.run_founder = state_sync.joining.founded, state_sync.run_founder

@@ -11,6 +11,7 @@ import torch
 
 from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.algorithms.transfers import Transfers
+from p2ptrain.errors import ConfigError
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
 from p2ptrain.peer import peer as peer_module
@@ -134,16 +135,28 @@ def test_a_faulty_device_does_not_prevent_leaving(
         assert thread.stop(10.0)
 
 
-def test_joining_ends_if_the_weights_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (
+            torch.cuda.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nMore about it"), ConfigError,
+            r"^too little memory on the GPU .* \(CUDA out of memory. Tried 2 GiB.\); free some of it, or",
+        ),
+        (RuntimeError("device-side assert"), RuntimeError, r"^device-side assert$"),
+    ],
+)  # fmt: skip
+def test_joining_ends_if_the_weights_cannot_be_written(
+    error: Exception, raised: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it trains, a peer tries again at each step. Before that there is nothing to go on with."""
 
     def land(exchange: Exchange) -> None:
-        exchange.landing_error = torch.cuda.OutOfMemoryError("CUDA out of memory")
+        exchange.landing_error = error
 
     monkeypatch.setattr(Exchange, "idle", land)
     thread, records = NetworkThread(), list[str]()
     try:
-        with pytest.raises(torch.cuda.OutOfMemoryError):
+        with pytest.raises(raised, match=message):
             peer_of(thread, Records(records), may_found=False)
         assert records[-2:] == ["stop", "closed"]
     finally:

@@ -141,13 +141,17 @@ def _prepare(
     done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
     if done:
         say(f"continuing: {len(done)} of {len(units)} parts are done")
-    for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
-        done[number] = found
-        finished = [done[number] for number in done]
-        on_progress(Progress(
-            len(done), len(units), sum(units[n].size_bytes for n in done), sum(unit.size_bytes for unit in units),
-            sum(shard.tokens for found in finished for shard in found.shards),
-        ))  # fmt: skip
+    try:
+        for number, found in _run(job, out, [n for n in range(len(units)) if n not in done], jobs):
+            done[number] = found
+            finished = [done[number] for number in done]
+            on_progress(Progress(
+                len(done), len(units), sum(units[n].size_bytes for n in done), sum(unit.size_bytes for unit in units),
+                sum(shard.tokens for found in finished for shard in found.shards),
+            ))  # fmt: skip
+    except ConfigError:
+        _withdraw(notes, out, len(units))
+        raise
     in_order = [done[number] for number in range(len(units))]
     meta = Meta(
         version=1, tokenizer=chosen.identity, name=tokenizer, vocab_size=chosen.vocab_size,
@@ -213,6 +217,16 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
     notes.mkdir(exist_ok=True)
     noted = {"digest": job.digest, "tokenizer": job.tokenizer, "name": job.name}
     _write_whole(path, msgspec.json.encode(noted))
+
+
+def _withdraw(notes: Path, out: Path, units: int) -> None:
+    """Remove what `_claim` noted if no part is done, so that a corrected command can have the same directory."""
+    if any(_note(notes, number) is not None for number in range(units)):
+        return
+    for pattern in (TOKENIZER_FILE, "train-*.part", "val-*.part"):
+        for path in out.glob(pattern):
+            path.unlink(missing_ok=True)
+    shutil.rmtree(notes)
 
 
 def _run(job: Job, out: Path, numbers: list[int], jobs: int) -> Iterator[tuple[int, Done]]:

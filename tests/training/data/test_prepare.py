@@ -246,6 +246,30 @@ def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, monkeypa
         _prepare([path], tmp_path / "out", tokenizer="train:300")
 
 
+def test_a_corrected_command_takes_the_directory_of_one_that_failed_at_once(tmp_path: Path) -> None:
+    path = _write_lines(tmp_path / "a.jsonl", field="body")
+    tok = tmp_path / "tokenizer.json"
+    _prepare([_write_lines(tmp_path / "b.jsonl")], tmp_path / "made", tokenizer="train:300")
+    (tmp_path / "made" / "tokenizer.json").rename(tok)
+    with pytest.raises(ConfigError, match=r"has no field 'text'; give --field with one of: id, body"):
+        _prepare([path], tmp_path / "out", tokenizer=str(tok))
+    _prepare([path], tmp_path / "out", field="body")
+    assert sorted(found.name for found in (tmp_path / "out").iterdir()) == [
+        ".lock", "meta.json", "train-000000.bin", "val-000000.bin"
+    ]  # fmt: skip
+
+
+def test_parts_that_are_done_are_kept_when_a_later_one_fails(tmp_path: Path) -> None:
+    good, bad = _write_lines(tmp_path / "a.jsonl"), _write_lines(tmp_path / "b.jsonl", field="body")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"has no field 'text'"):
+            _prepare([good, bad], tmp_path / "out")
+    _write_lines(bad)  # as long as before
+    said: list[str] = []
+    _prepare([good, bad], tmp_path / "out", say=said.append)
+    assert said == ["continuing: 1 of 2 parts are done"]
+
+
 def test_without_a_terminal_lines_say_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2ptrain.cli.data.LINE_INTERVAL_S", 0.0)
     paths = [str(_write_lines(tmp_path / f"{number}.jsonl")) for number in range(2)]

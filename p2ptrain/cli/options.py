@@ -24,6 +24,14 @@ EVERY_WAY = (
 TICKET_HELP = "Ticket that `p2ptrain join` printed, a file that holds one, or an initial peer."
 # Of a word that is no ticket: it may be a part of one.
 MAX_SHOWN_CHARS = 12
+# What nanoGPT's and transformers' trainers call these settings: near spellings would suggest unrelated ones.
+OTHER_NAMES = {
+    "batch_size": "batch_tokens", "block_size": "context", "dataset": "data", "eval_interval": "eval_every",
+    "eval_iters": "eval_tokens", "gradient_accumulation_steps": "micro_batch", "learning_rate": "lr",
+    "lr_scheduler_type": "schedule", "max_iters": "steps", "max_steps": "steps", "optim": "inner_optimizer",
+    "optimizer": "inner_optimizer", "out_dir": "out", "output_dir": "out",
+    "per_device_train_batch_size": "micro_batch", "wandb_log": "log", "warmup_iters": "warmup_steps",
+}  # fmt: skip
 
 
 class NumberRange(click.FloatRange):
@@ -43,7 +51,11 @@ class SettingsCommand(click.Command):
         given = list(args)
         try:
             return super().parse_args(ctx, args)
-        except click.NoSuchOption:
+        except click.NoSuchOption as error:
+            name = OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_"))
+            if name is not None and name in {parameter.name for parameter in self.params}:
+                message = f"No such option {error.option_name!r}. Did you mean {SETTINGS[name].flag!r}?"
+                raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
             raise
         except click.UsageError:
             if all(without_secrets(word) == word for word in given):

@@ -26,5 +26,5 @@ def wait_for_last_round(peer: Peer | GroupPeer) -> None:
 
     Blocks for up to LAST_ROUND_TIMEOUT_S.
     """
-    if 0 < peer.run.total_steps <= peer.run_step:
+    if peer.run.is_over_at(peer.run_step):
         peer.wait_finished(LAST_ROUND_TIMEOUT_S)

@@ -289,6 +289,10 @@ class RunConfig:
         canonical = json.dumps(self.stated(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def is_over_at(self, run_step: int) -> bool:
+        """Whether the run has a length, and ends at this step or before."""
+        return 0 < self.total_steps <= run_step
+
     def data_seed(self, peer_id: str) -> int:
         """A seed for a peer's share of the data: the same after a restart with the same identity."""
         return int.from_bytes(hashlib.sha256(f"{self.run_seed}/{peer_id}".encode()).digest()[:6], "big")

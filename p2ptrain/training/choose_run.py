@@ -112,7 +112,7 @@ def choose_run(
     run = settle_run(settings, found, ours, out)
     if session.knows_others and not found and not saved:
         say(f"no peers found for run {run_id!r}; starting it (--run-id chooses another run)")
-    if saved and found is None and 0 < run.total_steps <= saved.step:
+    if saved and found is None and run.is_over_at(saved.step):
         say(f"run {run_id!r} is finished: {saved.step} steps, see {out}; start another with a new --run-id or --out")
         return None
     if config.tokenizer and config.tokenizer.startswith(TRAIN) and (found or saved):

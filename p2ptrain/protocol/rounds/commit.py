@@ -207,7 +207,7 @@ class Committer:
         if context.state.anchor.nbytes >= LARGE_BYTES:
             # What was received lies in freed heap pages; the landing takes new ones.
             await context.compute(release_unused)
-        adds = included and not self._finishes(record)
+        adds = included and not context.run.is_over_at(record.run_step)
         land = functools.partial(own.land, context.codec) if own is not None and adds else None
         for span in context.averaging.spans(record):
             await context.compute(
@@ -237,10 +237,6 @@ class Committer:
         logger.warning("our outer gradient was left out of round %d: %s", record.round, why)
         return f"its outer gradient was left out: {why}"
 
-    def _finishes(self, record: Record) -> bool:
-        """Whether a record is that of the run's last round."""
-        return 0 < self._context.run.total_steps <= record.run_step
-
     def _landing_of(self, record: Record, included: bool, missed_rounds: int) -> Landing:
         """The landing of a round in this peer's weights.
 
@@ -250,7 +246,7 @@ class Committer:
         and discards its own progress. So does every peer after the run's last round: all end with the same weights.
         """
         context, run, taker, own = self._context, self._context.run, self._taker, self._taker.own
-        finished = self._finishes(record)
+        finished = run.is_over_at(record.run_step)
         overwrite = finished or (not included and missed_rounds > run.max_missed_rounds)
         included_tokens = own.snapshot.tokens if included and own is not None else 0
         kind: LandingKind = "keep"

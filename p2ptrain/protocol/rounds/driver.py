@@ -137,7 +137,7 @@ class RoundDriver:
     @property
     def _is_active(self) -> bool:
         """Not while a round is applied or the state replaced, after the run's last round, or when we leave."""
-        finished = 0 < self.context.run.total_steps <= self.head.run_step
+        finished = self.context.run.is_over_at(self.head.run_step)
         return not (self.committer.resolving or finished or self._leaving)
 
     # The head.

@@ -30,7 +30,7 @@ class Arrivals:
         """
         context, head, run = self._engine.context, self._engine.head, self._engine.context.run
         run_step = head.run_step if run_step is None else run_step
-        finished = 0 < run.total_steps <= head.run_step
+        finished = run.is_over_at(head.run_step)
         kind = "write" if finished else kind
         # The interval that a checkpoint interrupted goes on: its round is due after the rest of it, at once if it was
         # due. Steps in pairs have no head that says when the last one was.

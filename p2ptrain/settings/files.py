@@ -1,13 +1,16 @@
-"""Opens files that users name: does not wait, or read for ever, where the name is that of a pipe or a device."""
+"""Opens files that users name: does not wait, or read for ever, where the name is that of a pipe or a device.
+
+And writes files that are whole or not there."""
 
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 from typing import IO
 
-# Pipes that a shell opens: `--run-key <(pass show run)`, `… | p2ptrain -c /dev/stdin`. Their writers are there.
+# Pipes that a shell opens: `-c <(make-settings)`, `… | p2ptrain -c /dev/stdin`. Their writers are there.
 _OF_SHELL = (Path("/dev/fd"), Path("/proc/self/fd"))
 _STDIN = Path("/dev/stdin")
 # More than settings and lists of addresses ever have (guess).
@@ -29,3 +32,13 @@ def read_text(path: Path) -> str:
     if len(content) > MAX_TEXT_BYTES:
         raise OSError(errno.EFBIG, f"has more than {MAX_TEXT_BYTES:,} bytes", str(path))
     return content.decode("utf-8")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, or replace it: whole, or not at all, also if the machine stops meanwhile. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)

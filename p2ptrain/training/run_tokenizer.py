@@ -8,6 +8,7 @@ from pathlib import Path
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.settings.config import RunConfig
+from p2ptrain.settings.files import write_whole
 from p2ptrain.training.data.corpus import TextFiles
 from p2ptrain.training.data.token_files import TokenFolder
 from p2ptrain.training.data.tokenizer import Characters, Ids, Tokenizer
@@ -92,11 +93,9 @@ def tokenizer_of(
 
 
 def _save(path: Path, file: bytes) -> None:
-    """Write the file whole or not at all: a run that only this peer trains cannot be continued without it."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Keep the tokenizer: a run that only this peer trains cannot be continued without it."""
     try:
-        temporary.write_bytes(file)
-        temporary.replace(path)
+        write_whole(path, file)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; free space there, or give another --out"

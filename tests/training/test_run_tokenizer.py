@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,11 @@ def test_a_full_disk_leaves_no_half_of_a_tokenizer(tmp_path: Path, monkeypatch: 
     run = RunConfig(run_id="r", tokenizer=made.identity, vocab_size=made.vocab_size)
     source = TextFiles("t", [("t", TEXT)])
 
-    def fill_up(path: Path, content: bytes) -> int:
-        path.open("wb").write(content[:100])
+    def fill_up(descriptor: int) -> None:
+        os.ftruncate(descriptor, 100)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    monkeypatch.setattr(os, "fsync", fill_up)
     with pytest.raises(ConfigError, match=rf"{TOKENIZER_FILE} cannot be written: No space left on device; free space"):
         tokenizer_of(run, made, source, tmp_path, lambda: None)
     assert not (tmp_path / TOKENIZER_FILE).exists()

@@ -23,6 +23,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.settings.files import write_whole
 from p2ptrain.signals import interruptible
 from p2ptrain.training.data.documents import Document, Unit, find_units, read_documents
 from p2ptrain.training.data.meta import META_FILE, UNFINISHED, Meta, Shard, encoded
@@ -137,7 +138,7 @@ def _prepare(
     job = Job(sources, units, field, split, held_out, chosen.identity, chosen.vocab_size, tokenizer)
     _claim(notes, job, out)
     if chosen.file:
-        _write_whole(out / TOKENIZER_FILE, chosen.file)
+        write_whole(out / TOKENIZER_FILE, chosen.file)
     done = {number: found for number in range(len(units)) if (found := _note(notes, number)) is not None}
     if done:
         say(f"continuing: {len(done)} of {len(units)} parts are done")
@@ -160,7 +161,7 @@ def _prepare(
     )  # fmt: skip
     if not any(shard.split == "train" for shard in meta.shards):
         raise ConfigError(f"{', '.join(sources)}: no document with text was found to train on")
-    _write_whole(out / META_FILE, encoded(meta))
+    write_whole(out / META_FILE, encoded(meta))
     shutil.rmtree(notes)
     return Prepared(meta, sum(d.empty for d in in_order), next((d.first_empty for d in in_order if d.empty), ""))
 
@@ -216,7 +217,7 @@ def _claim(notes: Path, job: Job, out: Path) -> None:
         raise ConfigError(f"--out {out}: is not empty ({foreign[0]}); give a new directory")
     notes.mkdir(exist_ok=True)
     noted = {"digest": job.digest, "tokenizer": job.tokenizer, "name": job.name}
-    _write_whole(path, msgspec.json.encode(noted))
+    write_whole(path, msgspec.json.encode(noted))
 
 
 def _withdraw(notes: Path, out: Path, units: int) -> None:
@@ -281,7 +282,7 @@ def prepare_unit(job: Job, out: Path, number: int) -> Done:
         for writer in split.values():
             writer.close()
     done = Done(shards, empty, first_empty)
-    _write_whole(out / UNFINISHED / f"{number:06d}.json", msgspec.json.encode(done))
+    write_whole(out / UNFINISHED / f"{number:06d}.json", msgspec.json.encode(done))
     return done
 
 
@@ -340,15 +341,6 @@ def _note(notes: Path, number: int) -> Done | None:
         return msgspec.json.decode((notes / f"{number:06d}.json").read_bytes(), type=Done)
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    part = path.with_suffix(".part")
-    with part.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(path)
 
 
 def _end_with_parent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -45,8 +44,6 @@ def generate(
     from p2ptrain.protocol.wire.text import for_terminal
     from p2ptrain.training.generation import generate_text, load_model
 
-    if math.isnan(temperature) or math.isnan(top_p):
-        raise click.UsageError("--temperature and --top-p must be numbers, not nan")
     prompt = prompt.encode(errors="replace").decode()  # bytes of the terminal that are not UTF-8
     model, found = load_model(Path(directory), tokenizer)
     click.echo(prompt, nl=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from p2ptrain.monitor.formatting import count
 from p2ptrain.signals import stop_on_signals
 from p2ptrain.training.data.tokenizer import IDS
 from p2ptrain.training.generation import generate_text
@@ -76,9 +77,9 @@ def take_part(
 
 def _size_line(trainer: Trainer) -> str:
     """What is trained: with a large model, minutes pass before the next line."""
-    count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count:,}"
-    windows = "1 window" if trainer.step_windows == 1 else f"{trainer.step_windows:,} windows"
+    number = sum(parameter.numel() for parameter in trainer.model.parameters())
+    size = f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number:,}"
+    windows = count(trainer.step_windows, "window")
     at_once = trainer.micro_batch * trainer.ranks.size
     parts = f", {at_once:,} at once" if at_once < trainer.step_windows else ""
     return (

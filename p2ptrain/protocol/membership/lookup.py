@@ -334,12 +334,7 @@ async def _ask_list(links: Links, link: Link, what: str, parse: Callable[[bytes]
 
 def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
     """The answer to a request for strikes, its texts made safe to print. Raises WireError."""
-    if len(payload) > MAX_STRIKES_BYTES:
-        raise WireError("list of strikes too large")
-    try:
-        told = msgspec.json.decode(payload, type=list[Struck])
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"bad list of strikes: {error}") from None
+    told = _list_of(payload, list[Struck], "strikes", MAX_STRIKES_BYTES)
     if not all(0 < struck.count < 2**31 and 0 <= struck.age_s < math.inf for struck in told):
         raise WireError("impossible counts or ages of strikes")
     return tuple(
@@ -350,13 +345,17 @@ def parse_strikes(payload: bytes) -> tuple[Struck, ...]:
 
 def parse_relayed(payload: bytes) -> dict[PeerId, PeerId]:
     """The answer to a request for relayed links, made safe to print. Raises WireError."""
-    if len(payload) > MAX_RELAYED_BYTES:
-        raise WireError("list of relayed links too large")
-    try:
-        told = msgspec.json.decode(payload, type=dict[str, str])
-    except (ValueError, RecursionError) as error:
-        raise WireError(f"bad list of relayed links: {error}") from None
+    told = _list_of(payload, dict[str, str], "relayed links", MAX_RELAYED_BYTES)
     return {shown(peer_id, MAX_PEER_ID): shown(relay, MAX_PEER_ID) for peer_id, relay in told.items()}
+
+
+def _list_of(payload: bytes, kind: type[T], what: str, most_bytes: int) -> T:
+    if len(payload) > most_bytes:
+        raise WireError(f"list of {what} too large")
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"bad list of {what}: {error}") from None
 
 
 def _parse_settings(peer_id: PeerId, payload: bytes) -> RunConfig:

@@ -124,6 +124,30 @@ def test_of_two_alike_exactly_one_is_left() -> None:
         assert better(ours, theirs) != better(theirs, ours)
 
 
+@pytest.mark.parametrize("founders", itertools.permutations("abx", 2))
+@pytest.mark.parametrize("rounds", [(1, 0), (0, 1), (3, 90), (90, 3)])
+def test_which_of_two_goes_on_does_not_change_with_the_rounds_that_either_commits(
+    founders: tuple[str, str], rounds: tuple[int, int]
+) -> None:
+    """They grow while their peers compare them, and each would leave, or none."""
+    ours, theirs = (common().found(founder).commit(founder) for founder in founders)
+    before = better(ours, theirs), better(theirs, ours)
+    for past, count in zip((ours, theirs), rounds, strict=True):
+        for _ in range(count):
+            past.commit(past.voters)
+    assert (better(ours, theirs), better(theirs, ours)) == before
+    assert before.count(True) == 1
+
+
+def test_which_of_two_goes_on_changes_when_another_of_the_voters_signs_in_one() -> None:
+    one, two = common().found("a").commit("ac", "a"), common().found("b")
+    assert better(two, one)
+    two.commit("bd", "b").commit("bd", "bd")
+    assert better(one, two)
+    one.commit("ac", "ac").commit("ac")
+    assert better(one, two) != better(two, one)  # as many again
+
+
 def test_equal_entries_with_other_signatures_are_shared() -> None:
     ours, theirs = common(), common()
     ours.commit("abcd", signers="abc").commit("ab", "abcd")

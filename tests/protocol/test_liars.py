@@ -127,7 +127,7 @@ def test_a_lineage_that_one_member_founds_leads_nobody_away() -> None:
             engine = s.peers["x"].node.engine
             await s.until(lambda: not engine.committer.resolving)
             async with engine.paused():
-                engine.found_lineage(engine.head, engine.history)
+                engine.found_lineage(engine.head, engine.history, "a test")
             began = trio.current_time()
             await s.until(lambda: len([r for r in s.peers["a"].rounds("committed") if r["t"] > began]) >= 4)
             assert {s.peers[name].node.engine.head.lineage for name in "abc"} == {lineage}

@@ -17,6 +17,7 @@ from p2ptrain.protocol.rounds.lineage import (
     PastHeads,
     check_head,
     generation_of,
+    is_our_turn,
     new_lineage,
 )
 from p2ptrain.protocol.rounds.liveness import Liveness
@@ -53,7 +54,7 @@ def test_with_a_quorum_it_never_ends() -> None:
     async def main() -> None:
         lineage = watch(Swarm("b"))
         await trio.sleep(10 * QUORUM_LOST_S)
-        assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
+        assert not lineage.is_our_turn(HEAD, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
 
     run_virtual(main)
 
@@ -62,8 +63,10 @@ def test_it_ends_when_the_voters_were_away_for_the_patience_and_three_intervals(
     async def main() -> None:
         lineage = watch(Swarm())
         await trio.sleep(QUORUM_LOST_S + 1)
-        assert not lineage.has_ended(HEAD, 100.0, trio.current_time())
-        assert lineage.has_ended(HEAD, 0.0, trio.current_time())
+        assert not lineage.is_our_turn(
+            HEAD, 100.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True
+        )
+        assert lineage.is_our_turn(HEAD, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
 
     run_virtual(main)
 
@@ -72,7 +75,9 @@ def test_it_ends_at_once_when_all_missing_voters_left_or_were_started_anew() -> 
     async def main() -> None:
         swarm = Swarm("c", gone=("b",))
         swarm.linked["c"] = _link("c", incarnation="2")
-        assert watch(swarm).has_ended(HEAD, 1000.0, trio.current_time())
+        assert watch(swarm).is_our_turn(
+            HEAD, 1000.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True
+        )
 
     run_virtual(main)
 
@@ -83,10 +88,10 @@ def test_who_was_paused_gives_its_links_time_to_come_back() -> None:
         lineage = watch(swarm)
         await trio.sleep(5 * QUORUM_LOST_S)  # in which it was not awake
         lineage.reset(trio.current_time())
-        assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
+        assert not lineage.is_our_turn(HEAD, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
         swarm.linked["b"] = _link("b")
         await trio.sleep(5 * QUORUM_LOST_S)
-        assert not lineage.has_ended(HEAD, 0.0, trio.current_time())
+        assert not lineage.is_our_turn(HEAD, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
 
     run_virtual(main)
 
@@ -97,16 +102,90 @@ def test_of_several_survivors_the_lowest_id_goes_on_or_else_the_next() -> None:
         head = Head("g", HEAD.lineage, 3, "s", "a", (("x", "1"), ("y", "1"), ("z", "1"), ("0", "1")), 1, 1, None)
         lineage = watch(swarm)
         await trio.sleep(QUORUM_LOST_S + 1)
-        assert not lineage.has_ended(head, 0.0, trio.current_time())
+        assert not lineage.is_our_turn(head, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
         await trio.sleep(QUORUM_LOST_S)
-        assert lineage.has_ended(head, 0.0, trio.current_time()), "the other one does not begin a lineage"
+        # The other one does not begin a lineage.
+        assert lineage.is_our_turn(head, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
         swarm.linked.clear()
         swarm.linked["b"] = _link("b")
         lineage.reset(trio.current_time())
         await trio.sleep(QUORUM_LOST_S + 1)
-        assert lineage.has_ended(head, 0.0, trio.current_time())
+        assert lineage.is_our_turn(head, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "lost_s", "lower", "awaits", "begins"),
+    [
+        (0.0, 1.0, 0, False, True),
+        (None, 1.0, 0, False, False),  # voters may come back
+        (None, 59.0, 0, False, False), (None, 61.0, 0, False, True), (None, 61.0, 1, False, False),
+        (None, 121.0, 1, False, True),
+        (2.9, 3.0, 1, False, False), (3.0, 3.0, 1, False, True),
+        (3.0, 3.0, 2, False, False), (6.0, 6.0, 2, False, True),
+        # Another state may be the one to adopt, unless its peer does not answer.
+        (0.0, 1.0, 0, True, False), (9.9, 10.0, 0, True, False), (10.0, 10.0, 0, True, True),
+        (None, 61.0, 0, True, True),
+        # Anybody can claim to be there: not more than three turns.
+        (8.9, 9.0, 255, False, False), (9.0, 9.0, 255, False, True), (None, 241.0, 255, False, True),
+    ],
+)  # fmt: skip
+def test_whose_turn_it_is(ended_s: float | None, lost_s: float, lower: int, awaits: bool, begins: bool) -> None:
+    turn = is_our_turn(ended_s=ended_s, lost_s=lost_s, patience_s=60.0, lower=lower, awaits=awaits)
+    assert turn is begins
+
+
+def test_a_voter_that_went_on_in_another_lineage_is_not_waited_for() -> None:
+    async def main() -> None:
+        swarm = Swarm("b", "c")
+        swarm.linked["b"].beat.lineage = swarm.linked["c"].beat.lineage = "1-y"
+        liveness = swarm.liveness
+        assert liveness.is_gone_for_good(("b", "1"), HEAD.lineage)
+        assert not liveness.is_gone_for_good(("b", "1"), "1-y")
+        # Joining, it may have been a voter of ours that is restarted; its incarnation tells.
+        swarm.linked["b"].beat.lineage = ""
+        assert not liveness.is_gone_for_good(("b", "1"), HEAD.lineage)
+        assert liveness.is_gone_for_good(("b", "0"), HEAD.lineage)
+
+    run_virtual(main)
+
+
+def test_peers_that_may_not_begin_a_lineage_take_no_turn() -> None:
+    async def main() -> None:
+        swarm = Swarm("0", gone=("x",))
+        head = Head("g", HEAD.lineage, 3, "s", "a", (("x", "1"), ("y", "1"), ("a", "1")), 1, 1, None)
+        swarm.liveness.note_departed("y")
+        now = trio.current_time()
+        for takes_turns, begins in ((True, False), (False, True)):
+            turn = watch(swarm).is_our_turn(head, 0.0, now, awaits=lambda: False, takes_turns=lambda _: takes_turns)
+            assert turn is begins
+
+    run_virtual(main)
+
+
+def test_the_user_is_told_once_that_there_are_no_rounds_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def main() -> None:
+        swarm = Swarm("b")
+        lineage = watch(swarm)
+        swarm.linked.clear()
+        for _ in range(8):
+            await trio.sleep(1)
+            lineage.is_our_turn(HEAD, 0.0, trio.current_time(), awaits=lambda: False, takes_turns=lambda _: True)
+            lineage.tell(HEAD, 0.0, trio.current_time())
+        assert lineage.why(HEAD, trio.current_time()) == "no word from b, c for 8 s"
+        swarm.liveness.note_departed("b")
+        swarm.liveness.note_departed("c")
+        assert lineage.why(HEAD, trio.current_time()) == "b, c left, was restarted, or went on without us"
+
+    run_virtual(main)
+    (told,) = (record.getMessage() for record in caplog.records if "no rounds for now" in record.getMessage())
+    assert told.startswith(
+        "no rounds for now: too few of the peers that decide round 4 can be reached (missing: b, c);"
+    )
+    assert told.endswith("If they do not come back within 55 s, rounds go on without them")
 
 
 def at(lineage: str, round_: int) -> Head:

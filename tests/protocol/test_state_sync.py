@@ -737,7 +737,7 @@ def test_partners_that_announce_the_same_round_are_all_followed_again_at_once() 
             node.on_message = take_beats  # type: ignore[method-assign]
             for _ in range(300):
                 await trio.sleep(0.1)
-                assert not node.state_sync._futile.backed_off(trio.current_time())
+                assert not node.engine._futile.backed_off(trio.current_time())
             assert node.engine.head.round >= behind + 3
 
     run_virtual(main)

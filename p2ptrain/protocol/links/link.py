@@ -124,8 +124,10 @@ class Link:
         self.left = False
         self.streams = 0
         self.flow = FlowControl()
-        # When it last answered a request of ours, and when we last served it some of our state.
-        self.answered_s = self.served_s = 0.0
+        # When it last answered a request of ours.
+        self.answered_s = 0.0
+        # Until when rounds may wait for its next request for our state, and how many rounds came first, as it says.
+        self.joining_until_s, self.times_overtaken = -math.inf, 0
         self.opened_s = self.last_heard = trio.current_time()
         self.rates = rates
         self._uses, self._used_s = 0, -math.inf

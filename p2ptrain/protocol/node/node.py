@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import trio
 
@@ -25,7 +25,7 @@ from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe
-from p2ptrain.protocol.node.requests import RequestServer
+from p2ptrain.protocol.node.requests import PROGRESS_S, RequestServer
 from p2ptrain.protocol.pairwise.pairwise import Pairwise
 from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
@@ -50,8 +50,6 @@ BEAT_MEMBERS, MANY_LINKS_MEMBERS = 2, 1
 # A peer that has landed the run's last round stays for linked peers that have not, but no longer than this (guess).
 # Those that the leader did not call learn of the round from a neighbour, and take its parts from there.
 STAY_S, STAY_POLL_S = 10.0, 0.05
-# Rounds do not wait for a joiner that requested nothing for this long. Chunks take seconds (guess).
-JOINER_PROGRESS_S = 30.0
 
 
 class Node:
@@ -220,14 +218,20 @@ class Node:
             while self.engine.context.liveness.is_anyone_behind(self.engine.head.round):
                 await trio.sleep(STAY_POLL_S)
 
-    def joiners(self) -> Sequence[PeerId]:
-        """Live peers that are downloading our state: linked, or served some of it, recently."""
-        since_s = trio.current_time() - JOINER_PROGRESS_S
-        return [
-            link.peer_id
-            for link in self.links.trainers()
-            if link.beat is not None and not link.beat.lineage and max(link.opened_s, link.served_s) > since_s
-        ]
+    def joiners(self) -> Mapping[PeerId, int]:
+        """Live peers that download our state, or are about to: new ones, and others that are behind or elsewhere.
+
+        With how many rounds in a row came before each of them had it.
+        """
+        head, now = self.engine.head, trio.current_time()
+
+        def is_joining(link: Link) -> bool:
+            beat = link.beat
+            if beat is None or (beat.lineage == head.lineage and beat.round >= head.round):
+                return False
+            return now < link.joining_until_s or (not beat.lineage and now < link.opened_s + PROGRESS_S)
+
+        return {link.peer_id: link.times_overtaken for link in self.links.trainers() if is_joining(link)}
 
     def round_ended(self, report: RoundReport) -> None:
         if self._exchange.finished:
@@ -253,9 +257,10 @@ class Node:
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
         head, step_s = self.engine.head, self._exchange.step_s
+        genesis = head.genesis or self.state_sync.joining.genesis
         named = BEAT_MEMBERS if len(self.links.live) <= LINKS_BEATEN else MANY_LINKS_MEMBERS
         return messages.Beat(
-            sent_s, echo_s, held_s, head.genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
+            sent_s, echo_s, held_s, genesis, head.lineage, head.round, head.tokens_total, self._exchange.run_step,
             self.status[: messages.MAX_STATUS], min(messages.MAX_SPEED, 1 / step_s) if step_s else 0.0,
             self.membership.sample(named), self.engine.context.liveness.reach(head),
         )  # fmt: skip
@@ -296,6 +301,9 @@ class Node:
                 if payload:  # observers only send requests
                     raise WireError(f"{type(message).__name__} of an observer")
             case messages.Beat():
+                head = self.engine.head
+                if message.lineage == head.lineage and message.round >= head.round:
+                    link.joining_until_s, link.times_overtaken = -math.inf, 0  # it has our state
                 for peer_id, maddrs in message.members:
                     self.membership.hint(peer_id, maddrs, teller=link.peer_id)
                 if self.ready.is_set():

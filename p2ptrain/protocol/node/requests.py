@@ -28,6 +28,12 @@ MAX_SERVED_TO_OBSERVER = 2
 MAX_PAGES = 128
 MAX_PIECES = 512
 MAX_STATE_ANSWERS = 128
+# Rounds wait for a joiner that may ask for more of the state within this time. Chunks take seconds (guess).
+PROGRESS_S = 30.0
+# Rounds wait this long for a peer that asked only for our head or history; it may not want our state (guess).
+LOOKING_S = 5.0
+# Larger claims are cut to this; rounds wait no longer after the fourth.
+MAX_OVERTAKEN = 16
 # What observers may ask for.
 FOR_OBSERVERS = ("settings", "tokenizer", "events", "strikes", "relayed")
 # Peers in an answer about strikes: 64 of 400 bytes.
@@ -109,13 +115,27 @@ class RequestServer:
             case "anchor" if self._pairwise is not None:
                 await self._pairwise.serve(link, request)
             case "part":
+                _delay_rounds_for(link, request)
                 await self._context.parts.serve(link, request)
             case "contribution":
                 await self._context.audits.serve(link, request)
             case "record":
+                _delay_rounds_for(link, request)
                 commit = self._engine.last_commit(request.subject, request.index)
                 answer = messages.Answer(request.request, commit is not None, "record")
                 await link.send_bulk(answer, messages.pack(commit) if commit else b"", Traffic.STATE)
             case _:
+                if request.what == "head":
+                    link.times_overtaken = max(0, min(request.index, MAX_OVERTAKEN))
+                _delay_rounds_for(link, request)
                 await self._state.serve(link, request)
-                link.served_s = trio.current_time()
+                _delay_rounds_for(link, request)
+
+
+def _delay_rounds_for(link: Link, request: messages.Request) -> None:
+    """Let rounds wait for this peer's next request for our state or the last mean (`Schedule.waits`)."""
+    # One that was overtaken wants the state; another one with a lineage may only look at our head.
+    looks = request.what in ("head", "history", "record") and not link.times_overtaken
+    may_not_want = looks and link.beat is not None and bool(link.beat.lineage)
+    until_s = trio.current_time() + (LOOKING_S if may_not_want else PROGRESS_S)
+    link.joining_until_s = max(link.joining_until_s, until_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,8 +41,8 @@ class RoundHost(Protocol):
         """Live peers of our lineage that hold its state."""
         ...
 
-    def joiners(self) -> Sequence[PeerId]:
-        """Live peers that are downloading the state."""
+    def joiners(self) -> Mapping[PeerId, int]:
+        """Live peers that are downloading our state, or are about to, and how many rounds in a row came before it."""
         ...
 
     def round_ended(self, report: RoundReport) -> None: ...

@@ -33,6 +33,7 @@ from p2ptrain.protocol.rounds.recent import RecentContributors
 from p2ptrain.protocol.rounds.round_state import State, deadline_s
 from p2ptrain.protocol.rounds.schedule import Schedule
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
+from p2ptrain.protocol.rounds.timeouts import PeerBackoff
 from p2ptrain.protocol.wire import messages as m
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -45,6 +46,8 @@ POLL_S = 1.0
 # How often we look who has stalled; when that is late by more than HELD_UP_S, it was us, and by more than PAUSED_S, we
 # were paused.
 STALL_POLL_S, PAUSED_S = 0.25, 10.0
+# Longest time for which a partner's claims to be ahead are ignored (guess).
+MAX_IGNORED_S = 60.0
 NO_HEAD = m.Head("", "", -1, "", "", (), 0, 0, None)
 
 
@@ -63,6 +66,8 @@ class RoundDriver:
         self.past_heads = PastHeads()
         self.history = History()
         self.recent = RecentContributors()
+        # Partners whose claims to be ahead in our lineage brought nothing, and those of lineages that we did not adopt.
+        self._futile, self._refused = PeerBackoff(MAX_IGNORED_S), PeerBackoff(MAX_IGNORED_S)
         context.has_contributed = lambda peer_id: self.recent.admits(peer_id)
         self._exchange = context.exchange
         self._taker = SnapshotTaker(context, self._start_soon)
@@ -142,6 +147,32 @@ class RoundDriver:
 
     # The head.
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the voters of our head are gone for good, so that another lineage must follow."""
+        return self._lineage_watch.has_ended(self.head)
+
+    def may_follow(self, link: Link) -> bool:
+        """Whether a partner claims a state that we may adopt, and its claims of this kind were not in vain lately."""
+        beat, head = link.beat, self.head
+        if beat is None or not beat.lineage or self._ignored(link).is_backed_off(link.peer_id, trio.current_time()):
+            return False
+        # The round that is landing now is not one that we lack.
+        return beat.lineage != head.lineage or beat.round > head.round + self.committer.resolving
+
+    def ignore_claims(self, link: Link, least_s: float) -> None:
+        """A partner's claim brought nothing: ignore claims of its kind for this time, twice as long each time."""
+        self._ignored(link).note(link.peer_id, trio.current_time(), least_s)
+
+    def trust_claims(self, peer_id: PeerId) -> None:
+        """A partner's claim was true."""
+        self._futile.forget(peer_id)
+        self._refused.forget(peer_id)
+
+    def _ignored(self, link: Link) -> PeerBackoff:
+        """Of its kind: an honest partner of a lineage that we did not adopt may join ours."""
+        return self._refused if link.beat is not None and link.beat.lineage != self.head.lineage else self._futile
+
     def _set_head(self, head: m.Head, votes: Sequence[m.Vote] = ()) -> None:
         """Go on from this head, which `past_heads.may_adopt` must allow. Forgets votes and plans."""
         assert self.past_heads.may_adopt(head), f"{head.lineage}/{head.round} was our head before"
@@ -179,17 +210,16 @@ class RoundDriver:
         voters = (context.liveness.own,)
         self._set_head(m.Head(genesis, genesis, -1, hashes.state, hashes.anchor, voters, 0, 0, None))
 
-    def found_lineage(self, head: m.Head, history: History) -> None:
-        """Go on alone from this head, where `history` ends, under a new lineage that others may adopt."""
+    def found_lineage(self, head: m.Head, history: History, why: str) -> None:
+        """Go on alone from this head, where `history` ends, in a new lineage that others may adopt; `why` is logged."""
         founding = self.context.prover.founding(head.lineage, head.round, head.state_hash)
         lineage = lineage_of(founding)
-        was_alone = {peer_id for peer_id, _ in head.voters} <= {self.context.peer_id}
-        gone = "this peer was alone before its restart" if was_alone else f"the voters of {head.lineage} are gone"
-        logger.info("%s: beginning lineage %s", gone, lineage)
+        logger.info("%s: going on from round %d, in lineage %s", why, head.round, lineage)
         self.history = history
         self.history.add(m.Entry(None, founding))
         self._set_head(msgspec.structs.replace(head, lineage=lineage, voters=(self.context.liveness.own,)))
         self._exchange.epoch = Epoch(lineage, head.round)
+        self.context.links.announce()  # Others at that head adopt it, instead of beginning another one.
 
     def introduce(self, link: Link) -> None:
         """Send a peer our signature under our head."""
@@ -257,6 +287,7 @@ class RoundDriver:
                 self.context.parts.receive(sender, message, payload)
             case m.Landed():
                 self._head_votes.note(sender, message)
+                self._wake()
             case m.Call() | m.Commit() if self.committer.resolving or self._is_one_ahead(message):
                 # Of the round after the one that is about to be applied: delivered once that has landed.
                 if (sender, type(message)) in self._deferred or len(self._deferred) < MAX_DEFERRED:
@@ -319,17 +350,29 @@ class RoundDriver:
             self.committer.retry(state.learned, now)
             if self.committer.resolving:
                 return wake_s
-        elif state.member is None and state.proposer is None and not self._schedule.waits(now):
+        elif state.member is None and state.proposer is None and not self._waits(now):
             wake_s = self._call(now)
         three_intervals_s = 3 * self.context.run.sync_every * self._exchange.step_s
-        ended = self._lineage_watch.has_ended(self.head, three_intervals_s, now)
+        ours = self._lineage_watch.is_our_turn(
+            self.head,
+            three_intervals_s,
+            now,
+            takes_turns=self.is_candidate,
+            awaits=lambda: any(map(self.may_follow, self.context.links.trainers())),
+        )
         # Pairs need no voters: with them, a lineage is not missed before its round is due.
         is_missed = not self.context.run.is_pairwise or self._exchange.round_due
         # Who does not take part in the round is not linked with its voters.
         may_found = is_missed and self.is_candidate(self.context.peer_id)
-        if ended and may_found and not self.committer.interrupted:
-            self.found_lineage(self.head, self.history)
+        if may_found:
+            self._lineage_watch.tell(self.head, three_intervals_s, now)
+        if ours and may_found and not self.committer.interrupted:
+            self.found_lineage(self.head, self.history, self._lineage_watch.why(self.head, now))
         return wake_s
+
+    def _waits(self, now: float) -> bool:
+        is_landing = self._head_votes.is_landing(self.context.liveness.present())
+        return self._schedule.waits(self.head, now, is_landing=is_landing)
 
     def _call(self, now: float) -> float:
         due = self._schedule.due(self.head, self._attempts.failed, now)

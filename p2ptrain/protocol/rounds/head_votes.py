@@ -6,7 +6,7 @@ trust its donor: a quorum of the voters has signed this state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.rounds.quorum import Voter, is_quorum
@@ -54,6 +54,10 @@ class HeadVotes:
     def note_lost(self, sender: PeerId) -> None:
         """The link to a peer broke: forget what it sent too early."""
         self._early.pop(sender, None)
+
+    def is_landing(self, present: Collection[Voter]) -> bool:
+        """Whether one of these voters of our head has not landed it yet, as far as we know."""
+        return self._head is not None and any(v in present and v not in self._votes for v in self._head.voters)
 
     @property
     def quorum(self) -> tuple[Vote, ...] | None:

@@ -5,7 +5,9 @@ trusting each other, whose lineage goes on:
 
 - A lineage that goes on from the last shared entry with a committed round has the signatures of a quorum of its voters.
   No other lineage can have them too, unless voters sign twice.
-- If neither does, voters were lost and lineages were founded: the one with more of the voters goes on.
+- If neither does, voters were lost and lineages were founded: the one with more of the voters goes on, or else the one
+  whose id is smaller. This changes only when another of these voters signs in one of them, not with each round, so
+  both sides decide alike at any pace.
 - Without a shared entry nothing is proved: see `state_sync.provenance.is_preferred`.
 """
 
@@ -112,8 +114,8 @@ def is_better(ours: Sequence[Entry], theirs: Sequence[Entry], present: Collectio
     """Whether a peer leaves its history for another one that shares an entry with it; both have been checked.
 
     Args:
-        present: the voters of our head that are in our lineage now, by our own links. They count while no round was
-            committed since.
+        present: the voters of our head that are in our lineage now, by our own links; none if the lineage has ended.
+            They count while no round was committed since.
     """
     common = shared(ours, theirs)
     assert common is not None
@@ -122,10 +124,10 @@ def is_better(ours: Sequence[Entry], theirs: Sequence[Entry], present: Collectio
         return False
     if other[0].commit is not None:
         return True
-    # Lineages that were founded because the voters were lost: the one with more of them, or else the longer one.
+    # Lineages that were founded because the voters were lost. Not the longer one: both grow while they are compared.
     voters = [peer_id for peer_id, _ in place_of(ours[common[0]]).voters]
-    mine = _support(voters, _signers(own) if own else present), len(own)
-    others = _support(voters, _signers(other)), len(other)
+    mine = _support(voters, _signers(own) if own else present)
+    others = _support(voters, _signers(other))
     if mine != others:
         return others > mine
     return not own or place_of(other[0]).lineage < place_of(own[0]).lineage

@@ -46,6 +46,12 @@ class Liveness:
         """The last heartbeat of each live trainer."""
         return {peer_id: link.beat for peer_id, link in self._trainers().items() if link.beat is not None}
 
+    def is_alone(self, head: Head) -> bool:
+        """Whether no other peer can take part in the round after this head: no voter, and none that has landed it."""
+        trainers = self._trainers()
+        has_voter = any(peer_id in trainers for peer_id, _ in head.voters)
+        return not has_voter and all(link.beat is None or link.beat.round < head.round for link in trainers.values())
+
     def is_anyone_behind(self, round_: int) -> bool:
         """Whether a live trainer has not landed this round yet, by its last heartbeat."""
         return any(beat.round < round_ for beat in self.beats().values())
@@ -74,10 +80,13 @@ class Liveness:
         others = {peer: min(beat.reach, len(head.voters)) for peer, beat in self.beats().items()}
         return {self.own[0]: self.reach(head), **others}
 
-    def is_gone_for_good(self, voter: Voter) -> bool:
-        """Whether a voter has left or was restarted, and so can never vote again."""
+    def is_gone_for_good(self, voter: Voter, lineage: str) -> bool:
+        """Whether a voter of this lineage is not waited for: it has left, was restarted, or is in another one now."""
         peer_id, incarnation = voter
         if peer_id == self.own[0]:
             return voter != self.own
         link = self._links.get(peer_id)
-        return peer_id in self._departed or (link is not None and link.hello.incarnation != incarnation)
+        if link is None:
+            return peer_id in self._departed
+        elsewhere = link.beat is not None and link.beat.lineage not in ("", lineage)
+        return peer_id in self._departed or link.hello.incarnation != incarnation or elsewhere

@@ -23,6 +23,9 @@ DUE_AGAIN_S = 3.0
 # A peer that is alone delays a round by at most this for joiners that make progress. 124M parameters and a moment take
 # 90 s at 100 Mbit/s, a quarter of an hour at 10 Mbit/s.
 JOINERS_PATIENCE_S = 1000.0
+# In a group, rounds wait this long for a joiner that a round has overtaken, doubled each time (guess). Then it has the
+# state, or follows by the rounds' means, an eighth of the bytes.
+OVERTAKEN_S, MAX_OVERTAKEN_S = 10.0, 60.0
 # A peer that has begun a lineage for the last round of a run with pairwise steps waits this long for one other to
 # follow: partners compare histories every 10 s.
 FOLLOWERS_PATIENCE_S = 30.0
@@ -90,7 +93,7 @@ class Schedule:
         self._counters: dict[PeerId, int] = {}
         self._join_delays_s: deque[float] = deque(maxlen=64)
         self._due_from_s = 0.0
-        self._began_s = 0.0
+        self._began_s = self._head_s = 0.0
         self._sent_s = 0.0
         self._sent_for = ("", -2, 0)
         self._called_s = self._delayed_until_s = 0.0
@@ -100,6 +103,7 @@ class Schedule:
         self.counter = 0
         self._counters = {}
         self._began_s = self._began_s if same_lineage else now
+        self._head_s = now
         self._due = {n: due for n, due in self._due.items() if same_lineage and n > head.round}
 
     def skip(self, round_: int) -> None:
@@ -111,11 +115,13 @@ class Schedule:
         if not self._context.exchange.round_due:
             self._due_from_s = now
 
-    def waits(self, now: float) -> bool:
-        """Whether to delay a round for joiners, as it would change the state that they download.
+    def waits(self, head: Head, now: float, *, is_landing: bool) -> bool:
+        """Whether to delay a round for peers that it would overtake.
 
-        Only if this peer is alone: a slow joiner must not delay other members. With pairwise steps, also for peers of
-        another lineage, which follow.
+        It would change the state that joiners download: a peer that is alone waits for as long as they make progress.
+        A slow joiner must not delay other members: they wait only for one that rounds have overtaken, as it might never
+        get the state, and for a voter that has not landed the last round (`is_landing`), whose parts would be gone.
+        With pairwise steps, a peer also waits for peers of another lineage, which follow.
         """
         exchange, host = self._context.exchange, self._context.host
         if not exchange.round_due:
@@ -123,9 +129,17 @@ class Schedule:
         if self._context.run.is_pairwise and not host.trainers() and self._context.links.trainers():
             # The one round of the run is not for us alone, because we have founded a lineage for it.
             return now - self._began_s < FOLLOWERS_PATIENCE_S
-        if exchange.at_length or host.trainers() or not host.joiners():
+        if exchange.at_length:
             return False
-        return now - self._due_from_s < JOINERS_PATIENCE_S
+        if is_landing and now - self._head_s < OVERTAKEN_S:
+            return True
+        joiners = host.joiners()
+        if not joiners:
+            return False
+        if self._context.liveness.is_alone(head):
+            return now - self._due_from_s < JOINERS_PATIENCE_S
+        times = max(joiners.values())
+        return times > 0 and now - self._head_s < min(OVERTAKEN_S * 2 ** (times - 1), MAX_OVERTAKEN_S)
 
     def due(self, head: Head, attempts_failed: int, now: float) -> Due | None:
         """The Due to send to all peers, including ourselves; None if we are not due or have just sent it."""

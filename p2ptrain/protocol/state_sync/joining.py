@@ -22,10 +22,19 @@ from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.history import History, is_better, leads_to, merged, shared
+from p2ptrain.protocol.rounds.lineage import MAX_TURNS
 from p2ptrain.protocol.state_sync.arrival import Arrivals
-from p2ptrain.protocol.state_sync.provenance import Pins, ask_head, ask_history, rank_of
+from p2ptrain.protocol.state_sync.provenance import (
+    NotNowError,
+    OvertakenError,
+    Pins,
+    ask_head,
+    ask_history,
+    delaying_rounds,
+    rank_of,
+)
 from p2ptrain.protocol.state_sync.transfer import Download, ask_buffers
-from p2ptrain.protocol.wire.messages import Entry, Head, SignedHead
+from p2ptrain.protocol.wire.messages import Beat, Entry, Head, SignedHead
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -39,6 +48,13 @@ ADOPT_TIMEOUT_S = 120.0
 DONOR_PATIENCE_S = 20.0
 # A joiner waits so long for an initial peer of the user's before it takes the state from others (guess).
 CHOSEN_FIRST_S = 5.0
+# Of several peers that go on from checkpoints, one that does nothing delays the next by this: it may still compare its
+# state with others'. At most `MAX_TURNS` times, as anybody can claim to have one.
+RESTORE_TURN_S = 5.0
+# Between attempts to get a state, of which each may find that a round came first.
+RETRY_S = 0.1
+# After donors were lost.
+LOST_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,15 @@ class Joining:
         self._rng = rng
         self._pins = pins
         self._download: Download | None = None
-        self._skipped: set[PeerId] = set()
+        self._times_overtaken = 0
+        # Peers whose state is not taken, in this lineage or (if not None) at this round only.
+        self._skipped: set[tuple[PeerId, str, int | None]] = set()
+        self._is_ahead = False
+
+    @property
+    def genesis(self) -> str:
+        """The founding of the run whose checkpoint we have, while we do not go on from it yet; "" without one."""
+        return self._restored.head.genesis if self._restored is not None else ""
 
     @property
     def status(self) -> str:
@@ -93,27 +117,34 @@ class Joining:
         while not self._may_found and not engine.head.lineage:
             donors = self._donors()
             if donors and not self._may_choose(started):
-                await trio.sleep(0.1)
+                await trio.sleep(RETRY_S)
                 continue
             if donors and self._restored is not None:
-                match await self._compared(donors[0], self._restored):
+                match await self._compared(donor := self._rng.choice(donors), self._restored):
                     case "ours":
-                        break
-                    case "unknown":
-                        self._skipped.add(donors[0].peer_id)
+                        self._skip_one(donor, only_now=True)
                         continue
+                    case "unknown":
+                        self._skip_one(donor)
+                        continue
+                    case "not now" if trio.current_time() - started < ADOPT_TIMEOUT_S:
+                        await trio.sleep(RETRY_S)
+                        continue
+                    case "not now":
+                        break
             if donors:
                 await self._adopt(donors)
                 return
             if self._should_found(started):
                 break
-            await trio.sleep(0.1)
+            await trio.sleep(RETRY_S)
         restored = self._restored
         if restored is not None:
             if restored.history.genesis is not None and not restored.ours:
                 self._pins.check(restored.history.genesis, restored.history.entries)
             state.copy_from(restored.state)
-            engine.found_lineage(restored.head, restored.history)
+            why = "its node failed" if restored.ours else "this peer was restarted, and no other one has a newer state"
+            engine.found_lineage(restored.head, restored.history, why)
             await self._arrivals.land("keep", "restored from a checkpoint", restored.run_step)
             return
         if not self._pins.allows_founding(context.peer_id):
@@ -129,9 +160,15 @@ class Joining:
         await self._arrivals.land("keep", "founded the run", founded=True)
 
     def _should_found(self, started: float) -> bool:
-        """Whether all known peers were dialled, none has a state, and our id is the lowest of the fresh peers."""
+        """Whether it is our turn to found the run, or a lineage that goes on from our checkpoint.
+
+        A new run: all known peers were dialled, none has a state or a checkpoint, and our id is the lowest. From a
+        checkpoint: the same, or the others' state is older; peers with checkpoints take turns in the order of ids, and
+        the others adopt what the first one founds.
+        """
         membership, waited_s = self._membership, trio.current_time() - started
-        if not membership.looked_up.is_set() or not membership.announced.is_set() or membership.undecided:
+        looked_up = membership.looked_up.is_set() and membership.announced.is_set() and not membership.undecided
+        if not looked_up and not self._is_ahead:
             if waited_s > ADOPT_TIMEOUT_S and membership.undecided:
                 raise TransientError(
                     f"run {self._context.run.run_id!r}: more peers are announced than could be tried within "
@@ -143,8 +180,15 @@ class Joining:
                     "check the initial peers"
                 )
             return False
-        fresh = (link.peer_id for link in self._context.links.trainers())
-        return waited_s > FOUND_AFTER_S and all(self._context.peer_id <= peer_id for peer_id in fresh)
+        me, trainers = self._context.peer_id, self._context.links.trainers()
+        restoring = [link.peer_id for link in trainers if link.beat and link.beat.genesis and not link.beat.lineage]
+        if self._restored is not None:
+            lower = sum(peer_id < me for peer_id in restoring)
+            return waited_s > FOUND_AFTER_S + RESTORE_TURN_S * min(lower, MAX_TURNS)
+        # Whom we wait for may be a liar: not for ever, and still one after the other.
+        lower = sum(link.peer_id < me for link in trainers)
+        patience_s = ADOPT_TIMEOUT_S + RESTORE_TURN_S * lower if restoring or lower else FOUND_AFTER_S
+        return waited_s > patience_s
 
     def _may_choose(self, started: float) -> bool:
         """Whether a donor may be chosen: initial peers that the user gave come first, if they answer soon."""
@@ -154,17 +198,23 @@ class Joining:
         awaited = not self._membership.looked_up.is_set() or self._membership.awaits(self._context.links.chosen)
         return not awaited or trio.current_time() - started > CHOSEN_FIRST_S
 
-    async def _compared(self, donor: Link, restored: Restored) -> Literal["ours", "theirs", "unknown"]:
-        """Whose state goes on: our checkpoint's, or the donor's. Unknown if the two cannot be compared."""
+    async def _compared(self, donor: Link, restored: Restored) -> Literal["ours", "theirs", "unknown", "not now"]:
+        """Whose state goes on: our checkpoint's, or the donor's. Unknown if the two cannot be compared.
+
+        Not now: ask again, as the donor cannot prove its state at the moment. It may be about to begin a lineage.
+        """
         ours = restored.history.entries
         try:
             signed = await ask_head(self._context, donor)
             theirs = await ask_history(self._context, donor, signed.head, ours)
         except (PeerLostError, WireError) as error:
             logger.info("comparing the checkpoint with the state of %s: %s", donor.peer_id, error)
-            return "unknown"
+            return "not now" if isinstance(error, NotNowError) else "unknown"
         if shared(ours, theirs) is not None:
-            return "theirs" if leads_to(ours, signed.head) or is_better(ours, theirs, ()) else "ours"
+            if leads_to(ours, signed.head) or is_better(ours, theirs, ()):
+                return "theirs"
+            self._is_ahead = True
+            return "ours"
         if donor.peer_id in self._context.links.chosen:
             logger.warning(
                 "the checkpoint is of another start of run %r, or too old to be compared; taking the state of initial "
@@ -182,7 +232,7 @@ class Joining:
         stateful = [
             (link, link.beat)
             for link in self._context.links.live.values()
-            if link.beat and link.beat.lineage and link.peer_id not in self._skipped
+            if link.beat and link.beat.lineage and not self._is_skipped(link.peer_id, link.beat)
         ]
         if not stateful:
             return []
@@ -214,12 +264,13 @@ class Joining:
                 adopted = signed
             except RunMismatchError:
                 # Not the run that the user wants. Other peers may belong to it.
-                self._skipped.add(donors[0].peer_id)
+                self._skip_one(donors[0])
                 donors = self._donors()
                 if not donors:
                     raise
             except (PeerLostError, WireError) as error:
                 logger.info("state download: %s", error)
+                self._times_overtaken += isinstance(error, OvertakenError)
                 if download.done_chunks > progress:
                     progress, progress_s = download.done_chunks, trio.current_time()
                 if trio.current_time() - progress_s > DONOR_PATIENCE_S and self._skip(donors):
@@ -230,7 +281,7 @@ class Joining:
                         f"nothing for {ADOPT_TIMEOUT_S:.0f} s; its peers may be unreachable or gone; try again "
                         f"(last: {error})"
                     ) from None
-                await trio.sleep(0.5)
+                await trio.sleep(RETRY_S if isinstance(error, NotNowError) else LOST_RETRY_S)
                 donors = self._donors() or donors
         self._download = None
         self._skipped.clear()
@@ -242,7 +293,7 @@ class Joining:
 
     async def _fetch(self, download: Download, donors: list[Link]) -> tuple[SignedHead, list[Entry]]:
         """Download the donors' state, and the history that leads to it. Raises PeerLostError, WireError."""
-        signed = await ask_head(self._context, donors[0])
+        signed = await ask_head(self._context, donors[0], self._times_overtaken)
         entries: list[Entry] = []
 
         async def fetch_history() -> None:
@@ -256,15 +307,27 @@ class Joining:
             entries.extend(found)
 
         self._pins.check_founder(signed.genesis)
-        async with nursery_raising(PeerLostError, WireError, RunMismatchError) as nursery:
+        async with (
+            delaying_rounds(self._context, donors[0], self._times_overtaken),
+            nursery_raising(PeerLostError, WireError, RunMismatchError) as nursery,
+        ):
             nursery.start_soon(fetch_history)
             await download.run(signed.head, donors)
         return signed, entries
 
+    def _is_skipped(self, peer_id: PeerId, beat: Beat) -> bool:
+        return not self._skipped.isdisjoint({(peer_id, beat.lineage, None), (peer_id, beat.lineage, beat.round)})
+
+    def _skip_one(self, donor: Link, *, only_now: bool = False) -> None:
+        """Do not take this peer's state: not in its lineage, or (`only_now`) not before it lands another round."""
+        if donor.beat is not None:
+            self._skipped.add((donor.peer_id, donor.beat.lineage, donor.beat.round if only_now else None))
+
     def _skip(self, donors: list[Link]) -> bool:
         """Skip these donors if other peers have a state; else returns False."""
         before = set(self._skipped)
-        self._skipped.update(donor.peer_id for donor in donors)
+        for donor in donors:
+            self._skip_one(donor)
         if self._donors():
             logger.warning("%d peers send nothing of the state that they announce; trying other peers", len(donors))
             return True

@@ -5,15 +5,18 @@ No peer is believed alone: a head carries the signatures of its voters, and a hi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, NewType
 
 import trio
 from msgspec import Meta
 
-from p2ptrain.errors import PeerLostError, RunMismatchError
+from p2ptrain.errors import PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.history import (
     MAX_ENTRIES,
@@ -36,6 +39,8 @@ from p2ptrain.protocol.wire.transport import PeerId
 
 # For a head, or a history. At 1 Mbit/s a history of 256 entries of 4 peers takes 7 s.
 HEAD_TIMEOUT_S, HISTORY_TIMEOUT_S = 15.0, 30.0
+# Peers that let rounds wait for us are asked again after this: they wait 30 s for the next request.
+DELAY_AGAIN_S = 10.0
 # Entries in an answer: 0.2 MB with 4 peers, at most 2 MB with 31 voters.
 PAGE_ENTRIES = 64
 
@@ -80,11 +85,25 @@ class Pins:
 NO_PINS = Pins()
 
 
-async def ask_head(context: RoundContext, link: Link) -> SignedHead:
-    """A partner's head, signed by a quorum of its voters. Raises PeerLostError, WireError."""
-    answer, payload = await context.links.request(link, "head", timeout_s=HEAD_TIMEOUT_S)
+class NotNowError(PeerLostError):
+    """A donor cannot give its state at the moment; asked again soon, it may."""
+
+
+class OvertakenError(NotNowError):
+    """The state that was asked for is gone, as a round came first; the donor has a newer one."""
+
+
+async def ask_head(context: RoundContext, link: Link, times_overtaken: int = 0) -> SignedHead:
+    """A partner's head, signed by a quorum of its voters.
+
+    Args:
+        times_overtaken: how many rounds in a row came before we had the state; the partner lets the next one wait.
+
+    Raises NotNowError if it has none that it can prove at the moment, PeerLostError, WireError.
+    """
+    answer, payload = await context.links.request(link, "head", index=times_overtaken, timeout_s=HEAD_TIMEOUT_S)
     if not answer.found:
-        raise PeerLostError(f"{link.peer_id} cannot send its state now")
+        raise NotNowError(f"{link.peer_id} cannot send its state now")
     signed = unpack(SignedHead, payload)
     check_head(signed.head)
 
@@ -94,6 +113,29 @@ async def ask_head(context: RoundContext, link: Link) -> SignedHead:
 
     await context.compute(check)
     return signed
+
+
+@asynccontextmanager
+async def delaying_rounds(context: RoundContext, donor: Link, times_overtaken: int) -> AsyncIterator[None]:
+    """While the block runs, ask the donor's lineage to delay its next round, as rounds have overtaken our download.
+
+    Nothing is asked if none has.
+    """
+
+    async def ask(peer_id: PeerId) -> None:
+        while True:
+            if (link := context.links.get(peer_id)) is not None:
+                with contextlib.suppress(PeerLostError, WireError):
+                    await context.links.request(link, "head", index=times_overtaken, timeout_s=HEAD_TIMEOUT_S)
+            await trio.sleep(DELAY_AGAIN_S)
+
+    lineage = donor.beat.lineage if donor.beat is not None else ""
+    members = [link.peer_id for link in context.links.trainers() if link.beat and link.beat.lineage == lineage != ""]
+    async with nursery_raising(PeerLostError, WireError, RunMismatchError) as nursery:
+        for peer_id in members if times_overtaken else ():
+            nursery.start_soon(ask, peer_id)
+        yield
+        nursery.cancel_scope.cancel()
 
 
 async def ask_history(context: RoundContext, link: Link, head: Head, ours: Sequence[Entry]) -> list[Entry]:

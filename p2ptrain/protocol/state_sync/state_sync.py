@@ -19,14 +19,16 @@ from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.membership.membership import Membership
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.history import History, merged, shared
-from p2ptrain.protocol.rounds.timeouts import PeerBackoff
 from p2ptrain.protocol.state_sync.arrival import Arrivals
 from p2ptrain.protocol.state_sync.joining import Joining, Restored
 from p2ptrain.protocol.state_sync.provenance import (
     NO_PINS,
+    NotNowError,
+    OvertakenError,
     Pins,
     ask_head,
     ask_history,
+    delaying_rounds,
     is_preferred,
     rank_of,
 )
@@ -41,9 +43,11 @@ logger = logging.getLogger(__name__)
 COMMIT_GRACE_S = 0.2
 # After an attempt to catch up that brought nothing, that partner's heartbeats begin no other for so long, and twice as
 # long each time. Partners make false claims, or ours is the history that goes on (guess).
-RETRY_S, MAX_RETRY_S = 2.0, 60.0
-# A partner of another lineage is asked for its history again after this (guess).
-COMPARE_EVERY_S = 10.0
+RETRY_S = 2.0
+# The same, if ours is the lineage that goes on (guess).
+REFUSED_RETRY_S = 10.0
+# After a round came first: short, because partners delay their next round for us (guess).
+OVERTAKEN_RETRY_S = 0.25
 
 
 class StateSync:
@@ -71,12 +75,13 @@ class StateSync:
         self._rng = rng
         self._pins = pins
         self._may_found = may_found
-        self._compared_s: dict[PeerId, float] = {}
         self._download: Download | None = None
+        self._times_overtaken = 0
+        # Of the job that runs: "refused", "overtaken", "not now", or "".
+        self._outcome = ""
         # For each partner, or "" for any: the link, why, and our head at that time.
         self._jobs: OrderedDict[PeerId, tuple[Link | None, str, Head]] = OrderedDict()
         self._wanted = trio.Event()
-        self._futile = PeerBackoff(MAX_RETRY_S)
 
     @property
     def run_founder(self) -> PeerId:
@@ -93,43 +98,39 @@ class StateSync:
             head, caught_up = self._engine.head, False
             if link is None and head is not stuck_at:
                 continue  # Another job has brought the rounds that we lacked.
-            if link is not None and not self._is_followed(link):
+            if link is not None and not self._engine.may_follow(link):
                 continue  # As above, or this partner's job before brought nothing.
+            self._outcome = ""
             with self._context.errors.containing("catching up"):
                 try:
                     caught_up = link is not None and await self._follow_record(link)
                     caught_up = caught_up or await self._replace_state(link, reason)
                 except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
+            if caught_up or self._outcome == "refused":
+                # As long as rounds come faster than we follow, they go on waiting for us.
+                if not any(map(self._engine.may_follow, self._context.links.trainers())):
+                    self._times_overtaken = 0
+            elif self._outcome == "overtaken":
+                self._times_overtaken += 1
             # The next heartbeat of a partner that is ahead retries.
-            retry_s = RETRY_S * self._rng.uniform(0.5, 1.5)  # not in step with the rounds
-            if link is not None and not caught_up and self._is_ahead(link.beat):
-                self._futile.note(link.peer_id, trio.current_time(), retry_s)
+            retry_s = {"refused": REFUSED_RETRY_S, "overtaken": OVERTAKEN_RETRY_S, "not now": OVERTAKEN_RETRY_S}.get(
+                self._outcome,
+                RETRY_S * self._rng.uniform(0.5, 1.5),  # not in step with the rounds
+            )
+            if link is not None and not caught_up and self._engine.may_follow(link):
+                self._engine.ignore_claims(link, retry_s)
             elif link is None and self._engine.head is head:
                 await trio.sleep(retry_s)
 
     def on_beat(self, link: Link, beat: Beat) -> None:
         """Start catching up if a partner is ahead of us, and compare histories if its lineage is another."""
-        head, now = self._engine.head, trio.current_time()
-        if self._futile.is_backed_off(link.peer_id, now):
+        if not self._engine.may_follow(link):
             return
-        if beat.lineage == head.lineage:
-            if beat.round > head.round and not self._engine.committer.resolving:
-                self._begin(link, "the next round cannot be followed by its record")
-        elif beat.lineage and now >= self._compared_s.get(link.peer_id, 0.0):
-            self._compared_s = {peer: until_s for peer, until_s in self._compared_s.items() if until_s > now}
-            self._compared_s[link.peer_id] = now + COMPARE_EVERY_S
+        if beat.lineage != self._engine.head.lineage:
             self._begin(link, f"lineage {shown(beat.lineage)} goes on, ours does not")
-
-    def _is_ahead(self, beat: Beat | None) -> bool:
-        """Whether a partner claims another lineage, or rounds of ours that we lack and that are not landing now."""
-        head, is_landing = self._engine.head, self._engine.committer.resolving
-        if beat is None or beat.lineage != head.lineage:
-            return beat is not None and bool(beat.lineage)
-        return beat.round > head.round + is_landing
-
-    def _is_followed(self, link: Link) -> bool:
-        return self._is_ahead(link.beat) and not self._futile.is_backed_off(link.peer_id, trio.current_time())
+        elif not self._engine.committer.resolving:
+            self._begin(link, "the next round cannot be followed by its record")
 
     def fall_behind(self, reason: str) -> None:
         """Replace our state, because the records of missed rounds cannot be applied."""
@@ -161,7 +162,7 @@ class StateSync:
                 await engine.adopt_commit(link.peer_id, commit)
             if engine.head is head:
                 return False
-            self._futile.forget(link.peer_id)
+            self._engine.trust_claims(link.peer_id)
         return True
 
     async def _replace_state(self, link: Link | None, reason: str) -> bool:
@@ -170,15 +171,17 @@ class StateSync:
         Local weights are kept if the genesis is the same, else overwritten. Our own rounds go on until the new state is
         complete and verified, so a false claim does not stop them.
         """
-        candidates = [link] if link is not None else self._elsewhere()
-        for donor in candidates:
+        for donor in [link] if link is not None else self._elsewhere():
             with self._context.links.containing(donor, "comparing histories"):
                 try:
                     if await self._replace_from(donor, reason):
-                        self._futile.forget(donor.peer_id)
+                        self._engine.trust_claims(donor.peer_id)
                         return True
+                    self._outcome = "refused"
                 except (PeerLostError, RunMismatchError) as error:
                     logger.info("catching up with %s failed: %s", donor.peer_id, error)
+                    if isinstance(error, NotNowError):
+                        self._outcome = "overtaken" if isinstance(error, OvertakenError) else "not now"
         return False
 
     def _elsewhere(self) -> list[Link]:
@@ -198,24 +201,27 @@ class StateSync:
         Raises PeerLostError, RunMismatchError, WireError.
         """
         context, engine = self._context, self._engine
-        signed = await ask_head(context, donor)
-        head = signed.head
-        entries = await ask_history(context, donor, head, engine.history.entries)
-        if not self._prefers(donor, head, entries):
-            self._download = None
-            return False
-        self._check_pins(signed.genesis, entries)
-        logger.info("replacing our state: %s", reason)
-        # A new lineage may begin with the state that we have; otherwise download.
-        if head.state_hash != engine.head.state_hash:
-            # Into a second state, so that ours remains valid if the download fails.
-            self._download = self._download or Download(context, context.state.blank())
-            donors = [
-                link
-                for link in context.links.trainers()
-                if link.beat and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
-            ]
-            await self._download.run(head, donors or [donor])
+        async with delaying_rounds(context, donor, self._times_overtaken):
+            signed = await ask_head(context, donor, self._times_overtaken)
+            head = signed.head
+            entries = await ask_history(context, donor, head, engine.history.entries)
+            if not self._prefers(donor, head, entries):
+                self._download = None
+                return False
+            self._check_pins(signed.genesis, entries)
+            kept = "; our weights are kept, and count in the next round" if head.genesis == engine.head.genesis else ""
+            rounds = (engine.head.round, head.round)
+            logger.info("replacing our state: %s (round %d instead of %d)%s", reason, rounds[1], rounds[0], kept)
+            # A new lineage may begin with the state that we have; otherwise download.
+            if head.state_hash != engine.head.state_hash:
+                # Into a second state, so that ours remains valid if the download fails.
+                self._download = self._download or Download(context, context.state.blank())
+                donors = [
+                    link
+                    for link in context.links.trainers()
+                    if link.beat and (link.beat.lineage, link.beat.round) == (head.lineage, head.round)
+                ]
+                await self._download.run(head, donors or [donor])
         async with engine.paused():
             if not self._prefers(donor, head, entries):
                 self._download = None
@@ -239,7 +245,8 @@ class StateSync:
         # We may have voted at this place; no honest donor reports it.
         if not engine.past_heads.may_adopt(head):
             return False
-        present = self._context.liveness.present()
+        # Once ours has ended, any peer that begins the next one is followed, as this peer would begin one itself.
+        present = () if engine.has_ended else self._context.liveness.present()
         return is_preferred(
             engine.head, engine.history.entries, head, entries,
             {peer_id for peer_id, incarnation in engine.head.voters if (peer_id, incarnation) in present},
@@ -271,5 +278,5 @@ class StateSync:
         """Return to a checkpoint and found a new lineage. Other peers follow if it ranks highest."""
         async with self._engine.paused():
             self._context.state.copy_from(restored.state)
-            self._engine.found_lineage(restored.head, restored.history)
+            self._engine.found_lineage(restored.head, restored.history, "restored by the user")
             await self._arrivals.land("keep", "restored by the user", restored.run_step)

@@ -23,7 +23,7 @@ from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunks
 from p2ptrain.protocol.rounds.record import check_record
-from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES
+from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, OvertakenError
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,7 @@ class Download:
         self._averaging = context.averaging
         self._held: dict[int, str] = dict(enumerate(state.hashes.chunks))
         self._held_of = state.hashes.state
+        self._overtaken = False
 
     @property
     def progress(self) -> float:
@@ -152,7 +153,8 @@ class Download:
     async def run(self, head: Head, donors: Sequence[Link]) -> None:
         """Fetch the state of `head`. Call it again with other donors after an error.
 
-        Raises PeerLostError if all donors fail, and WireError if the state is not finite.
+        Raises OvertakenError if donors have another state by now, PeerLostError if all fail for another reason, and
+        WireError if the state is not finite.
         """
         hashes = await self._manifest(head, donors)
         if head.record is not None and head.record.parent_hash == self._held_of:
@@ -160,14 +162,15 @@ class Download:
         self._held = {i: wanted for i, wanted in enumerate(hashes) if self._held.get(i) == wanted}
         self._held_of = head.state_hash
         missing = deque(i for i in range(len(hashes)) if i not in self._held)
-        self.done_chunks = len(hashes) - len(missing)
+        self.done_chunks, self._overtaken = len(hashes) - len(missing), False
         async with trio.open_nursery() as nursery:
             for donor in donors:
                 fetching = Counter({donor.peer_id: PER_DONOR})
                 for _ in range(PER_DONOR):
                     nursery.start_soon(self._fetch_chunks, donor, head, hashes, missing, nursery, fetching)
         if self.done_chunks < len(hashes):
-            raise PeerLostError(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
+            lost = OvertakenError if self._overtaken else PeerLostError
+            raise lost(f"{len(hashes) - self.done_chunks} of {len(hashes)} state chunks are missing")
         if not await self._compute(self.state.is_finite):
             raise WireError(f"the state of round {head.round} contains NaN or infinity")
         self.state.hashes = self.state.combine(hashes)
@@ -202,16 +205,18 @@ class Download:
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
         """The hashes of all chunks, from the first donor whose list matches the head. Raises PeerLostError."""
+        overtaken = False
         for donor in donors:
             try:
                 hashes = await self._ask_manifest(head, donor)
             except (PeerLostError, WireError) as error:
                 logger.info("manifest from %s: %s", donor.peer_id, error)
+                overtaken = overtaken or isinstance(error, OvertakenError)
                 continue
             if self.state.combine(hashes).state == head.state_hash:
                 return hashes
             logger.info("manifest from %s: its hash is wrong", donor.peer_id)
-        raise PeerLostError("no donor has the manifest of this head")
+        raise (OvertakenError if overtaken else PeerLostError)("no donor has the manifest of this head")
 
     async def _ask_manifest(self, head: Head, donor: Link) -> list[str]:
         """All pages of a donor's manifest, not verified yet. Raises PeerLostError, WireError."""
@@ -221,7 +226,7 @@ class Download:
                 donor, "manifest", head.state_hash, page, timeout_s=CHUNK_TIMEOUT_S
             )
             if not answer.found:
-                raise PeerLostError("the donor has a newer state")
+                raise OvertakenError("the donor has a newer state")
             expected = min(MANIFEST_PAGE_HASHES, self.state.num_chunks - len(hashes))
             if len(payload) != 64 * expected:
                 raise WireError(f"{len(payload)} bytes, expected {64 * expected}")
@@ -247,6 +252,7 @@ class Download:
             except (PeerLostError, WireError) as error:
                 logger.info("state chunk %d from %s: %s", index, donor.peer_id, error)
                 missing.append(index)
+                self._overtaken = self._overtaken or isinstance(error, OvertakenError)
                 return
             self.done_chunks += 1
             if trio.current_time() - asked_s < QUICK_S and fetching[donor.peer_id] < MOST_PER_DONOR:
@@ -256,7 +262,7 @@ class Download:
     async def _fetch_chunk(self, donor: Link, head: Head, index: int, expected: str) -> None:
         answer, payload = await self._links.request(donor, "chunk", head.state_hash, index, timeout_s=CHUNK_TIMEOUT_S)
         if not answer.found:
-            raise PeerLostError("the donor has a newer state")
+            raise OvertakenError("the donor has a newer state")
         target = self.state.chunk(index)
         if len(payload) != target.nbytes:
             raise WireError(f"{len(payload)} bytes, expected {target.nbytes}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.messages import KIND_OF
 from p2ptrain.settings.config import RunConfig
 from tests.protocol.swarm import RUN, Shapes, Swarm, run_virtual, swarm
-from tests.protocol.test_rounds import Witness, start_all
+from tests.protocol.test_rounds import Witness
 
 PLAIN = dataclasses.replace(RUN, round_codec="none", fragment_fraction=0.0)
 GOSSIP = dataclasses.replace(RUN, fragment_fraction=0.02)
@@ -37,9 +38,13 @@ CONTROL = frozenset(
         messages.Withdraw, messages.Beat,
     )
 )  # fmt: skip
-ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "repeat", "delay", "narrow")
-# Virtual seconds of faults; a round comes every two.
+ACTIONS = ("kill", "leave", "stop", "freeze", "split", "break", "repeat", "delay", "narrow", "restart")
+# Virtual seconds of faults.
 STORM_S = 45.0
+# Seconds between two rounds: the most peers for which a storm takes less than a minute to run.
+PACES = {0.05: 2, 0.2: 3, 1.0: 8, 2.0: 8, 5.0: 8, 30.0: 8}
+# A node that fails a sixth time in a row is given up.
+MOST_RESTARTS = 5
 # Longer than the 10 s after which a silent link is given up, so that each side of a split has rounds of its own.
 LONGEST_S = 25.0
 # Peers that lost the others for good begin anew after 60 s, meet again within a minute, and then need a round.
@@ -50,9 +55,9 @@ CALM_S = 400.0
 class Trouble:
     """One fault: `victims` suffer `action` from `at_s` on for `lasts_s`.
 
-    kill and leave: gone, and started anew after it; stop: training stands still; freeze: so does its network; split:
-    these against the others; break, repeat: share `amount` of packets breaks its stream, or (of control messages)
-    comes twice; delay: up to `amount` seconds more for each packet; narrow: a link of `amount`
+    kill and leave: gone, and started anew after it; restart: its node fails; stop: training stands still; freeze: so
+    does its network; split: these against the others; break, repeat: share `amount` of packets breaks its stream, or
+    (of control messages) comes twice; delay: up to `amount` seconds more for each packet; narrow: a link of `amount`
     bytes a second.
     """
 
@@ -73,15 +78,17 @@ class Storm:
     gossip: bool
     troubles: tuple[Trouble, ...]
     averaging: str = "parts"
+    interval_s: float = 2.0
 
     @classmethod
     def of(cls, seed: int, averaging: str = "parts") -> Storm:
         rng = random.Random(seed)
-        size = rng.choice([2, 3, 4, 5, 8])
+        interval_s = rng.choice(list(PACES))
+        size = min(rng.choice([2, 3, 4, 5, 8]), PACES[interval_s])
         troubles = [_trouble(rng, NAMES[:size]) for _ in range(rng.randint(4, 14))]
         return cls(
             seed, size, rng.choice([0.001, 0.03, 0.15]), rng.random() < 0.3,
-            tuple(sorted(troubles, key=lambda trouble: trouble.at_s)), averaging,
+            tuple(sorted(troubles, key=lambda trouble: trouble.at_s)), averaging, interval_s,
         )  # fmt: skip
 
 
@@ -109,9 +116,10 @@ def play(storm: Storm) -> Swarm:
         run: RunConfig = dataclasses.replace(GOSSIP if storm.gossip else PLAIN, averaging=storm.averaging)
         async with swarm(run, seed=storm.seed, latency_s=storm.latency_s, shapes=SHAPES) as s:
             played.append(s)
-            start_all(s, NAMES[: storm.size], witness)
-            await s.until(lambda: all(p.node.ready.is_set() for p in s.peers.values()))
-            weather = _Weather(s, storm.seed, witness)
+            weather = _Weather(s, storm, witness)
+            for name in NAMES[: storm.size]:
+                weather.start(name, founder=name == NAMES[0])
+            await s.until(lambda: all(p.current.ready.is_set() for p in s.peers.values()))
             over = trio.current_time() + max((t.at_s + t.lasts_s for t in storm.troubles), default=0.0) + 0.3
             async with trio.open_nursery() as nursery:
                 for trouble in storm.troubles:
@@ -125,7 +133,7 @@ def play(storm: Storm) -> Swarm:
                 ),
                 within_s=CALM_S,
             )
-            assert len({p.node.engine.head.lineage for p in s.peers.values()}) == 1
+            assert len({p.current.engine.head.lineage for p in s.peers.values()}) == 1
             if not storm.gossip:
                 assert witness.check_values() > 0
 
@@ -145,11 +153,13 @@ def _innermost(error: BaseException) -> BaseException:
 class _Weather:
     """The faults that are under way."""
 
-    def __init__(self, s: Swarm, seed: int, witness: Witness) -> None:
+    def __init__(self, s: Swarm, storm: Storm, witness: Witness) -> None:
         self._swarm = s
-        self._names = set(s.peers)
-        self._rng = random.Random(f"weather/{seed}")
+        self._names = set(NAMES[: storm.size])
+        self._step_s = storm.interval_s / s.run.sync_every
+        self._rng = random.Random(f"weather/{storm.seed}")
         self._witness = witness
+        self._restarts: Counter[str] = Counter()
         self._rough: list[Trouble] = []
         self._apart: list[Trouble] = []
         calm_s = s.network.latency_s
@@ -159,6 +169,10 @@ class _Weather:
             + sum(self._rng.uniform(0, t.amount) for t in self._rough if t.action == "delay" and t.victims in (a, b))
         )
 
+    def start(self, name: str, *, founder: bool = False) -> None:
+        self._restarts[name] = 0
+        self._witness.watch(self._swarm.start(name, founder=founder, step_s=self._step_s, restarts=True))
+
     async def strike(self, trouble: Trouble) -> None:
         """Do it when its time has come, and undo it when its time is over."""
         s = self._swarm
@@ -167,13 +181,18 @@ class _Weather:
             case "kill" | "leave":
                 if trouble.victims in s.peers and self._leaves_the_state(without=trouble.victims):
                     if trouble.action == "leave":
-                        s.peers[trouble.victims].node.leave("done")
+                        s.peers[trouble.victims].current.leave("done")
                         await trio.sleep(0.2)
                     if trouble.victims in s.peers:
                         s.kill(trouble.victims)
                 await trio.sleep(trouble.lasts_s)
                 if trouble.victims not in s.peers:
-                    self._witness.watch(s.start(trouble.victims))
+                    self.start(trouble.victims)
+            case "restart":
+                peer = s.peers.get(trouble.victims)
+                if peer is not None and peer.current.ready.is_set() and self._restarts[trouble.victims] < MOST_RESTARTS:
+                    self._restarts[trouble.victims] += 1
+                    peer.current._fail(RuntimeError("a bug"))
             case "stop" | "freeze":
                 peer = s.peers.get(trouble.victims)
                 if peer is not None:
@@ -203,7 +222,7 @@ class _Weather:
         Otherwise those that join there find nobody, and start the run anew, rightly: two starts stay apart.
         """
         peers = self._swarm.peers
-        ready = {name for name, peer in peers.items() if name != without and peer.node.ready.is_set()}
+        ready = {name for name, peer in peers.items() if name != without and peer.current.ready.is_set()}
         return all(ready.intersection(side) for side in self._sides() if self._names.intersection(side))
 
     def _sides(self) -> list[list[str]]:

@@ -46,7 +46,7 @@ def load_no_buffers(data: bytes) -> None:
 
 @dataclass
 class TestPeer:
-    """One peer: its weights, its node, and everything that it recorded."""
+    """One peer: its weights, its node, and everything that it recorded. `on_node` is told of each later node."""
 
     __test__ = False
 
@@ -62,6 +62,7 @@ class TestPeer:
     paused: bool = False
     error: BaseException | None = None
     runner: NodeRunner | None = None
+    on_node: Callable[[Node], None] = lambda _: None
 
     @property
     def current(self) -> Node:
@@ -165,12 +166,15 @@ class Swarm:
             return await inline(work, *args)
 
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
-            return Node(
+            node = Node(
                 transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=event_log, rng=rng, chosen=chosen,
                 tokenizer=tokenizer, closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
             )  # fmt: skip
+            if number:
+                peer.on_node(node)
+            return node
 
         if restarts:
             runner = NodeRunner(build, exchange, compute, may_found=founder, restored=restored)

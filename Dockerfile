@@ -24,6 +24,8 @@ RUN touch p2ptrain/__init__.py && \
         'import sys, torch; sys.exit(None if torch.version.cuda or torch.version.hip else f"GPU=1, but pip chose torch {torch.__version__}, which knows no GPU: give TORCH_INDEX= an index with builds for GPUs")'; \
     fi
 COPY . .
+# A compiler for the native loops of rounds; it stays here.
+RUN if ! command -v cc; then apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev; fi
 RUN python -m pip --python /opt/p2ptrain/bin/python install --no-cache-dir --disable-pip-version-check \
         --no-deps --force-reinstall .
 # What is there for those who build and test these packages: test programs of torch, the others' tests, and torch's C++

@@ -101,7 +101,7 @@ reproduce-full: $(STAMP)
 	$(BIN)/p2ptrain reproduce --out p2ptrain-reproduction
 	$(BIN)/p2ptrain reproduce --headline --seeds 3 --out p2ptrain-reproduction-seeds
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(STAMP): setup.cfg setup.py pyproject.toml constraints.txt p2ptrain/algorithms/kernels/kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "p2ptrain needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11")'
 	@echo "installing into $(VENV); this takes some minutes"
 	$(PYTHON) -m venv $(VENV)

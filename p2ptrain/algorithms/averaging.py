@@ -48,9 +48,7 @@ def weighted_mean(encoded: Sequence[tuple[Encoded, float]], codec: Codec, num_bl
     mean = np.zeros((num_blocks, BLOCK), np.float32)
     with np.errstate(over="ignore"):
         for (data, _), share in zip(encoded, shares_of(encoded), strict=True):
-            values = codec.decode(data, num_blocks)
-            values *= share
-            mean += values
+            codec.add(data, num_blocks, share, mean)
     return finite(mean)
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.algorithms import kernels
+
 Array = npt.NDArray[np.float32]
 
 # 256 KiB of float32: the scratch memory of one chunk fits into a core's second-level cache.
@@ -87,6 +89,11 @@ def outer_step(
     assert anchor.shape == mean_gradient.shape
     assert anchor.flags.c_contiguous
     anchors, gradients = anchor.reshape(-1), mean_gradient.reshape(-1)
+    if (library := kernels.library()) is not None and optimizer != "adam":
+        moment = kernels.address(used[0]) if used else None
+        arrays = (kernels.address(anchors), moment, kernels.address(gradients), anchors.size)
+        library.sgd_step(*arrays, float(np.float32(lr)), float(np.float32(momentum)), optimizer == "nesterov")
+        return
     scratch = np.empty((2, min(_CHUNK, anchors.size)), np.float32)
     factors = _adam_factors(lr, momentum, round_ + 1) if optimizer == "adam" else None
     for start in range(0, anchors.size, _CHUNK):

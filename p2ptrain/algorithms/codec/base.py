@@ -41,6 +41,7 @@ class Codec:
     _check: Callable[[memoryview, int], object] | None = None
     _squares: Callable[[memoryview, int], npt.NDArray[np.float64]] | None = None
     error_decay: float = 0.0
+    _add: Callable[[memoryview, int, np.float32, Blocks], None] | None = None
 
     def encode(self, blocks: Blocks) -> bytes:
         """Code (n, 64) float32 values, only read, into `size_bytes(n)` bytes, the same on every machine.
@@ -55,6 +56,18 @@ class Codec:
         Raises WireError if the size is wrong, or the bytes are not such that `encode` can make.
         """
         return self._decode(self._sized(data, num_blocks), num_blocks)
+
+    def add(self, data: Encoded, num_blocks: int, share: np.float32, total: Blocks) -> None:
+        """Add `share` times the values in `data` to (num_blocks, 64) `total`; product and sum are rounded one by one.
+
+        Raises WireError as `decode` does. Finite values may overflow to infinity.
+        """
+        if self._add is not None:
+            self._add(self._sized(data, num_blocks), num_blocks, share, total)
+            return
+        values = self.decode(data, num_blocks)
+        values *= share
+        total += values
 
     def check(self, data: Encoded, num_blocks: int) -> None:
         """Raise what `decode` would raise. With most codecs a small part of its work."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
 from p2ptrain.errors import WireError
@@ -75,12 +76,27 @@ def scale_values(bits: Scales) -> npt.NDArray[np.float32]:
 
 
 def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: Unpack) -> Codec:
-    """Layout: n scales (bfloat16, little-endian), then the packed steps of n blocks; value = step · scale."""
+    """Layout: n scales (bfloat16, little-endian), then the packed steps of n blocks; value = step · scale.
+
+    The native loops do what the numpy code after them does, with the same bits.
+    """
+    step_bits = 8 * packed_bytes // BLOCK
+
+    def split(data: memoryview | npt.NDArray[np.uint8], num_blocks: int) -> tuple[Scales, npt.NDArray[np.uint8]]:
+        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
+        return np.frombuffer(data, "<u2", num_blocks), packed
+
+    def where(scales: Scales, packed: npt.NDArray[np.uint8]) -> tuple[int, int]:
+        return kernels.address(scales), kernels.address(packed)
 
     def encode(blocks: Blocks) -> bytes:
         data = np.empty(len(blocks) * (SCALE_BYTES + packed_bytes), np.uint8)
-        scales = data[: SCALE_BYTES * len(blocks)].view("<u2")
-        packed = data[SCALE_BYTES * len(blocks) :].reshape(-1, packed_bytes)
+        scales, packed = split(data, len(blocks))
+        if (library := kernels.library()) is not None:
+            most, scale_max = float(width.most), width.scale_max
+            if library.encode(kernels.address(blocks), len(blocks), step_bits, most, scale_max, *where(scales, packed)):
+                raise ValueError("a value is not finite")
+            return data.tobytes()
         for chunk in chunks(len(blocks)):
             steps = np.empty((chunk.stop - chunk.start, BLOCK), np.int8)
             width.quantise(blocks[chunk], scales[chunk], steps)
@@ -88,14 +104,33 @@ def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: 
         return data.tobytes()
 
     def decode(data: memoryview, num_blocks: int) -> Blocks:
-        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
-        return width.dequantise(np.frombuffer(data, "<u2", num_blocks), unpack(packed))
+        scales, packed = split(data, num_blocks)
+        if (library := kernels.library()) is not None:
+            width.check(scales)
+            values = np.empty((num_blocks, BLOCK), np.float32)
+            library.decode(*where(scales, packed), num_blocks, step_bits, kernels.address(values))
+            return values
+        return width.dequantise(scales, unpack(packed))
+
+    def add(data: memoryview, num_blocks: int, share: np.float32, total: Blocks) -> None:
+        scales, packed = split(data, num_blocks)
+        if (library := kernels.library()) is not None:
+            width.check(scales)
+            into = kernels.address(total)
+            library.add(*where(scales, packed), num_blocks, step_bits, float(share), into)
+            return
+        values = width.dequantise(scales, unpack(packed))
+        values *= share
+        total += values
 
     def squares(data: memoryview, num_blocks: int) -> npt.NDArray[np.float64]:
         """(n,) squared norms of the blocks, in half the time of decoding: the scale is taken out of the sum."""
-        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
-        scales = np.frombuffer(data, "<u2", num_blocks)
+        scales, packed = split(data, num_blocks)
         width.check(scales)
+        if (library := kernels.library()) is not None:
+            norms = np.empty(num_blocks, np.float64)
+            library.squares(*where(scales, packed), num_blocks, step_bits, kernels.address(norms))
+            return norms
         steps = unpack(packed).astype(np.float32)
         of_steps: npt.NDArray[np.float32] = np.einsum("ij,ij->i", steps, steps)
         return np.square(scale_values(scales).astype(np.float64)) * of_steps
@@ -103,7 +138,7 @@ def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: 
     def check(data: memoryview, num_blocks: int) -> None:
         width.check(np.frombuffer(data, "<u2", num_blocks))
 
-    return Codec(name, per_block(SCALE_BYTES + packed_bytes), encode, decode, check, squares)
+    return Codec(name, per_block(SCALE_BYTES + packed_bytes), encode, decode, check, squares, _add=add)
 
 
 def _pack_halves(steps: Steps) -> npt.NDArray[np.uint8]:

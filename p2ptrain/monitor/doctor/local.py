@@ -77,6 +77,8 @@ def check_versions(machine: Machine) -> Finding:
 
 def check_threads(machine: Machine) -> Finding:
     text = f"{count(machine.cores, 'core')}, {count(machine.threads, 'torch thread')}"
+    if not machine.native:
+        text += "; rounds take longer without native loops: install a C compiler, then p2ptrain again"
     if machine.threads > machine.cores:
         return Finding(
             "processor", Mark.WARNING, f"{text}: too many threads slow training down", f"add --threads {machine.cores}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from p2ptrain.algorithms import kernels
 from p2ptrain.settings.cores import usable_cores
 from p2ptrain.settings.free_memory import free_memory_bytes
 from p2ptrain.version import __version__
@@ -27,6 +28,7 @@ class Machine:
         versions: by package name, including Python and p2ptrain; "" if not installed.
         cores: CPU cores that this process may use.
         threads: CPU threads of torch.
+        native: whether the native loops of rounds were built.
         memory_bytes: memory available without swapping, within a container's limit.
         disk_bytes: free space for this user in the file system of `out`.
         writable: whether files can be created there.
@@ -38,6 +40,7 @@ class Machine:
     versions: dict[str, str]
     cores: int
     threads: int
+    native: bool
     memory_bytes: int | None
     disk_bytes: int | None
     writable: bool
@@ -60,6 +63,7 @@ def read_machine(out: Path, *, gpu: bool) -> Machine:
         | {"p2ptrain": __version__},
         cores=usable_cores(),
         threads=torch.get_num_threads(),
+        native=kernels.library() is not None,
         memory_bytes=free_memory_bytes(),
         disk_bytes=_disk_bytes(place),
         writable=place.is_dir() and os.access(place, os.W_OK | os.X_OK),

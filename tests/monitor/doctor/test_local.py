@@ -18,8 +18,8 @@ from tests.training.characters import VOCAB_SIZE
 
 GOOD = Machine(
     versions={"Python": "3.11.7", "torch": "2.13.0+cpu", "hivemind": "1.1.12", "p2ptrain": "0.1.0"},
-    cores=8, threads=8, memory_bytes=16_000_000_000, disk_bytes=100_000_000_000, writable=True, open_files=4096,
-    gpu=None, gpu_bytes=None,
+    cores=8, threads=8, native=True, memory_bytes=16_000_000_000, disk_bytes=100_000_000_000, writable=True,
+    open_files=4096, gpu=None, gpu_bytes=None,
 )  # fmt: skip
 GPU = replace(GOOD, gpu="H200", gpu_bytes=140_000_000_000)
 M124 = 124_439_808
@@ -54,6 +54,12 @@ def test_error_buffers_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick_look(OUT, "gpt2-124m", "cpu", num_parameters=M124) == []
     (finding,) = quick_look(OUT, "gpt2-124m", "cpu", num_parameters=M124, vectors=vectors)
     assert finding.check == "memory"
+
+
+def test_missing_native_loops_are_said_and_are_no_problem() -> None:
+    found = _findings(replace(GOOD, native=False))["processor"]
+    assert found.mark is Mark.OK
+    assert found.text.endswith("rounds take longer without native loops: install a C compiler, then p2ptrain again")
 
 
 @pytest.mark.parametrize(

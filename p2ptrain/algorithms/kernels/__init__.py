@@ -1,0 +1,49 @@
+"""The native library of the hot loops, `kernels.c`, where it was built; each has a numpy twin that gives the same bits.
+
+It is a C library without Python in it, called through ctypes, which releases Python's lock meanwhile. `pip install`
+builds it where there is a compiler. Callers ask `library()` at each call, and take their numpy path if it is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+
+import numpy as np
+import numpy.typing as npt
+
+_POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "encode": (_POINTER, _SIZE, _INT, _FLOAT, _INT, _POINTER, _POINTER),
+    "decode": (_POINTER, _POINTER, _SIZE, _INT, _POINTER),
+    "add": (_POINTER, _POINTER, _SIZE, _INT, _FLOAT, _POINTER),
+    "squares": (_POINTER, _POINTER, _SIZE, _INT, _POINTER),
+    "sgd_step": (_POINTER, _POINTER, _POINTER, _SIZE, _FLOAT, _FLOAT, _INT),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library; None if it was not built, or not for this machine."""
+    spec = importlib.util.find_spec(f"{__name__}._kernels")
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError):
+            return load(spec.origin)
+    return None
+
+
+def load(path: str) -> ctypes.CDLL:
+    """The library in a file. Raises OSError if it is not one for this machine."""
+    loaded = ctypes.CDLL(path)
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, _INT if name == "encode" else None
+    return loaded
+
+
+def address(array: npt.NDArray[np.generic]) -> int:
+    """Where a contiguous array begins, for a call of the library."""
+    assert array.flags.c_contiguous
+    return int(array.ctypes.data)

@@ -1,7 +1,7 @@
-"""Once faults stop, peers that reach each other are in one lineage and commit together, whatever the pace.
+"""Once faults stop, linked peers come into one lineage and commit together, whatever the interval between rounds.
 
-The limit is max(10 s, 3 intervals), and the time that the bytes take: a few times the download of a state. Before the
-first rule was written down, two peers with rounds of 60 ms stayed apart for good after one of them was restarted.
+The limit is max(10 s, 3 intervals), and the time of three downloads of the state to each other peer. The rules are
+under "Progress" in docs/protocol.md.
 """
 
 from __future__ import annotations

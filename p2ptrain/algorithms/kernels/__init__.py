@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.util
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +26,8 @@ _ARGUMENTS = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The library; None if it was not built, or not for this machine."""
-    spec = importlib.util.find_spec(f"{__name__}._kernels")
-    if spec is not None and spec.origin is not None:
-        with contextlib.suppress(OSError):
-            return load(spec.origin)
+    with contextlib.suppress(OSError):
+        return load(f"{__path__[0]}/libkernels.so.1")
     return None
 
 

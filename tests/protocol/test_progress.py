@@ -73,7 +73,7 @@ RESTARTED = [
 
 
 @pytest.mark.parametrize(("names", "victims"), RESTARTED)
-@pytest.mark.parametrize("interval_s", [FAST_S, 2.0, SLOW_S])
+@pytest.mark.parametrize("interval_s", [FAST_S, 2.0, pytest.param(SLOW_S, marks=pytest.mark.long)])
 def test_restarted_nodes_and_the_others_commit_together_again(names: str, victims: str, interval_s: float) -> None:
     async def main() -> None:
         async with swarm(PLAIN, shapes=SHAPES) as s:
@@ -148,8 +148,14 @@ def test_restarts_in_quick_succession_cost_no_more_than_the_last(names: str, pau
     run_virtual(main)
 
 
-@pytest.mark.parametrize("apart", ["a/b", "ab/cd", "a/bcd"])
-@pytest.mark.parametrize("rate", [math.inf, SLOW_BYTES_S])
+@pytest.mark.parametrize(
+    ("apart", "rate"),
+    [
+        ("a/b", math.inf), ("ab/cd", math.inf), ("a/bcd", math.inf), ("a/b", SLOW_BYTES_S),
+        pytest.param("ab/cd", SLOW_BYTES_S, marks=pytest.mark.long),
+        pytest.param("a/bcd", SLOW_BYTES_S, marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_two_lineages_of_any_strength_become_one(apart: str, rate: float) -> None:
     """Each side goes on from one head alone, at a pace at which none can be downloaded between two rounds."""
 

@@ -75,7 +75,8 @@ class Process:
         self.command, self.directory = command, directory
         self.addresses = files.with_suffix(".addresses")
         self.killed = self.refused = False
-        self._output, self._errors, self._metrics = (files.with_suffix(end) for end in (".out", ".err", ".jsonl"))
+        self._files = [files.with_suffix(end) for end in (".out", ".err", ".jsonl")]
+        self._output, self._errors, self._metrics = self._files
         self._sockets = sockets
         self._events: list[Event] = []
         self._events_size = 0
@@ -142,8 +143,17 @@ class Process:
         daemon.kill()
 
     def wait(self) -> int:
-        """The exit status, once all that it printed is here. Raises TimeoutExpired when it does not end."""
-        status = self._process.wait(DEADLINE_S)
+        """The exit status, once all that it printed is here. Raises TimeoutExpired when it neither ends nor goes on."""
+        written = -1
+        while True:
+            try:
+                status = self._process.wait(DEADLINE_S)
+                break
+            except subprocess.TimeoutExpired:
+                # A peer that trains on a busy machine goes on to write, and ends at last.
+                before, written = written, sum(file.stat().st_size for file in self._files if file.exists())
+                if written == before:
+                    raise
         if self._reader is not None:
             self._reader.join(DEADLINE_S)
         return status

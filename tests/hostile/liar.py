@@ -14,8 +14,9 @@ import msgspec
 import trio
 
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.proof import Prover
 from p2ptrain.protocol.wire import frames

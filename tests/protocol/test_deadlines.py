@@ -16,7 +16,8 @@ import trio
 from p2ptrain.errors import PeerLostError, RoundFailedError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link, Traffic
+from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MIN_PATIENCE_S, Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds import consensus
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec

@@ -29,7 +29,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import Epoch, Push, PushPlan, StepReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.flow_control import FlowControl
-from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.push_pace import PushPace
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES

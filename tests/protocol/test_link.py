@@ -15,14 +15,8 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.links.flow_control import FIRST_WINDOW_BYTES, MIN_WINDOW_BYTES, WINDOW_S
 from p2ptrain.protocol.links.frame_reader import FrameReader
-from p2ptrain.protocol.links.link import (
-    MAX_CONTROL_QUEUE,
-    MAX_FRAGMENT_QUEUE,
-    PEER_TIMEOUT_S,
-    Link,
-    LinkSetup,
-    Traffic,
-)
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, LinkSetup
+from p2ptrain.protocol.links.outbox import MAX_CONTROL_QUEUE, MAX_FRAGMENT_QUEUE, Traffic
 from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES, decode_prefix, encode_frame
 from p2ptrain.protocol.wire.messages import (
@@ -241,13 +235,13 @@ def test_an_acknowledgement_wakes_the_writer_only_if_frames_wait(chunks: int) ->
 
     async def main() -> None:
         async with linked_pair(MemoryNetwork()) as (_, b, link, _):
-            next_frame, looked_s = link._next_frame, []
+            next_frame, looked_s = link._outbox.next_frame, []
 
-            def look() -> bytes | None:
+            def look(*, has_bulk_connection: bool) -> bytes | None:
                 looked_s.append(trio.current_time())
-                return next_frame()
+                return next_frame(has_bulk_connection=has_bulk_connection)
 
-            link._next_frame = look  # type: ignore[method-assign]
+            link._outbox.next_frame = look  # type: ignore[method-assign]
             began_s = trio.current_time()
             await send_chunks(link, chunks)
             await until(lambda: len(b.of(Contribution)) == chunks and link.flow.in_flight == 0)

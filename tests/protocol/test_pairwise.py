@@ -19,7 +19,8 @@ from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.memory_network import PacketFault
 from p2ptrain.monitor.estimate import PAIR_ROUND_TRIPS
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.pairwise.joining import CHUNK_TIMEOUT_S, MEET_S
 from p2ptrain.protocol.pairwise.matching import Matching
 from p2ptrain.protocol.pairwise.pairwise import PAUSE_ROUND_TRIPS, Pairwise

@@ -10,14 +10,8 @@ from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.memory_network.network import MemoryStream
 from p2ptrain.protocol.links import links, places, receive_budget, requests, strikes
 from p2ptrain.protocol.links.handshake import MAX_HELLO_BYTES, OBSERVER
-from p2ptrain.protocol.links.link import (
-    MAX_BULK_QUEUE_BYTES,
-    MAX_CONTROL_QUEUE_BYTES,
-    MAX_STREAMS,
-    PEER_TIMEOUT_S,
-    Link,
-    Traffic,
-)
+from p2ptrain.protocol.links.link import MAX_STREAMS, PEER_TIMEOUT_S, Link
+from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUEUE_BYTES, Traffic
 from p2ptrain.protocol.links.places import MAX_GREETING, MAX_GREETING_OF_ONE
 from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
@@ -347,7 +341,7 @@ def test_bulk_frames_are_bounded_in_bytes_and_one_always_fits() -> None:
                 await trio.sleep(1)
                 # One is on the path already.
                 assert queued == 2
-                assert link._bulk_bytes <= MAX_BULK_QUEUE_BYTES
+                assert link._outbox._bulk_bytes <= MAX_BULK_QUEUE_BYTES
                 nursery.cancel_scope.cancel()
 
     run_virtual(main)

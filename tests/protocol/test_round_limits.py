@@ -21,8 +21,9 @@ import trio
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, codec
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.memory_network import PacketFault
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds import collection
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED

@@ -21,7 +21,8 @@ from p2ptrain.algorithms.codec import codec
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS, AnchorState, chunk_hash
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.peer_records import bucket_of, encode_record, member_key
 from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.averaging import averaging_of

@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from p2ptrain.errors import RoundFailedError
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S, MeanPush

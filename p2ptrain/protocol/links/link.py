@@ -8,9 +8,8 @@ before fragments. Fragments that would arrive too late are dropped.
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ import trio
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic
 from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget
 from p2ptrain.protocol.wire import frames
@@ -42,16 +42,6 @@ from p2ptrain.settings.peer_config import NetworkConfig
 MAX_STREAMS = 2
 # Intervals between received beats remembered, one per second.
 BEATS_REMEMBERED = 60
-# Queued bulk frames and their bytes; beyond that senders wait. One always fits.
-MAX_BULK_QUEUE = 4
-MAX_BULK_QUEUE_BYTES = 1024 * 1024
-# Queued fragments, each of at most 4 MiB; beyond that the oldest is dropped: a newer one is worth more.
-MAX_FRAGMENT_QUEUE = 2
-# Queued control frames and their bytes; beyond that the link is closed. A record has at most 256 KiB.
-MAX_CONTROL_QUEUE = 4096
-MAX_CONTROL_QUEUE_BYTES = 4 * 1024 * 1024
-# zstd saves about 4 % of int8 values at 100 MB/s for both directions (measured): it pays below 40 Mbit/s.
-COMPRESS_BELOW_BYTES_S = 5_000_000
 # A setting. Seconds until a silent peer is lost, until bulk bytes without an acknowledgement mean a dead path (whatever
 # the heartbeat shows), and the longest that one frame may take to arrive.
 PEER_TIMEOUT_S = NetworkConfig.peer_timeout_s
@@ -69,37 +59,6 @@ IN_USE_S = 5.0
 LAST_WORDS_S = 0.2
 
 Handler = Callable[["Link", Message, bytes], Awaitable[None]]
-
-
-class Traffic(enum.StrEnum):
-    """The purpose of bytes on the wire, for the records."""
-
-    CONTROL = "control"
-    ROUND = "round"
-    STATE = "state"
-    FRAGMENT = "fragment"
-
-
-@dataclass(slots=True)
-class _Bulk:
-    """A queued bulk frame; encoded when it is sent, so that ages and acknowledgements are fresh."""
-
-    make: Callable[[], Message]
-    payload: bytes | memoryview
-    traffic: Traffic
-    compress: bool = False
-    until_s: float = math.inf
-
-
-@dataclass(slots=True)
-class LinkCounters:
-    """Bytes on the wire by purpose, fragments sent by receiver, and fragments dropped for lack of bandwidth."""
-
-    sent: Counter[Traffic] = field(default_factory=Counter)
-    received: Counter[Traffic] = field(default_factory=Counter)
-    fragments_to: Counter[PeerId] = field(default_factory=Counter)
-    fragments_sent: int = 0
-    fragments_shed: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,48 +98,25 @@ class Link:
         self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._readers: list[FrameReader] = []
         self._handling = 0
-        self._control: deque[bytes] = deque()
-        self._control_bytes = 0
-        self._bulk: deque[_Bulk] = deque()
-        self._bulk_bytes = 0
-        self._fragments: deque[_Bulk] = deque()
-        self._work = trio.lowlevel.ParkingLot()
-        self._space = trio.lowlevel.ParkingLot()
+        self._outbox = Outbox(peer_id, self.flow, setup.counters, rates)
 
     def send(self, message: Message) -> None:
         """Queue a control frame, which is sent before all others. Does nothing if the link is lost."""
         if self.lost.is_set():
             return
-        frame = frames.encode_frame(message, acked_bytes=self.flow.tell())
-        full = self._control_bytes + len(frame) > MAX_CONTROL_QUEUE_BYTES
-        if full or len(self._control) >= MAX_CONTROL_QUEUE:
+        if not self._outbox.add_control(message):
             self.close("it takes no frames any more")
-            return
-        self._counters.sent[Traffic.CONTROL] += len(frame)
-        self._control.append(frame)
-        self._control_bytes += len(frame)
-        self._work.unpark_all()
 
     async def send_bulk(
         self, message: Message, payload: bytes | memoryview, traffic: Traffic, *, compress: bool = False
     ) -> None:
         """Queue one chunk, waiting while the queue is full. Raises PeerLostError."""
-        while not self._has_bulk_room(len(payload)) and not self.lost.is_set():
-            await self._space.park()
-        if self.lost.is_set():
-            raise PeerLostError(f"{self.peer_id}: {self.lost_reason}")
-        self._bulk.append(_Bulk(lambda: message, payload, traffic, compress))
-        self._bulk_bytes += len(payload)
-        self._work.unpark_all()
+        await self._outbox.add_bulk(message, payload, traffic, compress=compress)
 
     def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float = math.inf) -> None:
         """Queue a fragment that is useful until `until_s`; drops the oldest queued one if there is no room."""
-        if self.lost.is_set():
-            return
-        while len(self._fragments) >= MAX_FRAGMENT_QUEUE:
-            self._shed_fragment()
-        self._fragments.append(_Bulk(make, payload, Traffic.FRAGMENT, until_s=until_s))
-        self._work.unpark_all()
+        if not self.lost.is_set():
+            self._outbox.add_fragment(make, payload, until_s)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -195,15 +131,14 @@ class Link:
     @property
     def is_in_use(self) -> bool:
         """Whether somebody uses the link, or did in the last few seconds, or more than fragments wait to be sent."""
-        return self._uses > 0 or bool(self._bulk) or trio.current_time() < self._used_s + IN_USE_S
+        return self._uses > 0 or self._outbox.has_bulk or trio.current_time() < self._used_s + IN_USE_S
 
     def close(self, reason: str) -> None:
         """Mark the link lost; tasks of `run_stream` end and close their streams."""
         if not self.lost.is_set():
             self.lost_reason = reason
             self.lost.set()
-            self._work.unpark_all()
-            self._space.unpark_all()
+            self._outbox.close(reason)
 
     async def run_stream(self, stream: Stream, read_ahead: bytes) -> None:
         """Serve one stream until the link is lost. Frames are sent on the first stream only.
@@ -236,11 +171,11 @@ class Link:
     async def _write(self, stream: Stream, all_written: trio.Event) -> None:
         try:
             while True:
-                frame = self._next_frame()
+                frame = self._outbox.next_frame(has_bulk_connection=False)
                 if frame is None:
                     if self.lost.is_set():
                         return
-                    await self._work.park()
+                    await self._outbox.changed.park()
                     continue
                 await stream.send_all(frame)
         except PeerLostError as error:
@@ -250,49 +185,6 @@ class Link:
             raise
         finally:
             all_written.set()
-
-    def _next_frame(self) -> bytes | None:
-        if self._control:
-            frame = self._control.popleft()
-            self._control_bytes -= len(frame)
-            return frame
-        if self.lost.is_set():
-            return None
-        while self._fragments and self._would_come_late(self._fragments[0]):
-            self._shed_fragment()
-        queue = self._bulk or self._fragments
-        if not queue or self.flow.in_flight >= self.flow.window_bytes:
-            return None
-        if queue is self._bulk:
-            self._bulk_bytes -= len(queue[0].payload)
-        item = queue.popleft()
-        self._space.unpark()
-        message = item.make()
-        frame = frames.encode_frame(
-            message, item.payload, acked_bytes=self.flow.tell(), bulk=True,
-            compress=item.compress and self.flow.rate_bytes_s < COMPRESS_BELOW_BYTES_S,
-        )  # fmt: skip
-        self.flow.note_sent(len(frame), trio.current_time())
-        self._counters.sent[item.traffic] += len(frame)
-        if isinstance(message, Fragment):
-            self._counters.fragments_sent += 1
-            self._counters.fragments_to[self.peer_id] += 1
-        elif isinstance(message, Answer):
-            self.rates.note_answered(len(item.payload))
-        return frame
-
-    def _has_bulk_room(self, size_bytes: int) -> bool:
-        fits = not self._bulk or self._bulk_bytes + size_bytes <= MAX_BULK_QUEUE_BYTES
-        return fits and len(self._bulk) < MAX_BULK_QUEUE
-
-    def _would_come_late(self, item: _Bulk) -> bool:
-        """Whether it would arrive too late; False while the path's rate is unknown."""
-        path_s = self.flow.delivery_s(len(item.payload))
-        return path_s > 0 and trio.current_time() + path_s > item.until_s
-
-    def _shed_fragment(self) -> None:
-        self._fragments.popleft()
-        self._counters.fragments_shed += 1
 
     async def _read(self, reader: FrameReader) -> None:
         kind = "a frame"
@@ -317,9 +209,8 @@ class Link:
         if payload and not isinstance(message, Answer | Contribution | Fragment | Mean | PairWeights):
             raise WireError(f"{type(message).__name__} with a payload")
         size, acked_before = frames.PREFIX_BYTES + prefix.body_bytes, self.flow.acked
-        # Waking the writer for nothing would cost a pass of the scheduler for each fragment.
-        if self.flow.note_acked(prefix.acked_bytes, trio.current_time()) and (self._bulk or self._fragments):
-            self._work.unpark_all()
+        if self.flow.note_acked(prefix.acked_bytes, trio.current_time()):
+            self._outbox.note_acked()
         self.rates.check(message, size, self.flow.acked - acked_before, trio.current_time())
         self._counters.received[_traffic_of(message, payload)] += size
         if prefix.bulk and self.flow.note_received(size):

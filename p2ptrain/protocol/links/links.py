@@ -20,7 +20,8 @@ import trio
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Handshake
-from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkCounters, LinkSetup
+from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkSetup
+from p2ptrain.protocol.links.outbox import LinkCounters
 from p2ptrain.protocol.links.places import excess_observers, greeting_to_end
 from p2ptrain.protocol.links.rates import PeerRates
 from p2ptrain.protocol.links.receive_budget import ReceiveBudget

@@ -20,8 +20,9 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import RoundReport
 from p2ptrain.protocol.gossip import Gossip
 from p2ptrain.protocol.links.handshake import TRAINER
-from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link, Traffic
+from p2ptrain.protocol.links.link import PEER_TIMEOUT_S, Link
 from p2ptrain.protocol.links.links import LINKS_BEATEN, Links
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.membership import Membership, RoundPeers
 from p2ptrain.protocol.membership.peer_status import PeerStatus, describe

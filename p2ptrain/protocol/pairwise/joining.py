@@ -18,7 +18,8 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.pairwise import Array, is_usual
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.pairwise.others import linked_others, others_step
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.part_store import fetch_pipelined

@@ -23,7 +23,8 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
 from p2ptrain.algorithms.pairwise import Array, pairwise_step
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.pairwise.joining import AnchorCopier, serve_chunk
 from p2ptrain.protocol.pairwise.matching import MOST_RECENT, Matching, on_answer, on_offer, recent_partners
 from p2ptrain.protocol.pairwise.others import linked_others, others_step

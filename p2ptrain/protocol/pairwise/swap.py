@@ -11,7 +11,8 @@ import trio
 from p2ptrain.algorithms.pairwise import Array, clip_scale, sample_blocks, spread, squared_distance
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.context import RoundContext

@@ -26,8 +26,9 @@ import trio
 from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec, Encoded
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution

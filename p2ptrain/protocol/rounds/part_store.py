@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
-from p2ptrain.protocol.links.link import Link, Traffic
+from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.links.links import Links
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blob
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer

@@ -11,7 +11,7 @@ import trio
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
-from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 

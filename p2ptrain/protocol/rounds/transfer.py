@@ -12,7 +12,7 @@ import trio
 
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
-from p2ptrain.protocol.links.link import Traffic
+from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks

@@ -76,7 +76,8 @@ class StateSync:
         self._pins = pins
         self._may_found = may_found
         self._download: Download | None = None
-        self._times_overtaken = 0
+        # Who is behind with the state that it has just joined with was overtaken once.
+        self._times_overtaken = 1
         # Of the job that runs: "refused", "overtaken", "not now", or "".
         self._outcome = ""
         # For each partner, or "" for any: the link, why, and our head at that time.
@@ -107,11 +108,11 @@ class StateSync:
                     caught_up = caught_up or await self._replace_state(link, reason)
                 except PeerLostError as error:
                     logger.info("catching up failed, will try again: %s", error)
-            if caught_up or self._outcome == "refused":
-                # As long as rounds come faster than we follow, they go on waiting for us.
-                if not any(map(self._engine.may_follow, self._context.links.trainers())):
-                    self._times_overtaken = 0
-            elif self._outcome == "overtaken":
+            is_behind = any(map(self._engine.may_follow, self._context.links.trainers()))
+            if (caught_up or self._outcome == "refused") and not is_behind:
+                self._times_overtaken = 0
+            elif caught_up or self._outcome == "overtaken":
+                # Also if we have what we asked for, but rounds came first: the next ones wait for us.
                 self._times_overtaken += 1
             # The next heartbeat of a partner that is ahead retries.
             retry_s = {"refused": REFUSED_RETRY_S, "overtaken": OVERTAKEN_RETRY_S, "not now": OVERTAKEN_RETRY_S}.get(

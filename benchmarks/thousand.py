@@ -124,11 +124,11 @@ class _Peer:
             if event == "round":
                 swarm.note_round(self.peer_id, {"event": event, "t": trio.current_time(), **fields})
 
-        network = swarm.network
+        network, transport = swarm.network, swarm.network.transport(self.peer_id)
         self.node = Node(
-            network.transport(self.peer_id), _Directory(network, self.peer_id, swarm.read), self.exchange, swarm.run,
+            transport, _Directory(network, self.peer_id, swarm.read), self.exchange, swarm.run,
             buffers=bytes, load_buffers=lambda data: None, incarnation=f"{self.peer_id}.0", may_found=founder,
-            restored=None, compute=_inline, events=record, event_log=log, rng=rng,
+            restored=None, compute=_inline, events=record, event_log=log, rng=rng, bulk=transport.bulk,
         )  # fmt: skip
 
     async def live(self) -> None:

@@ -127,6 +127,8 @@ def join(
     announce_maddrs: Sequence[str] = (),
     peer_timeout_s: float = NetworkConfig.peer_timeout_s,
     gossip_budget: float = NetworkConfig.gossip_budget,
+    bulk: str = NetworkConfig.bulk,
+    bulk_port: int = NetworkConfig.bulk_port,
     run_key: str | Path | None = None,
     allow: str | Path | None = None,
     deny: str | Path | None = None,
@@ -166,6 +168,8 @@ def join(
             from measurements.
         gossip_budget: share of this machine's CPU time that gossip may take. Where pushes at every step cost more,
             there are fewer.
+        bulk: "on": TLS connections beside libp2p's for rounds and state, where peers can dial each other; or "off".
+        bulk_port: TCP port for them; 0 for any free one.
         run_key: key file of a closed run, made by `p2ptrain key`; None: the run is open.
         allow: file of the only peer ids to link with, one per line; read again when it changes.
         deny: file of peer ids to refuse, one per line; read again when it changes.
@@ -225,6 +229,7 @@ def join(
                 initial_peers=tuple(initial_peers), founder=founder, anchor=anchor, host_maddrs=tuple(host_maddrs),
                 announce_maddrs=tuple(announce_maddrs), identity=None if identity is None else str(identity),
                 peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, allow=None if allow is None else str(allow),
+                bulk=bulk, bulk_port=bulk_port,
                 deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
             )  # fmt: skip
             Access(network).check_allowed(network.initial_peers)

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
@@ -24,6 +24,9 @@ SEGMENTS_IN_FLIGHT = 64
 SEGMENT_BYTES = 64 * 1024
 # Bytes that an uplink buffers before senders wait: libp2p's daemon buffers megabytes.
 BUFFER_BYTES = 4 * 1024 * 1024
+MIN_SEGMENT_BYTES = 1400
+# A bulk connection has the congestion control of its system, which fills no more of a path's queue than this (guess).
+BULK_QUEUE_S = 0.1
 
 
 class PacketFault(enum.Enum):
@@ -47,12 +50,14 @@ class MemoryNetwork:
             which has a buffer of 4 MiB; infinite by default.
         fault: chooses what happens to each packet.
         relays: the relay between two peers, if any; only its name.
+        can_dial_bulk: whether the first of two peers can open a bulk connection to the second.
     """
 
     def __init__(self, *, latency_s: float = 0.001, bandwidth_bytes_s: float = math.inf) -> None:
         self.latency_s = latency_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.fault: PacketFaultRule = lambda source, target, packet: PacketFault.NONE
+        self.can_dial_bulk: Callable[[PeerId, PeerId], bool] = lambda source, target: True
         self.relays: dict[frozenset[PeerId], PeerId] = {}
         self.transports: dict[PeerId, MemoryTransport] = {}
         self._narrow: dict[PeerId, float] = {}
@@ -139,6 +144,7 @@ class MemoryTransport:
         self.closed = False
         self.uplink_free_s = 0.0
         self.downlink_free_s = 0.0
+        self.bulk = MemoryBulk(self)
         self._incoming_send, self._incoming = trio.open_memory_channel[MemoryStream](256)
 
     @property
@@ -146,14 +152,19 @@ class MemoryTransport:
         return [f"/memory/{self.peer_id}/p2p/{self.peer_id}"]
 
     async def open_stream(self, peer_id: PeerId, maddrs: list[str]) -> MemoryStream:
+        ours, theirs = await self.connect(peer_id, is_bulk=False)
+        await theirs.owner._incoming_send.send(theirs)
+        return ours
+
+    async def connect(self, peer_id: PeerId, *, is_bulk: bool) -> tuple[MemoryStream, MemoryStream]:
+        """Both ends of a new connection. Raises PeerLostError."""
         target = self.network.transports.get(peer_id)
         await trio.sleep(self.network.latency(self.peer_id, peer_id))
         if target is None or target.closed or self.closed or not self.network.connected(self.peer_id, peer_id):
             raise PeerLostError(f"{peer_id}: cannot be reached")
-        ours, theirs = MemoryStream(self, peer_id), MemoryStream(target, self.peer_id)
+        ours, theirs = MemoryStream(self, peer_id, is_bulk), MemoryStream(target, self.peer_id, is_bulk)
         ours.other, theirs.other = theirs, ours
-        await target._incoming_send.send(theirs)
-        return ours
+        return ours, theirs
 
     def relay_to(self, peer_id: PeerId) -> PeerId:
         return self.network.relays.get(frozenset((self.peer_id, peer_id)), "")
@@ -174,16 +185,51 @@ class MemoryTransport:
             stream.break_both()
 
 
+class MemoryBulk:
+    """Implements `protocol.wire.transport.BulkTransport` for one peer."""
+
+    def __init__(self, owner: MemoryTransport) -> None:
+        self._owner = owner
+        self._admitted: dict[PeerId, bytes] = {}
+        self._incoming_send, self._incoming = trio.open_memory_channel[MemoryStream](256)
+
+    @property
+    def offer(self) -> bytes:
+        """A stand-in for a certificate."""
+        return self._owner.peer_id.encode()
+
+    def admit(self, peer_id: PeerId, offer: bytes) -> None:
+        self._admitted[peer_id] = offer
+
+    async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> MemoryStream:
+        if not self._owner.network.can_dial_bulk(self._owner.peer_id, peer_id):
+            raise PeerLostError(f"{peer_id}: no bulk connection can be opened")
+        ours, theirs = await self._owner.connect(peer_id, is_bulk=True)
+        theirs.owner.bulk.take(theirs, self.offer)
+        return ours
+
+    def take(self, stream: MemoryStream, offer: bytes) -> None:
+        """A peer with this offer has opened a connection."""
+        if self._admitted.get(stream.remote) == offer != b"":
+            self._incoming_send.send_nowait(stream)
+        else:
+            stream.break_both()
+
+    async def accept(self) -> MemoryStream:
+        return await self._incoming.receive()
+
+
 class MemoryStream:
     """One end of a stream; implements `protocol.wire.transport.Stream`."""
 
     other: MemoryStream
 
-    def __init__(self, owner: MemoryTransport, remote: PeerId) -> None:
+    def __init__(self, owner: MemoryTransport, remote: PeerId, is_bulk: bool) -> None:
+        self.owner = owner
         self.remote = remote
+        self.is_bulk = is_bulk
         self.under_way = 0  # segments sent to this end that have not arrived
         self.latest_s = 0.0  # when the last of them arrives
-        self._owner = owner
         self._arrived: deque[bytes] = deque()
         self._readers = trio.lowlevel.ParkingLot()
         self._senders = trio.lowlevel.ParkingLot()
@@ -192,27 +238,37 @@ class MemoryStream:
         owner.streams.add(self)
 
     async def send_all(self, data: bytes) -> None:
-        network = self._owner.network
+        network = self.owner.network
         if self._broken:
             raise PeerLostError(f"{self.remote}: the stream is broken")
-        fault = network.fault(self._owner.peer_id, self.remote, data)
+        fault = network.fault(self.owner.peer_id, self.remote, data)
         if fault is PacketFault.BREAK:
             self.break_both()
             raise PeerLostError(f"{self.remote}: the stream broke")
         for _ in range(2 if fault is PacketFault.DUPLICATE else 1):
-            for start in range(0, len(data), SEGMENT_BYTES):
-                await self._send_segment(data[start : start + SEGMENT_BYTES], lost=fault is PacketFault.DROP)
+            size = self._segment_bytes
+            for start in range(0, len(data), size):
+                await self._send_segment(data[start : start + size], lost=fault is PacketFault.DROP)
+
+    @property
+    def _segment_bytes(self) -> int:
+        """Other streams get their turn between two segments: on a bulk connection after 0.1 s at most."""
+        if not self.is_bulk:
+            return SEGMENT_BYTES
+        narrow, most = self.owner.network._narrow, self.owner.network.bandwidth_bytes_s
+        rate = min(narrow.get(self.owner.peer_id, most), narrow.get(self.remote, most))
+        return max(MIN_SEGMENT_BYTES, int(min(SEGMENT_BYTES, BULK_QUEUE_S * rate)))
 
     async def _send_segment(self, segment: bytes, *, lost: bool) -> None:
-        owner, network = self._owner, self._owner.network
+        owner, network = self.owner, self.owner.network
         up = network._narrow.get(owner.peer_id, network.bandwidth_bytes_s)
         down = network._narrow.get(self.remote, math.inf)
         free_s = owner.uplink_free_s = max(trio.current_time(), owner.uplink_free_s) + len(segment) / up
         if down < math.inf:
-            target = self.other._owner
+            target = self.other.owner
             free_s = target.downlink_free_s = max(free_s, target.downlink_free_s) + len(segment) / down
         due = free_s + network.latency(owner.peer_id, self.remote)
-        await _wait_until(free_s - BUFFER_BYTES / min(up, down))
+        await _wait_until(free_s - (BULK_QUEUE_S if self.is_bulk else BUFFER_BYTES / min(up, down)))
         if lost or self._stalled:
             return
         other = self.other
@@ -249,7 +305,7 @@ class MemoryStream:
             end._broken = True
             end._readers.unpark_all()
             end._senders.unpark_all()
-            end._owner.streams.discard(end)
+            end.owner.streams.discard(end)
 
 
 class MemoryDirectory:

@@ -20,6 +20,7 @@ from p2ptrain.errors import ConfigError, PeerLostError, TransientError
 from p2ptrain.network import addresses
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial_initial_peers, refuse_taken_identity, ways_in
+from p2ptrain.network.bulk import TlsBulk
 from p2ptrain.network.daemon import Daemon, peer_flags, run_daemon
 from p2ptrain.network.dht import HivemindDirectory, join_dht
 from p2ptrain.network.identity import Identity, hold_identity
@@ -45,6 +46,7 @@ class Network:
 
     Attributes:
         transport, directory: the same objects through all restarts of the daemon.
+        bulk: opens and accepts bulk connections; None: off.
         peer_id: our identity, base58.
         access: the peers that this machine refuses; kept up to date with its files.
         on_event: called as `Sink.write`, on the network thread, with each death and restart of the daemon, if set.
@@ -66,6 +68,7 @@ class Network:
             refusal=access.refusal,
         )
         self.directory = HivemindDirectory(identity)
+        self.bulk = TlsBulk(config.host_maddrs, config.bulk_port, scratch) if config.bulk == "on" else None
         self.on_event: Callable[..., object] | None = None
         self.failure: ConfigError | None = None
         self._errors = ErrorLog(logger)
@@ -166,7 +169,7 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         alone: start even if no initial peer can be reached; they are tried again from then on.
 
     Raises:
-        ConfigError: an address, the identity, a file of peer ids or the machine's clock is unusable.
+        ConfigError: an address, a port, the identity, a file of peer ids or the machine's clock is unusable.
         UnreachableError: no initial peer can be reached. Takes at most 25 s.
     """
     access = Access(config)
@@ -184,7 +187,8 @@ async def open_network(config: NetworkConfig, *, alone: bool = False) -> AsyncIt
         if (own or (ways_in(config) and not alone)) and not identity.is_new:
             await refuse_taken_identity(config, identity.peer_id, scratch, own=own, ask=not alone)
         network = Network(config, identity, scratch, access, alone=alone)
-        async with network.transport.listening(), open_background() as background:
+        bulk = network.bulk.listening() if network.bulk is not None else contextlib.nullcontext()
+        async with network.transport.listening(), bulk, open_background() as background:
             await background.start(network.run)
             background.start_soon(network.keep_access)
             yield network

@@ -17,7 +17,7 @@ from p2ptrain.network.addresses import dialable, peer_id_bytes
 from p2ptrain.network.background import open_background
 from p2ptrain.network.bootstrap import dial
 from p2ptrain.network.bridge import from_asyncio
-from p2ptrain.network.control import DaemonSocket, ask, open_stream
+from p2ptrain.network.control import ask, identify, open_stream
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.punch import PUNCH, Puncher
@@ -25,6 +25,7 @@ from p2ptrain.network.rate import RATE, RateCounter
 from p2ptrain.network.relay import HOP, Relay
 from p2ptrain.network.reservations import RENEW_EVERY_S, Reservations
 from p2ptrain.network.signatures import Signatures
+from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.protocol.wire.transport import Refusal
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class LibP2P:
         self._relay = Relay(self.control_path, relay_peers, relay_mbit, refusal) if is_relay else None
         self._puncher: Puncher | None = None
         self._rate_counter = RateCounter(refusal)
-        self._takes: dict[str, Callable[[DaemonSocket], None]] = {RATE: self._rate_counter.take}
+        self._takes: dict[str, Callable[[SocketStream], None]] = {RATE: self._rate_counter.take}
         if self._reservations is not None:
             relays = self._reservations.relays
             self._puncher = Puncher(self.control_path, self.peer_id, lambda: self.maddrs, relays, refusal)
@@ -97,21 +98,21 @@ class LibP2P:
         if self._relay is not None:
             self._takes |= {HOP: self._relay.take, PUNCH: self._relay.take_punch}
         self._online = trio.Event()
-        self._streams: set[DaemonSocket] = set()
-        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](ACCEPT_QUEUE)
+        self._streams: set[SocketStream] = set()
+        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](ACCEPT_QUEUE)
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Take incoming streams from any daemon of our identity, through a socket of ours, until the block ends."""
         loop = asyncio.get_running_loop()
-        serving = loop.create_unix_server(lambda: DaemonSocket(self._take), self._streams_path)  # type: ignore
+        serving = loop.create_unix_server(lambda: SocketStream(self._take), self._streams_path)  # type: ignore
         server = await from_asyncio(serving)
         try:
             yield
         finally:
             server.close()
 
-    async def open_stream(self, peer_id: str, maddrs: list[str]) -> DaemonSocket:
+    async def open_stream(self, peer_id: str, maddrs: list[str]) -> SocketStream:
         """Open a stream. Raises PeerLostError if that takes over 10 s, or the peer does not speak our protocol.
 
         `maddrs` are possible addresses of a peer that is not connected yet; malformed ones are ignored.
@@ -135,7 +136,7 @@ class LibP2P:
         """The peer that carries all streams with this one; empty if there is a direct one, or none."""
         return min((stream.relay for stream in self._streams if stream.remote == peer_id), default="")
 
-    async def accept(self) -> DaemonSocket:
+    async def accept(self) -> SocketStream:
         """Wait for the next stream that another peer opened."""
         return await self._incoming.receive()
 
@@ -171,14 +172,14 @@ class LibP2P:
             self._go_offline()
             await self._close_streams()
 
-    def _own(self, stream: DaemonSocket) -> None:
+    def _own(self, stream: SocketStream) -> None:
         self._streams.add(stream)
         stream.on_lost = self._streams.discard
 
-    def _take(self, stream: DaemonSocket, message: bytes) -> None:
+    def _take(self, stream: SocketStream, message: bytes) -> None:
         """Take an incoming stream, for `accept`, the relay or the puncher. `message` names the peer."""
         info = p2pd_pb2.StreamInfo.FromString(message)
-        stream.identify(info)
+        identify(stream, info)
         self._own(stream)
         if (take := self._takes.get(info.proto)) is not None:
             take(stream)

@@ -27,10 +27,11 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import Multiaddr, PeerID
 from p2ptrain.network.addresses import peer_id_bytes
 from p2ptrain.network.bootstrap import dial
-from p2ptrain.network.control import Connections, DaemonSocket, open_stream
+from p2ptrain.network.control import Connections, open_stream
 from p2ptrain.network.joined import End, Outer, joined
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
+from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.protocol.membership.reachability import Scope, is_public, is_relayed, scope_of
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal
@@ -179,9 +180,9 @@ class Puncher:
         self._asking: set[str] = set()
         self._asked: dict[str, trio.Event] = {}
         self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](MAX_AT_ONCE)
+        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](MAX_AT_ONCE)
 
-    def take(self, stream: DaemonSocket) -> None:
+    def take(self, stream: SocketStream) -> None:
         """Take a stream from a relay. Called in the event loop."""
         if stream.remote not in self._relays():
             stream.fail("no relay of ours")
@@ -207,7 +208,7 @@ class Puncher:
                 finally:
                     await stream.aclose()
 
-    async def _answer(self, relay: DaemonSocket) -> None:
+    async def _answer(self, relay: SocketStream) -> None:
         with trio.fail_after(ASK_TIMEOUT_S):
             request, _ = await receive_message(relay, StopMessage)
             peer_id, outer = read_peer(request.peer)

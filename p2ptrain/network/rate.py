@@ -16,7 +16,8 @@ import trio
 from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.background import open_background
-from p2ptrain.network.control import DaemonSocket, open_stream
+from p2ptrain.network.control import open_stream
+from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 
@@ -54,9 +55,9 @@ class RateCounter:
         self._allowance = TokenBucket(MOST_BYTES_A_MINUTE / 60, MOST_BYTES_A_MINUTE, now=0.0)
         self._errors = ErrorLog(logger)
         # Without room, so that only a stream that is served now is taken.
-        self._waiting, self._incoming = trio.open_memory_channel[DaemonSocket](0)
+        self._waiting, self._incoming = trio.open_memory_channel[SocketStream](0)
 
-    def take(self, stream: DaemonSocket) -> None:
+    def take(self, stream: SocketStream) -> None:
         """Take an upload. Called in the event loop."""
         try:
             self._waiting.send_nowait(stream)

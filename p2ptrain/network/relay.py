@@ -22,11 +22,12 @@ from p2ptrain.error_log import ErrorLog
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network._hivemind import PeerID
 from p2ptrain.network.addresses import peer_id_bytes
-from p2ptrain.network.control import Connections, DaemonSocket, open_stream
+from p2ptrain.network.control import Connections, open_stream
 from p2ptrain.network.joined import Outer
 from p2ptrain.network.libp2p_pb2 import HopMessage, Peer, Reservation, Status, StopMessage
 from p2ptrain.network.messages import receive_message, send_message
 from p2ptrain.network.punch import MAX_A_MINUTE, PUNCH, outer_of, peer_at
+from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import Refusal, Stream
 from p2ptrain.settings.link import BYTES_PER_MBIT
@@ -51,7 +52,7 @@ LIST_EVERY_S = 1.0
 # How often one peer may want one: as often as another one dials for us. Peers of which that is remembered.
 PUNCHES_A_MINUTE, MAX_PUNCHERS = MAX_A_MINUTE, 1024
 
-Connect = Callable[[DaemonSocket, str], Awaitable[None]]
+Connect = Callable[[SocketStream, str], Awaitable[None]]
 """What is done for a peer that asks to be connected to another one."""
 
 
@@ -75,17 +76,17 @@ class Relay:
         self._circuits: Counter[str] = Counter()
         self._streams = 0
         self._errors = ErrorLog(logger)
-        self._waiting, self._incoming = trio.open_memory_channel[tuple[DaemonSocket, Connect]](MAX_STREAMS)
+        self._waiting, self._incoming = trio.open_memory_channel[tuple[SocketStream, Connect]](MAX_STREAMS)
 
-    def take(self, stream: DaemonSocket) -> None:
+    def take(self, stream: SocketStream) -> None:
         """Take a stream for the hop protocol from a peer. Called in the event loop."""
         self._take(stream, self._connect)
 
-    def take_punch(self, stream: DaemonSocket) -> None:
+    def take_punch(self, stream: SocketStream) -> None:
         """Take a stream from a peer that wants a direct connection, see `punch`. Called in the event loop."""
         self._take(stream, self._introduce)
 
-    def _take(self, stream: DaemonSocket, connect: Connect) -> None:
+    def _take(self, stream: SocketStream, connect: Connect) -> None:
         if self._streams == MAX_STREAMS:
             stream.fail("too many requests at once")
             return
@@ -98,11 +99,11 @@ class Relay:
             async for stream, connect in self._incoming:
                 nursery.start_soon(self._serve, stream, connect)
 
-    async def _serve(self, stream: DaemonSocket, connect: Connect) -> None:
+    async def _serve(self, stream: SocketStream, connect: Connect) -> None:
         with self._errors.containing("relaying"):
             await self._answer(stream, connect)
 
-    async def _answer(self, stream: DaemonSocket, connect: Connect) -> None:
+    async def _answer(self, stream: SocketStream, connect: Connect) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT_S):
                 request, _ = await receive_message(stream, HopMessage)
@@ -135,7 +136,7 @@ class Relay:
         reservation = Reservation(expire=int(time.time() + RESERVATION_S))
         return HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation)
 
-    async def _connect(self, source: DaemonSocket, target: str) -> None:
+    async def _connect(self, source: SocketStream, target: str) -> None:
         """Open a circuit and carry it until it ends."""
         ends = (source.remote, target)
         if any(self._circuits[end] >= self._max_reservations for end in ends):
@@ -162,7 +163,7 @@ class Relay:
         finally:
             self._circuits -= Counter(ends)  # forgets those at zero
 
-    async def _introduce(self, source: DaemonSocket, target: str) -> None:
+    async def _introduce(self, source: SocketStream, target: str) -> None:
         """Tell two peers each other's outer address, and to dial now.
 
         Both are told at once. What one sends to the other takes longer than the difference between their ways to us,
@@ -207,13 +208,13 @@ class Relay:
                 break
         return found
 
-    async def _end_when_refused(self, source: DaemonSocket, stop: DaemonSocket, target: str) -> None:
+    async def _end_when_refused(self, source: SocketStream, stop: SocketStream, target: str) -> None:
         while self._refusal(source.remote) is None and self._refusal(target) is None:
             await trio.sleep(ASK_REFUSAL_EVERY_S)
         for stream in (source, stop):
             stream.fail("its peer is refused")
 
-    async def _ask_target(self, target: str, protocol: str, request: StopMessage) -> tuple[DaemonSocket, bytes]:
+    async def _ask_target(self, target: str, protocol: str, request: StopMessage) -> tuple[SocketStream, bytes]:
         """Ask a peer with a reservation to accept a circuit, or to dial.
 
         Returns the stream to it, and the bytes that it has already sent. Raises PeerLostError.

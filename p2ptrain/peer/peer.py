@@ -125,7 +125,7 @@ class Peer:
                 incarnation=own, may_found=may_found, restored=restored, compute=self._worker.run,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
                 peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, chosen=chosen, closed=closed,
-                refusal=network.access.refusal, pins=pins, errors=self._errors,
+                refusal=network.access.refusal, pins=pins, errors=self._errors, bulk=network.bulk,
             )  # fmt: skip
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())

@@ -94,6 +94,13 @@ class NetworkConfig:
         help="Limit of relayed Mbit/s, a pair gets 1/4; off: --relay-peers 0.",
         why="A stranger may use a relay too. 100 Mbit/s leave most of a server's line free, and carry fragments of a "
         "dozen peers at 1 MB a second each. 25 for one pair carry a round of 124M parameters in int8 in 80 s.")
+    bulk: str = setting("on", choice("on", "off"),
+        help="Direct TLS connections for rounds and state: on or off.",
+        why="libp2p's daemon carries a third to a half of what one TLS connection does, for more CPU time. Where peers "
+        "cannot dial each other, it carries all.")
+    bulk_port: int = setting(0, PORT, metavar="PORT",
+        help="TCP port for direct connections; 0 for any free one.",
+        why="Peers learn it from each other. Behind a firewall, open it beside the port of --host-maddrs.")
     allow: str | None = setting(None, metavar="FILE",
         help="File of the only peer ids to link with, one per line.",
         why="Everybody who knows the run, and its key if it has one, may link. The file is read again when it changes.")

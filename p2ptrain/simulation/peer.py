@@ -63,12 +63,14 @@ class SimulatedPeer:
             "start", peer_id=self.peer_id, run_id=run.run_id, run_digest=run.digest, maddrs=[],
             incarnation=name, parameters=parts.space.numel, run=run.to_dict(),
         )  # fmt: skip
+        transport = network.transport(self.peer_id)
         # Only peer 0 may found the run.
         self.node = Node(
-            network.transport(self.peer_id), network.directory(self.peer_id), self._exchange, run,
+            transport, network.directory(self.peer_id), self._exchange, run,
             buffers=parts.buffers, load_buffers=parts.load_buffers,
             incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
             events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
+            bulk=transport.bulk,
         )  # fmt: skip
         self._scope = trio.CancelScope()
 

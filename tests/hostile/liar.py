@@ -165,7 +165,7 @@ async def stranger(nursery: trio.Nursery, transport: Transport, run_id: str, dig
     """A liar without a node, as anybody who knows the run: its links run in the nursery."""
     lying = LyingTransport(transport)
     incarnation = f"{transport.peer_id}.1"
-    hello = Hello(run_id, digest, incarnation, "trainer", tuple(transport.maddrs)[:16])
+    hello = Hello(run_id, digest, incarnation, "trainer", tuple(transport.maddrs)[:16], b"")
     liar = Liar.__new__(Liar)
     links = Links(lying, lambda: hello, liar)
     Liar.__init__(liar, lying, links, digest, incarnation)

@@ -170,7 +170,8 @@ class Swarm:
                 transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=event_log, rng=rng, chosen=chosen,
-                tokenizer=tokenizer, closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
+                tokenizer=tokenizer, bulk=transport.bulk,
+                closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
             )  # fmt: skip
             if number:
                 peer.on_node(node)

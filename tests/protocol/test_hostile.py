@@ -93,7 +93,7 @@ class Babbler:
     async def talk(self) -> None:
         """Link to everyone, again whenever one hangs up, and talk until cancelled."""
         s, rng = self._swarm, self._rng
-        hello = Hello(s.run.run_id, s.run.digest, "x.1", "trainer", ("/memory/x",))
+        hello = Hello(s.run.run_id, s.run.digest, "x.1", "trainer", ("/memory/x",), b"")
         async with trio.open_nursery() as nursery:
             endpoint = await start_endpoint(s.network, nursery, hello)
 

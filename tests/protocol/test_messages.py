@@ -22,6 +22,7 @@ from p2ptrain.protocol.wire.messages import (
     KINDS,
     MAX_LIST,
     MAX_MADDRS,
+    MAX_OFFER_BYTES,
     MAX_STRING,
     Attempt,
     Beat,
@@ -118,9 +119,9 @@ def test_the_bytes_of_every_message_stay_what_they_are() -> None:
 
 
 def test_a_hello_has_a_bounded_number_of_addresses() -> None:
-    fields = ["run", "0" * 64, "i", "trainer", ["x"] * MAX_MADDRS]
+    fields = ["run", "0" * 64, "i", "trainer", ["x"] * MAX_MADDRS, b""]
     assert len(unpack(Hello, msgpack.packb(fields)).maddrs) == MAX_MADDRS
-    fields[-1] = ["x"] * (MAX_MADDRS + 1)
+    fields[4] = ["x"] * (MAX_MADDRS + 1)
     with pytest.raises(WireError, match=r"array. of length <= 16"):
         unpack(Hello, msgpack.packb(fields))
 
@@ -285,7 +286,7 @@ def test_the_longest_honest_messages_fit() -> None:
         Join("l", 1, attempt, "i", "0" * 64, True, 1, 1, 1, 1.0, 1.0, tuple(ids), False, attempt, record),
         Roster("l", 1, attempt, tuple(ids[:64]), parts, expected),
         Beat(1.0, 1.0, 1.0, "0-g", "0-l", 1, 1, 1, "x" * 60, 1.0, ((ids[0], maddrs), (ids[1], maddrs)), 1),
-        Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs),
+        Hello("r" * 128, "0" * 64, "i" * 16, "trainer", maddrs, bytes(MAX_OFFER_BYTES)),
     ]
     for message in longest:
         header = pack(message)

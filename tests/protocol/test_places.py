@@ -83,7 +83,7 @@ def test_observers_give_way_to_members_and_to_newer_observers(
 
 async def stay(network: MemoryNetwork, peer_id: str, victim: str, role: str) -> None:
     """Hold a stream to a victim, in silence or as an observer with heartbeats; open another a second after its end."""
-    hello = encode_frame(Hello("test", "", f"{peer_id}.1", role, ())) if role else b""
+    hello = encode_frame(Hello("test", "", f"{peer_id}.1", role, (), b"")) if role else b""
     beat = encode_frame(Beat(0.0, 0.0, 0.0, "", "", -1, 0, 0, "", 0.0, (), 0)) if role else b""
     while True:
         with contextlib.suppress(PeerLostError):

@@ -148,7 +148,7 @@ def test_before_its_hello_a_peer_may_send_little(complete: bool) -> None:
         stranger = network.transport("b")
         async with endpoints(network, "a") as (a,):
             stream = await stranger.open_stream("a", [])
-            long = Hello("test", "digest", "b.1", "trainer", tuple("/memory/b" + 480 * "x" for _ in range(40)))
+            long = Hello("test", "digest", "b.1", "trainer", tuple("/memory/b" + 480 * "x" for _ in range(40)), b"")
             frame = encode_frame(long)
             assert len(frame) > MAX_HELLO_BYTES
             await stream.send_all(frame if complete else frame[:100])

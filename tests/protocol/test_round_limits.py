@@ -336,7 +336,7 @@ class Member(Endpoint):
 @asynccontextmanager
 async def member(s: Swarm, *, stands: bool = True) -> AsyncIterator[Member]:
     """x, its links kept up."""
-    hello = Hello(s.run.run_id, s.run.digest, "x.1", "trainer", ("/memory/x",))
+    hello = Hello(s.run.run_id, s.run.digest, "x.1", "trainer", ("/memory/x",), b"")
 
     async def keep_linked() -> None:
         while True:

@@ -75,6 +75,7 @@ class ThreadedPeer:
                 transport, network.directory(name), self.exchange, RUN, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(f"{name}.1", number), may_found=may_found, restored=restored,
                 compute=compute, events=record, event_log=EventLog(time.time), rng=random.Random(name),
+                bulk=transport.bulk,
             )  # fmt: skip
 
         self.runner = NodeRunner(build, self.exchange, compute, may_found=founder, restored=None)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from p2ptrain.errors import PeerLostError
@@ -60,7 +61,7 @@ class Endpoint:
 def hello_of(
     peer_id: str, *, run_id: str = "test", digest: str = "digest", incarnation: str = "1", role: str = "trainer"
 ) -> Hello:
-    return Hello(run_id, digest, f"{peer_id}.{incarnation}", role, (f"/memory/{peer_id}",))
+    return Hello(run_id, digest, f"{peer_id}.{incarnation}", role, (f"/memory/{peer_id}",), b"")
 
 
 async def start_endpoint(
@@ -68,6 +69,7 @@ async def start_endpoint(
     nursery: trio.Nursery,
     hello: Hello,
     *,
+    bulk: bool = False,
     peer_timeout_s: float = PEER_TIMEOUT_S,
     chosen: Collection[str] = (),
     refusal: Refusal = no_refusal,
@@ -76,14 +78,16 @@ async def start_endpoint(
     """Put a peer on the network; the name before the dot of its incarnation is its peer id."""
     peer_id = hello.incarnation.split(".")[0]
     endpoint = Endpoint(peer_id, nursery)
+    transport = network.transport(peer_id)
     endpoint.links = Links(
-        network.transport(peer_id),
+        transport,
         lambda: hello,
         endpoint,
         peer_timeout_s=peer_timeout_s,
         chosen=chosen,
         closed=closed,
         refusal=refusal,
+        bulk=transport.bulk if bulk else None,
     )
     await nursery.start(endpoint.links.run)
     return endpoint
@@ -106,6 +110,28 @@ async def linked_pair(network: MemoryNetwork) -> AsyncIterator[tuple[Endpoint, E
         other = b.links.get("a")
         assert other is not None
         yield a, b, link, other
+
+
+@contextlib.asynccontextmanager
+async def bulk_pair(
+    network: MemoryNetwork, *, offers: Collection[str] = ("a", "b"), peer_timeout_s: float = PEER_TIMEOUT_S
+) -> AsyncIterator[tuple[Endpoint, Endpoint, Link, Link]]:
+    """As `linked_pair`, of peers that offer bulk connections."""
+    async with trio.open_nursery() as nursery:
+        endpoints = []
+        for peer_id in "ab":
+            offer = peer_id.encode() if peer_id in offers else b""
+            hello = msgspec.structs.replace(hello_of(peer_id), bulk=offer)
+            endpoints.append(
+                await start_endpoint(network, nursery, hello, bulk=bool(offer), peer_timeout_s=peer_timeout_s)
+            )
+        a, b = endpoints
+        link = await a.links.connect("b", [])
+        await until(lambda: b.links.get("a") is not None)
+        other = b.links.get("a")
+        assert other is not None
+        yield a, b, link, other
+        nursery.cancel_scope.cancel()
 
 
 async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.links.bulk_connection import BulkConnection
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.outbox import LinkCounters, Outbox, Traffic
@@ -55,19 +56,29 @@ MISSED_BEATS = 5
 MIN_PATIENCE_S = 10.0
 # Whoever makes one request after another, or has just been answered, uses the link on for this long (guess).
 IN_USE_S = 5.0
+# A bulk connection is opened for a payload of at least this size: a smaller one takes less than its handshake (guess).
+BULK_FROM_BYTES = 16 * 1024
 # Time to send the last queued frame, often a Leave.
 LAST_WORDS_S = 0.2
 
 Handler = Callable[["Link", Message, bytes], Awaitable[None]]
 
 
+async def _open_none(_: Link) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class LinkSetup:
-    """Shared by all links of one peer. A link calls `handler` for each message, and reads on when it returns."""
+    """Shared by all links of one peer. A link calls `handler` for each message, and reads on when it returns.
+
+    `open_bulk` returns once it is known whether a link has a bulk connection.
+    """
 
     handler: Handler
     counters: LinkCounters = field(default_factory=LinkCounters)
     budget: ReceiveBudget = field(default_factory=ReceiveBudget)
+    open_bulk: Callable[[Link], Awaitable[None]] = _open_none
     peer_timeout_s: float = PEER_TIMEOUT_S
 
 
@@ -98,6 +109,7 @@ class Link:
         self.beat_sent_s, self.beat_gap_s = -math.inf, 1.0
         self._readers: list[FrameReader] = []
         self._handling = 0
+        self._bulk: list[BulkConnection] = []
         self._outbox = Outbox(peer_id, self.flow, setup.counters, rates)
 
     def send(self, message: Message) -> None:
@@ -111,6 +123,10 @@ class Link:
         self, message: Message, payload: bytes | memoryview, traffic: Traffic, *, compress: bool = False
     ) -> None:
         """Queue one chunk, waiting while the queue is full. Raises PeerLostError."""
+        if len(payload) >= BULK_FROM_BYTES:
+            await self._setup.open_bulk(self)
+        if (connection := self._chosen) is not None:
+            connection.used_s = trio.current_time()
         await self._outbox.add_bulk(message, payload, traffic, compress=compress)
 
     def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float = math.inf) -> None:
@@ -168,10 +184,43 @@ class Link:
             reader.release()
             await stream.aclose()
 
+    @property
+    def num_bulk_connections(self) -> int:
+        return len(self._bulk)
+
+    @property
+    def has_bulk_connection(self) -> bool:
+        """Whether bulk frames are sent on a bulk connection."""
+        return self._chosen is not None
+
+    @property
+    def _chosen(self) -> BulkConnection | None:
+        return next((connection for connection in self._bulk if connection.is_fresh), None)
+
+    async def run_bulk(
+        self, stream: Stream, read_ahead: bytes, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve a bulk connection until the link is lost or nothing used it for a while. Raises as that."""
+        reader = FrameReader(
+            stream, read_ahead, self._note_heard,
+            budget=self._setup.budget, frame_timeout_s=self._setup.peer_timeout_s,
+        )  # fmt: skip
+        connection = BulkConnection(
+            stream, reader, self._outbox, lambda: self._chosen is connection, self._take_bulk,
+            self._setup.peer_timeout_s,
+        )  # fmt: skip
+        self._bulk.append(connection)
+        self._outbox.changed.unpark_all()
+        task_status.started()
+        try:
+            await connection.run(self.lost)
+        finally:
+            self._bulk.remove(connection)
+
     async def _write(self, stream: Stream, all_written: trio.Event) -> None:
         try:
             while True:
-                frame = self._outbox.next_frame(has_bulk_connection=False)
+                frame = self._outbox.next_frame(has_bulk_connection=self.has_bulk_connection)
                 if frame is None:
                     if self.lost.is_set():
                         return
@@ -212,13 +261,20 @@ class Link:
         if self.flow.note_acked(prefix.acked_bytes, trio.current_time()):
             self._outbox.note_acked()
         self.rates.check(message, size, self.flow.acked - acked_before, trio.current_time())
-        self._counters.received[_traffic_of(message, payload)] += size
         if prefix.bulk and self.flow.note_received(size):
             self.send(Ack())
         if isinstance(message, Beat):
             self._note_beat(message)
         elif isinstance(message, Leave):
             self.left = True
+        await self._handle(message, payload, size)
+
+    async def _take_bulk(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
+        """Take a frame of a bulk connection: the flow control is that of the network."""
+        await self._handle(message, payload, frames.PREFIX_BYTES + prefix.body_bytes)
+
+    async def _handle(self, message: Message, payload: bytes, size_bytes: int) -> None:
+        self._counters.received[_traffic_of(message, payload)] += size_bytes
         self._handling += 1
         try:
             await self._setup.handler(self, message, payload)
@@ -250,7 +306,8 @@ class Link:
     @property
     def silent_s(self) -> float:
         """Seconds since bytes arrived; 0 while we are not reading."""
-        if self._handling or any(reader.held_up for reader in self._readers):
+        readers = [*self._readers, *(connection.reader for connection in self._bulk)]
+        if self._handling or any(reader.held_up for reader in readers):
             return 0.0
         return trio.current_time() - self.last_heard
 

@@ -19,6 +19,7 @@ import trio
 
 from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import P2PTrainError, PeerLostError, RunMismatchError, WireError
+from p2ptrain.protocol.links.bulk import BulkConnections
 from p2ptrain.protocol.links.handshake import OBSERVER, TRAINER, Handshake
 from p2ptrain.protocol.links.link import MAX_BEAT_EVERY_S, MAX_STREAMS, PEER_TIMEOUT_S, Link, LinkSetup
 from p2ptrain.protocol.links.outbox import LinkCounters
@@ -31,7 +32,7 @@ from p2ptrain.protocol.wire.closed_run import ClosedRun
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Answer, Beat, Hello, Leave, Message
 from p2ptrain.protocol.wire.text import shown
-from p2ptrain.protocol.wire.transport import PeerId, Refusal, Stream, Transport, no_refusal, said_here
+from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Refusal, Stream, Transport, no_refusal, said_here
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +67,17 @@ class Links:
         chosen: ids of the user's initial peers.
         refusal: whom the user of this machine refuses, and why.
         errors: logs exceptions of our code.
+        bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
 
     Attributes:
         chosen: as given.
+        bulk: the bulk connections.
     """
 
     def __init__(
         self, transport: Transport, hello: Callable[[], Hello], events: LinkEvents,
         *, peer_timeout_s: float = PEER_TIMEOUT_S, chosen: Collection[PeerId] = (), closed: ClosedRun | None = None,
-        refusal: Refusal = no_refusal, errors: ErrorLog | None = None,
+        refusal: Refusal = no_refusal, errors: ErrorLog | None = None, bulk: BulkTransport | None = None,
     ) -> None:  # fmt: skip
         self.peer_timeout_s = peer_timeout_s
         self.live: dict[PeerId, Link] = {}
@@ -88,7 +91,8 @@ class Links:
         self._handshake = Handshake(transport.peer_id, hello, closed, chosen)
         self._events = events
         self._errors = errors or ErrorLog(logger)
-        self._setup = LinkSetup(self._on_message, self.counters, self.budget, peer_timeout_s)
+        self.bulk = BulkConnections(bulk, self.live, self.containing)
+        self._setup = LinkSetup(self._on_message, self.counters, self.budget, self.bulk.opened, peer_timeout_s)
         self._greeting: dict[trio.CancelScope, PeerId] = {}  # oldest first
         self._requests = Requests()
         self._connecting: dict[PeerId, trio.Event] = {}
@@ -99,6 +103,7 @@ class Links:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._accept)
+            nursery.start_soon(self.bulk.run)
             nursery.start_soon(self._beat)
             task_status.started()
 
@@ -299,6 +304,7 @@ class Links:
         link = self.live[peer_id] = Link(peer_id, hello, self._setup, rates)
         self._start(link, stream, read_ahead)
         with self.containing(link, "beginning the link"):
+            self.bulk.begin(link)
             self._events.on_link(link)
         return link
 
@@ -312,6 +318,7 @@ class Links:
             del self.live[link.peer_id]
             self._rates.note_gone(link.peer_id, trio.current_time())
             with self.containing(link, "ending the link"):
+                self.bulk.end(link)
                 self._events.on_lost(link)
 
     async def _run_stream(self, link: Link, stream: Stream, read_ahead: bytes) -> None:

@@ -297,7 +297,7 @@ async def observer_links(
 ) -> AsyncIterator[Links]:
     """Links of an observer."""
     # The time distinguishes several observers with one identity.
-    hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, ())
+    hello = Hello(run_id, "", f"observer at {trio.current_time()}", OBSERVER, (), b"")
     links = Links(transport, lambda: hello, _ObserverEvents(), closed=closed, refusal=refusal)
     async with trio.open_nursery() as nursery:
         await nursery.start(links.run)

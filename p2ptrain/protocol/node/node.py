@@ -38,7 +38,7 @@ from p2ptrain.protocol.state_sync.provenance import NO_PINS, Pins
 from p2ptrain.protocol.state_sync.state_sync import StateSync
 from p2ptrain.protocol.wire import messages
 from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Refusal, Transport, no_refusal
+from p2ptrain.protocol.wire.transport import BulkTransport, Compute, Directory, PeerId, Refusal, Transport, no_refusal
 from p2ptrain.settings.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Node:
         closed: the run and its key; None if the run is open.
         refusal: whom the user of this machine refuses, and why.
         errors: logs exceptions that cost no more than a link or an answer.
+        bulk: opens and accepts bulk connections; None: bulk bytes take the streams.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Node:
         closed: ClosedRun | None = None,
         refusal: Refusal = no_refusal,
         errors: ErrorLog | None = None,
+        bulk: BulkTransport | None = None,
     ) -> None:
         errors = errors or ErrorLog(logger)
         self.run = run
@@ -114,8 +116,9 @@ class Node:
         self.state = exchange.new_state(lands=True)
         self.links = Links(
             transport, self._hello, self, peer_timeout_s=peer_timeout_s, chosen=chosen, closed=closed, refusal=refusal,
-            errors=errors,
+            errors=errors, bulk=bulk,
         )  # fmt: skip
+        self._bulk = bulk
         directory = directory_of(directory, closed, self.peer_id)
         prover = Prover(transport, incarnation, self._digest)
         context = RoundContext(
@@ -254,7 +257,8 @@ class Node:
 
     def _hello(self) -> messages.Hello:
         maddrs = tuple(self._transport.maddrs)[: messages.MAX_MADDRS]
-        return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, maddrs)
+        offer = b"" if self._bulk is None else self._bulk.offer
+        return messages.Hello(self.run.run_id, self._digest, self.incarnation, TRAINER, maddrs, offer)
 
     def make_beat(self, sent_s: float, echo_s: float, held_s: float) -> messages.Beat:
         head, step_s = self.engine.head, self._exchange.step_s

@@ -13,6 +13,7 @@ import trio
 
 from p2ptrain.error_log import innermost
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
+from p2ptrain.protocol.links.link import BULK_FROM_BYTES
 from p2ptrain.protocol.rounds.checks import check_join
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
@@ -147,6 +148,11 @@ class Participation:
         self._apply(MemberFailed(self.attempt, reason))
 
     async def _prepare(self, window_s: float) -> None:
+        context = self._context
+        if context.codec.size_bytes(context.state.num_blocks) >= BULK_FROM_BYTES:
+            # Before the roster names the reducers: a handshake takes two round trips.
+            trainers = (context.links.get(peer_id) for peer_id in context.host.trainers())
+            context.links.bulk.open_soon(link for link in trainers if link is not None)
         own = await self._taker.take(window_s)
         join = self._join(own)
         # A Join that others would refuse costs us this attempt; sent, it would be a strike for us at every leader.

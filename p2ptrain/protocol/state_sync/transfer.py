@@ -164,6 +164,8 @@ class Download:
         self._held_of = head.state_hash
         missing = deque(i for i in range(len(hashes)) if i not in self._held)
         self.done_chunks, self._overtaken = len(hashes) - len(missing), False
+        if missing:
+            self._links.bulk.open_soon(donors)
         async with trio.open_nursery() as nursery:
             for donor in donors:
                 fetching = Counter({donor.peer_id: PER_DONOR})

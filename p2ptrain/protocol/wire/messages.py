@@ -31,6 +31,8 @@ MAX_REASON = 512
 MAX_VOTERS = 31
 # A public key and a signature made with it; with an RSA key of 4096 bits, these have 1,070 bytes.
 MAX_SIGNATURE_BYTES = 2048
+# How a bulk connection is opened.
+MAX_OFFER_BYTES = 1024
 # Of a heartbeat. We name two members; more are accepted, so that later versions may.
 MAX_BEAT_MEMBERS = 4
 # The longest status that we make has 60 characters.
@@ -62,6 +64,8 @@ Maddrs = Annotated[tuple[Maddr, ...], Meta(max_length=MAX_MADDRS)]
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)]
 # A SHA-256, or empty where there is none.
 Hash = Annotated[bytes, Meta(max_length=HASH_BYTES)]
+# A port and a self-signed certificate of 200 bytes.
+Offer = Annotated[bytes, Meta(max_length=MAX_OFFER_BYTES)]
 MerkleProof = Annotated[tuple[Hash, ...], Meta(max_length=MAX_PROOF)]
 # On the sender's clock, or a duration.
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
@@ -83,7 +87,8 @@ def _escape(message: msgspec.Struct, name: str, most: int) -> None:
 class Hello(_Struct, frozen=True):
     """First frame of every stream of an open run, and in a closed one the first after the proofs.
 
-    Observers send an empty digest and may only request settings and events.
+    Observers send an empty digest and may only request settings and events. `bulk` is the offer of a `BulkTransport`,
+    empty without one.
     """
 
     run_id: Text
@@ -91,6 +96,7 @@ class Hello(_Struct, frozen=True):
     incarnation: Text
     role: Text
     maddrs: Maddrs
+    bulk: Offer
 
 
 class Challenge(_Struct, frozen=True):

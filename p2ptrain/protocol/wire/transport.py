@@ -6,7 +6,7 @@ with faults and virtual time. The protocol imports neither.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -82,6 +82,30 @@ class Transport(Signer, Protocol):
 
     async def accept(self) -> Stream:
         """Wait for the next stream that another peer opened."""
+        ...
+
+
+class BulkTransport(Protocol):
+    """Opens and accepts connections for bulk bytes alone, beside the streams of `Transport`."""
+
+    @property
+    def offer(self) -> bytes:
+        """What others need to open and to accept connections of ours, for our Hello; empty: none are possible."""
+        ...
+
+    def admit(self, peer_id: PeerId, offer: bytes) -> None:
+        """Accept connections of this peer, by the offer in its Hello, and no longer by an earlier one; empty: none.
+
+        Raises WireError if it is malformed.
+        """
+        ...
+
+    async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> Stream:
+        """Open a connection to a peer of these addresses. Raises PeerLostError."""
+        ...
+
+    async def accept(self) -> Stream:
+        """Wait for the next connection of an admitted peer."""
         ...
 
 

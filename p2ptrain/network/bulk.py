@@ -1,0 +1,282 @@
+"""Bulk connections over TLS: implements `protocol.wire.transport.BulkTransport`.
+
+A certificate is self-signed and lasts as long as the process; peers learn each other's in the Hellos of their link,
+which libp2p has authenticated. Each side accepts exactly the other's: a client names its own certificate (in the
+handshake's server name), so that the server knows which one to ask for, and turns away all others at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import hashlib
+import logging
+import socket
+import ssl
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from p2ptrain.error_log import ErrorLog
+from p2ptrain.errors import ConfigError, PeerLostError, WireError
+from p2ptrain.network.background import open_background
+from p2ptrain.network.bridge import from_asyncio
+from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.protocol.membership.reachability import best_first, is_relayed
+from p2ptrain.protocol.wire.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+# A handshake takes two round trips. A stranger's connection is refused in its first; one that stays silent lasts this
+# long (guess).
+HANDSHAKE_S = 3.0
+# Handshakes at once, in all and from one address, and connections that wait to be accepted. Others are closed.
+MAX_HANDSHAKES, MAX_OF_ADDRESS = 64, 32
+# Addresses of a peer that are dialled, each so long after the one before (Happy Eyeballs, RFC 8305).
+MAX_DIALLED, DIAL_APART_S = 6, 0.25
+# Hosts in multiaddrs.
+FAMILIES = ("ip4", "ip6", "dns", "dns4", "dns6")
+# BBR keeps queues short, so that heartbeats pass (Cardwell et al., 2016). Linux may not have it, or not allow it.
+TCP_CONGESTION, BBR = 13, b"bbr"
+# Unacknowledged bytes break a connection after as long as a silent link is kept at most.
+USER_TIMEOUT_MS = 30_000
+# The certificate's dates: clocks of peers may differ, so it is always valid.
+FROM, UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
+PORT = struct.Struct("!H")
+
+
+@dataclass(frozen=True)
+class _Admitted:
+    """A peer whose connections are accepted, its certificate, and the TLS settings that accept this one alone."""
+
+    peer_id: PeerId
+    certificate: bytes
+    context: ssl.SSLContext
+
+
+class TlsBulk:
+    """Opens and accepts bulk connections of this peer.
+
+    Attributes:
+        offer: port and certificate; empty while it does not listen.
+    """
+
+    def __init__(self, host_maddrs: Iterable[str], port: int, scratch: Path) -> None:
+        """
+        Args:
+            host_maddrs: what libp2p listens on: connections are accepted on the same hosts.
+            port: 0: any free one.
+            scratch: a directory of our own for the key.
+        """
+        self.offer = b""
+        self._hosts = list(dict.fromkeys(_host_of(maddr) for maddr in host_maddrs))
+        self._port = port
+        self._own_certificate, pem = _make_certificate()
+        self._server_name = _name_of(self._own_certificate)
+        self._key_file = scratch / "bulk.pem"
+        self._key_file.touch(0o600)
+        self._key_file.write_bytes(pem)
+        self._errors = ErrorLog(logger)
+        self._streams: set[SocketStream] = set()
+        self._admitted: dict[str, _Admitted] = {}
+        self._name_of: dict[PeerId, str] = {}
+        self._handshakes: Counter[str] = Counter()
+        self._accepted, self._incoming = trio.open_memory_channel[SocketStream](MAX_HANDSHAKES)
+        self._server_context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        self._server_context.sni_callback = self._choose
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Accept connections until the block ends. Raises ConfigError if the port cannot be used."""
+        listeners: list[socket.socket] = []
+        port = self._port
+        try:
+            for host in self._hosts:
+                listeners.append(_listen(host, port))
+                port = listeners[0].getsockname()[1]
+            self.offer = PORT.pack(port) + self._own_certificate
+            async with open_background() as background:
+                for listener in listeners:
+                    background.start_soon(self._take_forever, listener, background)
+                yield
+        finally:
+            self.offer = b""
+            for listener in listeners:
+                listener.close()
+            for stream in list(self._streams):
+                stream.fail("the network was closed")
+
+    def admit(self, peer_id: PeerId, offer: bytes) -> None:
+        """Accept connections with the certificate of this offer, and no longer with an earlier one of this peer."""
+        self._admitted.pop(self._name_of.pop(peer_id, ""), None)
+        if offer:
+            _, certificate = _parse(offer)
+            name = _name_of(certificate)
+            if name not in self._admitted:  # else another peer's, which that one proved first
+                self._admitted[name] = _Admitted(peer_id, certificate, self._context(ssl.PROTOCOL_TLS_SERVER, offer))
+                self._name_of[peer_id] = name
+
+    async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> SocketStream:
+        """Open a connection to a peer at one of its addresses. Raises PeerLostError."""
+        port, _ = _parse(offer)
+        context = self._context(ssl.PROTOCOL_TLS_CLIENT, offer)
+        direct = [maddr for maddr in maddrs if not is_relayed(maddr)]
+        hosts = list(dict.fromkeys(host for maddr in best_first(direct) if (host := _host_of(maddr))))[:MAX_DIALLED]
+        found: list[SocketStream] = []
+        why = ["it has no address"]
+
+        async def dial(number: int, host: str) -> None:
+            await trio.sleep(number * DIAL_APART_S)
+            try:
+                found.append(await self._dial(peer_id, host, port, context))
+                nursery.cancel_scope.cancel()
+            except (OSError, ValueError) as error:  # UnicodeError is a ValueError
+                why[0] = f"{host}: {error}"
+
+        async with trio.open_nursery() as nursery:
+            for number, host in enumerate(hosts):
+                nursery.start_soon(dial, number, host)
+        for stream in found[1:]:
+            stream.fail("another address was faster")
+        if not found:
+            raise PeerLostError(f"{peer_id}: {why[0]}")
+        return found[0]
+
+    async def accept(self) -> SocketStream:
+        """Wait for the next connection of an admitted peer."""
+        return await self._incoming.receive()
+
+    async def _dial(self, peer_id: PeerId, host: str, port: int, context: ssl.SSLContext) -> SocketStream:
+        connecting = asyncio.get_running_loop().create_connection(  # type: ignore[type-var]
+            lambda: SocketStream(remote=peer_id), host, port, ssl=context, server_hostname=self._server_name,
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )  # fmt: skip
+        transport, stream = await from_asyncio(connecting)
+        self._own(transport, stream)
+        return stream
+
+    async def _take_forever(self, listener: socket.socket, nursery: trio.Nursery) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, (address, *_) = await from_asyncio(loop.sock_accept(listener))
+            except OSError as error:  # too many open files: libp2p carries the bytes
+                self._errors.note("accepting a bulk connection", error)
+                await trio.sleep(1.0)
+                continue
+            if self._handshakes[address] >= MAX_OF_ADDRESS or self._handshakes.total() >= MAX_HANDSHAKES:
+                connection.close()
+            else:
+                self._handshakes[address] += 1
+                nursery.start_soon(self._greet, connection, address)
+
+    async def _greet(self, connection: socket.socket, address: str) -> None:
+        """The server's side of a handshake."""
+        stream = SocketStream(remote="unknown")
+        try:
+            with self._errors.containing("accepting a bulk connection"), contextlib.suppress(OSError):
+                connecting = asyncio.get_running_loop().connect_accepted_socket(  # type: ignore[type-var]
+                    lambda: stream, connection, ssl=self._server_context, ssl_handshake_timeout=HANDSHAKE_S
+                )
+                transport, _ = await from_asyncio(connecting)
+                self._own(transport, stream)
+                certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+                admitted = self._admitted.get(_name_of(certificate))
+                if admitted is None or admitted.certificate != certificate:
+                    stream.fail("its link has ended")
+                    return
+                stream.remote = admitted.peer_id
+                try:
+                    self._accepted.send_nowait(stream)
+                except trio.WouldBlock:
+                    stream.fail("too many connections wait to be accepted")
+        finally:
+            self._handshakes[address] -= 1
+            if not self._handshakes[address]:
+                del self._handshakes[address]
+
+    def _own(self, transport: asyncio.BaseTransport, stream: SocketStream) -> None:
+        self._streams.add(stream)
+        stream.on_lost = self._streams.discard
+        connection = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError, AttributeError):  # Linux has them
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+            connection.setsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, BBR)
+
+    def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
+        """Ask for the certificate that a client names."""
+        admitted = self._admitted.get(name or "")
+        if admitted is None:
+            return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
+        connection.context = admitted.context
+        return None
+
+    def _context(self, side: int, offer: bytes = b"") -> ssl.SSLContext:
+        """TLS settings with our certificate, that accept the one of an offer alone. Raises WireError."""
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+        context.load_cert_chain(self._key_file)
+        if side == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0
+        if offer:
+            try:
+                context.load_verify_locations(cadata=_parse(offer)[1])
+            except ssl.SSLError as error:
+                raise WireError(f"an offer of bulk connections without a certificate: {error}") from None
+        return context
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setblocking(False)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listener.family is socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
+        listener.listen(MAX_HANDSHAKES)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--bulk-port {port}: {error.strerror}; choose another port, 0 for any free one, or --bulk off"
+        ) from None
+    return listener
+
+
+def _make_certificate() -> tuple[bytes, bytes]:
+    """A new self-signed certificate as DER, and with its key as PEM."""
+    key = Ed25519PrivateKey.generate()
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "p2ptrain")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, FROM, UNTIL)
+    certificate = builder.sign(key, None)
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return certificate.public_bytes(Encoding.DER), pem + certificate.public_bytes(Encoding.PEM)
+
+
+def _parse(offer: bytes) -> tuple[int, bytes]:
+    """Port and certificate of an offer. Raises WireError."""
+    port = int.from_bytes(offer[: PORT.size], "big")
+    if len(offer) <= PORT.size or not port:
+        raise WireError("a malformed offer of bulk connections")
+    return port, offer[PORT.size :]
+
+
+def _name_of(certificate: bytes) -> str:
+    """A server name that stands for a certificate."""
+    return f"p{hashlib.sha256(certificate).hexdigest()[:40]}"
+
+
+def _host_of(maddr: str) -> str:
+    """The host of a multiaddr; empty if it has none that TCP can reach."""
+    _, family, host, *_ = [*maddr.split("/"), "", ""]
+    return host if family in FAMILIES else ""

@@ -1,0 +1,172 @@
+"""Bulk connections: beside a link, a connection of its own for round chunks, means and state.
+
+A link's stream passes through libp2p's daemon, which multiplexes it with others. Where two peers can dial each other,
+their bulk bytes take a connection that they open for that, and close when it is not used any more. It belongs to the
+link: it is opened with what both Hellos say, only frames with a payload pass on it, and it ends with the link. Where
+none can be opened, bulk bytes take the link's stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+
+import trio
+
+from p2ptrain.error_log import innermost
+from p2ptrain.errors import PeerLostError, WireError
+from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.link import Link
+from p2ptrain.protocol.wire.frames import encode_frame
+from p2ptrain.protocol.wire.messages import Ack
+from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream
+
+logger = logging.getLogger(__name__)
+
+# At once, those that others opened included. A round has at most 64 members.
+MAX_CONNECTIONS = 64
+# Of one link: each side may open one, and another one when that was not used for a while.
+MAX_OF_A_LINK = 4
+# From the dial to the acceptor's Ack: five round trips of 0.6 s. Bulk bytes wait for it (guess).
+OPEN_TIMEOUT_S = 3.0
+# The other side may not have our Hello yet, and is tried once more after this long (guess).
+AGAIN_S = 0.5
+# A peer that could not be reached, or whose connection broke, is tried again after this long (guess).
+RETRY_S = 600.0
+# A peer that ends closes its connections at once: so long the link has to say so (guess).
+LINK_FIRST_S = 1.0
+# An Ack has no fields.
+MAX_ACK_BYTES = 16
+# Peers remembered for that; the oldest is forgotten.
+MAX_REMEMBERED = 4096
+
+
+class BulkConnections:
+    """Opens and accepts the bulk connections of a peer's links.
+
+    Args:
+        transport: None: none are possible.
+        live: the peer's links.
+        containing: what an exception in its block costs a link, as `Links.containing`.
+    """
+
+    def __init__(
+        self, transport: BulkTransport | None, live: Mapping[PeerId, Link],
+        containing: Callable[[Link, str], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._transport = transport
+        self._live = live
+        self._containing = containing
+        self._opening: dict[Link, trio.Event] = {}
+        self._retry_s: dict[PeerId, float] = {}
+        self._count = 0
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Accept connections until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            while self._transport is not None:
+                self._nursery.start_soon(self._welcome, await self._transport.accept())
+
+    def begin(self, link: Link) -> None:
+        """A link begins: accept its peer's connections. Raises WireError if its Hello is malformed."""
+        if self._transport is not None:
+            self._transport.admit(link.peer_id, link.hello.bulk)
+
+    def end(self, link: Link) -> None:
+        """A link has ended."""
+        if self._transport is not None:
+            self._transport.admit(link.peer_id, b"")
+
+    def open_soon(self, links: Iterable[Link]) -> None:
+        """Open connections to these peers, with which bulk bytes will be exchanged, where there are none."""
+        for link in links:
+            self._start(link)
+
+    async def opened(self, link: Link) -> None:
+        """Return once it is known whether a link has a connection; opens one if possible. Takes at most 3 s."""
+        if (opening := self._start(link)) is not None:
+            await opening.wait()
+
+    def _start(self, link: Link) -> trio.Event | None:
+        """Set when the attempt to open a connection ends; None if none is needed or possible."""
+        if link in self._opening or link.has_bulk_connection or link.lost.is_set():
+            return self._opening.get(link)
+        transport, nursery = self._transport, self._nursery
+        if transport is None or nursery is None or not (transport.offer and link.hello.bulk):
+            return None
+        if self._count >= MAX_CONNECTIONS or trio.current_time() < self._retry_s.get(link.peer_id, -math.inf):
+            return None
+        ended = self._opening[link] = trio.Event()
+        nursery.start_soon(self._open, transport, nursery, link)
+        return ended
+
+    async def _open(self, transport: BulkTransport, nursery: trio.Nursery, link: Link) -> None:
+        try:
+            with trio.move_on_after(OPEN_TIMEOUT_S):
+                try:
+                    stream, reader = await self._dial(transport, link)
+                except PeerLostError:
+                    await trio.sleep(AGAIN_S)
+                    stream, reader = await self._dial(transport, link)
+                await nursery.start(self._serve, link, stream, reader.read_ahead)
+                return
+            self._note_failed(link, f"timeout: no connection within {OPEN_TIMEOUT_S:g} s")
+        except PeerLostError as error:
+            self._note_failed(link, str(error))
+        finally:
+            self._opening.pop(link).set()
+
+    async def _dial(self, transport: BulkTransport, link: Link) -> tuple[Stream, FrameReader]:
+        """Open a connection that the other side has taken. Raises PeerLostError."""
+        stream = await transport.open(link.peer_id, link.hello.bulk, link.hello.maddrs)
+        try:
+            reader = FrameReader(stream, max_body_bytes=MAX_ACK_BYTES)
+            await reader.frame()
+        except BaseException as error:
+            await stream.aclose()
+            if isinstance(error, WireError):
+                raise PeerLostError(f"no Ack: {error}") from None
+            raise
+        return stream, reader
+
+    async def _welcome(self, stream: Stream) -> None:
+        link = self._live.get(stream.remote)
+        if link is None or link.num_bulk_connections >= MAX_OF_A_LINK or self._count >= MAX_CONNECTIONS:
+            await stream.aclose()
+            return
+        with self._containing(link, "accepting its bulk connection"):
+            await stream.send_all(encode_frame(Ack()))
+            await self._serve(link, stream, b"")
+
+    async def _serve(
+        self, link: Link, stream: Stream, read_ahead: bytes,
+        *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:  # fmt: skip
+        self._count += 1
+        try:
+            with self._containing(link, "serving its bulk connection"):
+                try:
+                    await link.run_bulk(stream, read_ahead, task_status=task_status)
+                except* PeerLostError as errors:
+                    await self._end_broken(link, str(innermost(errors)))
+        finally:
+            self._count -= 1
+            await stream.aclose()
+
+    async def _end_broken(self, link: Link, why: str) -> None:
+        """Close the link, as frames may be lost, unless its stream says first that the peer has left, or is lost."""
+        with trio.move_on_after(LINK_FIRST_S):
+            await link.lost.wait()
+            return
+        self._note_failed(link, why)
+        link.close(f"its bulk connection broke: {why}")
+
+    def _note_failed(self, link: Link, why: str) -> None:
+        logger.debug("no bulk connection with %s: %s", link.peer_id, why)
+        self._retry_s.pop(link.peer_id, None)
+        self._retry_s[link.peer_id] = trio.current_time() + RETRY_S
+        if len(self._retry_s) > MAX_REMEMBERED:
+            del self._retry_s[next(iter(self._retry_s))]

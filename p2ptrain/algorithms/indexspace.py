@@ -27,6 +27,8 @@ from p2ptrain.algorithms.blocks import BLOCK
 
 # Rows that are mixed at once: three buffers of 256 KiB stay in a core's second-level cache.
 _MIXED_ROWS = 1024
+# Values that are copied or changed at once where that goes in pieces: 2 MiB, well below a millisecond.
+_PIECE_VALUES = 2**19
 
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
@@ -184,12 +186,14 @@ class ParameterView:
             if target is not tensor:
                 tensor.copy_(target)
 
-    @torch.no_grad()
     def read(self, out: torch.Tensor) -> None:
         """Copy all parameters into `out`, (num_blocks, 64) float32 CPU; its padding becomes zero."""
-        for tensor, values, padding in self.sections(out):
-            values.copy_(tensor)
-            padding.zero_()
+        apply_changes(deque(self.copies(out)))
+
+    def copies(self, out: torch.Tensor) -> Sequence[WeightChange]:
+        """What `read` does, in pieces as those of `changes`."""
+        zeros = [padding.zero_ for _, _, padding in self.sections(out) if len(padding)]
+        return [*zeros, *(functools.partial(_read, values, tensor) for tensor, values in self._pieces(out))]
 
     def write(self, flat: torch.Tensor) -> None:
         """Set all parameters from `flat`, (num_blocks, 64) float32 CPU, only read: θ = flat."""
@@ -200,9 +204,12 @@ class ParameterView:
         apply_changes(deque(self.changes(flat, adds=True)))
 
     def changes(self, flat: torch.Tensor, *, adds: bool) -> Sequence[WeightChange]:
-        """What `add` or `write` does, as a change for each tensor. One that raises has changed nothing."""
+        """What `add` or `write` does, as a change for each tensor, or for each small part of one in host memory.
+
+        A change that raises has changed nothing.
+        """
         change = _add if adds else _write
-        return [functools.partial(change, tensor, values) for tensor, values, _ in self.sections(flat)]
+        return [functools.partial(change, tensor, values) for tensor, values in self._pieces(flat)]
 
     def _plain_pieces(
         self, plan: BlockPlan, rows: torch.Tensor
@@ -233,12 +240,26 @@ class ParameterView:
             end = start + tensor.numel()
             yield tensor, line[start:end].view(tensor.shape), line[end:stop]
 
+    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parts of the tensors, each with its part of `flat`. On a device each call costs: whole tensors."""
+        for tensor, values, _ in self.sections(flat):
+            if tensor.device.type == "cpu" and tensor.is_contiguous():
+                lines = tensor.detach().view(-1), values.view(-1)
+                yield from zip(*(torch.split(line, _PIECE_VALUES) for line in lines), strict=True)
+            else:
+                yield tensor, values
+
 
 def apply_changes(changes: deque[WeightChange]) -> None:
     """Make the changes in order. Each is removed once it is made, so that after an error the rest can be made."""
     while changes:
         changes[0]()
         changes.popleft()
+
+
+@torch.no_grad()
+def _read(values: torch.Tensor, tensor: torch.Tensor) -> None:
+    values.copy_(tensor)
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Transfers between a model's weights and host memory. One may end later than the step that starts it.
 
-An exchange starts a transfer in one `step()`, and finishes it in the first step that finds it done. Weights in this
-process's memory need no waiting: what is `AtOnce` is done when it is started, so starting and finishing are one step.
-On a GPU, copies go beside training instead of stopping the device (`peer/device_transfers.py`).
+An exchange starts a transfer in one `step()`, and finishes it in the first step that finds it done, or in pieces over
+that step and later ones. Weights in this process's memory need no waiting, but copying all of a large model takes the
+training thread long: that is done in pieces (`Pieces`). What is `AtOnce` starts and finishes in one step. On a GPU,
+copies go beside training instead of stopping the device (`peer/device_transfers.py`).
 
 There are two kinds: of fragments, which are some blocks of the parameters, and of all that rounds average, as a vector
 in the flat layout (`indexspace.py`).
@@ -11,14 +12,23 @@ in the flat layout (`indexspace.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, FlatView, WeightView, apply_changes, mix_clipped, rms_of
+from p2ptrain.algorithms.indexspace import (
+    BlockPlan,
+    FlatView,
+    ParameterView,
+    WeightChange,
+    WeightView,
+    apply_changes,
+    mix_clipped,
+    rms_of,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -30,6 +40,12 @@ class Transfer(Protocol[T_co]):
     @property
     def done(self) -> bool:
         """Whether `finish` returns without waiting. Never blocks."""
+
+    def advance(self) -> bool:
+        """Once it is done, make a small piece of what `finish` would do. Returns whether others are left for now.
+
+        False if it cannot be divided. A piece that raises is left too. From the training thread.
+        """
 
     def finish(self) -> T_co:
         """Wait until it is done, complete it, and return its result. Call it once, from the training thread."""
@@ -76,13 +92,16 @@ class FlatTransfers(Protocol):
     @property
     def pins(self) -> bool: ...
     def read(self, out: torch.Tensor) -> Transfer[None]:
-        """Copy everything as it is now into `out`, (num_blocks, 64) float32 in host memory, zero in the padding."""
+        """Copy everything into `out`, (num_blocks, 64) float32 in host memory, zero in the padding.
+
+        As it is now, except that each piece of a transfer in pieces is as it is when that is made.
+        """
 
     def land(self, flat: torch.Tensor, *, adds: bool) -> Transfer[None]:
-        """Add `flat`, (num_blocks, 64) float32 in host memory, to θ, or set θ to it: in `finish`, and not before.
+        """Add `flat`, (num_blocks, 64) float32 in host memory, to θ, or set θ to it: in `advance` and `finish`.
 
-        `flat` is only read. It may be changed or released once `finish` has returned. If `finish` raises, some tensors
-        may have changed; called again, it changes the others, so that each changes once.
+        `flat` is only read. It may be changed or released once `finish` has returned. If one of them raises, a part of
+        θ may have changed; called again, they change the rest, so that each value changes once.
         """
 
     def buffer(self) -> torch.Tensor:
@@ -104,10 +123,36 @@ class Done(Generic[T]):
     finish: Callable[[], T]
     done: ClassVar[bool] = True
 
+    def advance(self) -> bool:
+        return False
+
+
+class Pieces:
+    """A transfer that the training thread makes itself, in these pieces. It can be dropped at any time."""
+
+    done: ClassVar[bool] = True
+
+    def __init__(self, pieces: Sequence[WeightChange]) -> None:
+        self._pieces = deque(pieces)
+
+    def advance(self) -> bool:
+        if self._pieces:
+            self._pieces[0]()
+            self._pieces.popleft()
+        return bool(self._pieces)
+
+    def finish(self) -> None:
+        apply_changes(self._pieces)
+
 
 def at_once(view: WeightView) -> Transfers:
-    """The transfers of weights in this process's memory, and of those that can only be read and written at once."""
+    """The transfers of weights that are read and written at once, whatever time that takes."""
     return Transfers(FragmentsAtOnce(view), FlatAtOnce(view))
+
+
+def in_pieces(view: ParameterView) -> Transfers:
+    """The transfers of weights in this process's memory."""
+    return Transfers(FragmentsAtOnce(view), FlatInPieces(view))
 
 
 class FragmentsAtOnce:
@@ -144,7 +189,29 @@ class FlatAtOnce:
         return Done(lambda: apply_changes(changes))
 
     def buffer(self) -> torch.Tensor:
-        return torch.empty((self._view.space.num_blocks, BLOCK)).fill_(0.0)
+        return _new_buffer(self._view)
+
+
+class FlatInPieces:
+    """Implements `FlatTransfers`."""
+
+    pins: ClassVar[bool] = False
+
+    def __init__(self, view: ParameterView) -> None:
+        self._view = view
+
+    def read(self, out: torch.Tensor) -> Pieces:
+        return Pieces(self._view.copies(out))
+
+    def land(self, flat: torch.Tensor, *, adds: bool) -> Pieces:
+        return Pieces(self._view.changes(flat, adds=adds))
+
+    def buffer(self) -> torch.Tensor:
+        return _new_buffer(self._view)
+
+
+def _new_buffer(view: FlatView) -> torch.Tensor:
+    return torch.empty((view.space.num_blocks, BLOCK)).fill_(0.0)
 
 
 class _Gathered:

@@ -41,6 +41,9 @@ class _Queued(Generic[T]):
     def done(self) -> bool:
         return self.pending.done
 
+    def advance(self) -> bool:
+        return False
+
     def finish(self) -> T:
         self.pending.wait()
         return self.complete()

@@ -10,7 +10,7 @@ import torch
 from p2ptrain.algorithms.blocks import BLOCK
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.algorithms.moments import MomentView
-from p2ptrain.algorithms.transfers import Transfers, at_once
+from p2ptrain.algorithms.transfers import Transfers, at_once, in_pieces
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.process_group import ProcessGroup
@@ -57,6 +57,7 @@ class ModelParts:
             ranks.agree(refused, "join()")
             _check_same(_shapes_sha256(model), ranks)
         self._model = model
+        self._is_alone = ranks is None
         self.parameters = list(trainable.values())
         self.tensors = [local_of(parameter) for parameter in self.parameters]
         self.space = IndexSpace([(name, tuple(p.shape)) for name, p in trainable.items()])
@@ -95,14 +96,19 @@ class ModelParts:
             )
 
     def transfers(self) -> Transfers:
-        """How an exchange moves the weights to and from host memory: beside training, on a CUDA or ROCm GPU.
+        """How an exchange moves the weights to and from host memory: beside training, on a CUDA or ROCm GPU, and in
+        slices over several steps, from host memory.
 
-        At once elsewhere, and if the weights are sharded or lie on several devices.
+        At once on other devices, and if the weights are sharded or lie on several devices. Also in a process group on a
+        CPU: after each slice of a landing, all weights would have to be copied to the other ranks.
         """
         devices = {tensor.device for tensor in self.tensors}
-        if isinstance(self.view, ParameterView) and len(devices) == 1 and self.tensors[0].is_cuda:
-            return device_transfers(self.view, CudaSideStream(self.tensors[0].device))
-        return at_once(self.view)
+        if isinstance(self.view, ShardedView) or len(devices) > 1:
+            return at_once(self.view)
+        device = self.tensors[0].device
+        if device.type == "cuda":
+            return device_transfers(self.view, CudaSideStream(device))
+        return in_pieces(self.view) if device.type == "cpu" and self._is_alone else at_once(self.view)
 
     def averaged(self, run: RunConfig, optimizer: torch.optim.Optimizer | None) -> MomentView | None:
         """Return the view of parameters and moments that rounds average; None if they average only parameters.

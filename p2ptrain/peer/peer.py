@@ -280,7 +280,8 @@ class Peer:
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint: its position, and the state that rounds agree on.
 
-        Blocks while a round changes that state, and while it is copied: seconds for a large model.
+        Blocks while a round changes that state, and while it is copied: seconds for a large model. If a part of a round
+        has landed in the weights, the rest lands first: so call this before you copy the weights.
 
         Returns:
             `head`: str, the last round and the voters of the next, packed, in hex. `run_step`: int, position in the
@@ -291,6 +292,7 @@ class Peer:
         Raises:
             TimeoutError: a round takes more than 120 s to change the state.
         """
+        self._exchange.settle()
         node = self._runner.last_ready
         if self._left:
             return to_dict(
@@ -334,7 +336,8 @@ class Peer:
 
         Args:
             reason: for the records of all peers.
-            landing: let a round that is being committed change the weights; False leaves them as they are.
+            landing: let a round that is being committed change the weights; False leaves them as they are, unless a
+                part of it has landed.
         """
         if self._left:
             return
@@ -361,6 +364,7 @@ class Peer:
         finally:
             self._thread.post(scope.cancel)
             self._ended.wait(5.0)
+            self._exchange.settle()
         # What is under way holds memory of the device and the host, which may be freed only when that is done.
         deadline = time.monotonic() + TRANSFERS_S
         while idle() and self._is_under_way() and time.monotonic() < deadline:

@@ -11,6 +11,12 @@ and nothing is reported before. No snapshot is begun meanwhile; one that was beg
 tokens and epoch of the step that began it, and so does a push. A fragment that was compared with θ before a landing is
 of an old epoch after it, and is skipped.
 
+A snapshot or a landing of a large model goes in slices over several steps (`slices.py`), where the training thread
+itself copies the weights. Between the first and the last slice of a landing the weights are of two epochs: no push is
+gathered, and received fragments wait. The epoch, the position and the tokens change with the last slice. A landing
+begins a snapshot that was copied in part again. Without training, and after the run's last round, when all peers must
+have the same weights, there is one slice.
+
 An error of a transfer, such as missing memory on a GPU, costs that fragment. A snapshot or a landing is tried again at
 the next step; until the round has landed, the node waits for it, so that this peer joins no further one.
 
@@ -22,6 +28,7 @@ training thread alone.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 
@@ -42,6 +49,7 @@ from p2ptrain.protocol.exchange.inbox import Inbox
 from p2ptrain.protocol.exchange.merging import Merger
 from p2ptrain.protocol.exchange.position import Position
 from p2ptrain.protocol.exchange.pushing import Pusher
+from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.snapshots import Snapshotter
 from p2ptrain.settings.config import RunConfig
 
@@ -129,8 +137,10 @@ class Exchange:
         slots_per_step = Walk.of(run.fragment_fraction).per_step if run.fragment_fraction else 0
         self._pusher = Pusher(self._fragments.gather, slots_per_step, cpu_clock, self._containment)
         self._snapshotter = Snapshotter(self._flat.read, clock, self._containment)
-        # A landing that was started, and the seconds for which it has blocked training so far.
+        # A landing that was started, whether it may have changed a part of the weights, and the seconds for which it
+        # has blocked training so far.
         self._upload: Transfer[None] | None = None
+        self._landed_in_part = False
         self._landing_s = 0.0
         # Written by both sides, under the lock.
         self._lock = threading.Lock()
@@ -258,15 +268,17 @@ class Exchange:
             self._position = self._position.stepped()
         self.tokens += samples
         self._merger.mixed.clear()
-        report = self._land()
+        step_slice = Slice(start, self.step_s, self._clock)
+        report = self._land(step_slice)
         merged, skipped, took_plan = 0, dict[str, int](), False
-        if not self.finished:  # no fragment may change the weights that the last round gave to all peers
+        # No fragment may change the weights that the last round gave to all peers.
+        if not self.finished and not self._landed_in_part:
             merged, skipped = self._merger.step(start, self.epoch, self.step_s)
             took_plan = self._pusher.begin(start, self.fragment_rate, self.epoch, self.steps)
         sent = self._push()
         if took_plan:
             self._tell("a plan was taken", lambda: self.on_plan_taken(start))
-        self._snapshot(start)
+        self._snapshot(step_slice)
         with self._lock:
             becomes_due = self._position.due and not self._told_due
             self._told_due |= becomes_due
@@ -281,15 +293,21 @@ class Exchange:
 
         Does not wait for transfers either: call it again while `under_way`.
         """
-        report = self._land()
+        whole = Slice(self._clock(), math.inf, self._clock)
+        report = self._land(whole)
         self._push()
-        self._snapshot(self._clock())
+        self._snapshot(whole)
         return report
+
+    def settle(self) -> None:
+        """Land the rest of a round of which slices have landed: afterwards all weights are of one epoch."""
+        if self._landed_in_part:
+            self._land(Slice(self._clock(), math.inf, self._clock))
 
     @property
     def under_way(self) -> bool:
         """Whether a transfer that was started is not done: its memory must be kept. Never blocks."""
-        lands = self._upload is not None and not self._upload.done
+        lands = self._landed_in_part or (self._upload is not None and not self._upload.done)
         return lands or self._snapshotter.under_way or self._merger.under_way or self._pusher.under_way
 
     def take_changes(self) -> types.Changes:
@@ -301,12 +319,12 @@ class Exchange:
         mixed.clear()
         return changes
 
-    def _land(self) -> types.RoundReport | None:
+    def _land(self, step_slice: Slice) -> types.RoundReport | None:
         landing = self._landing
         if landing is None:
             return None
         start = self._clock()
-        if landing.kind != "keep" and not self._apply(landing):
+        if landing.kind != "keep" and not self._apply(landing, step_slice):
             self._landing_s += self._clock() - start
             return None
         self.tokens = 0 if landing.kind == "write" else max(0, self.tokens - landing.included_tokens)
@@ -321,7 +339,7 @@ class Exchange:
         self._tell("a round has landed", lambda: self.on_landed(landing, held_s), fatal=True)
         return landing.report
 
-    def _apply(self, landing: types.Landing) -> bool:
+    def _apply(self, landing: types.Landing, step_slice: Slice) -> bool:
         """Go on with changing the weights by a round. Returns whether that is done."""
         try:
             if self._upload is None:
@@ -330,13 +348,17 @@ class Exchange:
             if not has_ended(self._upload):
                 return False
             self._rewritten = True  # also if an error leaves a part for the next step
-            self._upload.finish()
+            self._snapshotter.restart()
+            # The weights of a run's last round must not be trained on between two slices.
+            self._landed_in_part = not step_slice.finish(self._upload, -math.inf if landing.finished else math.inf)
         except Exception as error:
             self.landing_error = error
             self._containment.note(f"landing round {landing.epoch.round}", "it is tried again at each step", error)
+            self._landed_in_part = self._upload is not None
             return False
-        self._upload = self.landing_error = None
-        return True
+        if not self._landed_in_part:
+            self._upload = self.landing_error = None
+        return not self._landed_in_part
 
     def _push(self) -> int:
         """Hand over what was gathered and has arrived in host memory, in order. Returns how many."""
@@ -345,10 +367,10 @@ class Exchange:
             self._tell_pushed(push)
         return len(arrived)
 
-    def _snapshot(self, now: float) -> None:
+    def _snapshot(self, step_slice: Slice) -> None:
         if self._upload is None:  # a round that is landing comes first, so that the snapshot has its epoch
-            self._snapshotter.begin(now, lambda: self._position, self.epoch, self.tokens)
-        if (arrived := self._snapshotter.take_arrived()) is None:
+            self._snapshotter.begin(step_slice.began_s, lambda: self._position, self.epoch, self.tokens)
+        if (arrived := self._snapshotter.take_arrived(step_slice)) is None:
             return
         wanted, snapshot = arrived
 

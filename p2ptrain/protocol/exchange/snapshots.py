@@ -2,6 +2,11 @@
 
 The node requests one at a time, and may withdraw its request while the weights are copied: what was copied is then
 dropped. A copy that fails is made again at the next step.
+
+A large model is copied in slices over several steps. A fragment that is merged meanwhile changes a block before or
+after it is copied, and both are right: the outer gradient is the anchor minus whatever was copied, and a landing adds
+to the weights, so what a block has learned since stays there. If a round changes the weights meanwhile, the copy is
+begun again, because its blocks would be of two epochs.
 """
 
 from __future__ import annotations
@@ -15,16 +20,18 @@ import torch
 from p2ptrain.algorithms.transfers import Transfer, has_ended
 from p2ptrain.protocol.exchange.containment import Containment
 from p2ptrain.protocol.exchange.position import Position
+from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot, SnapshotWanted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Taking:
-    """A snapshot on its way into host memory, and the request for it."""
+    """A snapshot on its way into host memory, and the request for it. `in_part`: its first slice was copied."""
 
     wanted: SnapshotWanted
     weights: Transfer[None]
     snapshot: Snapshot
+    in_part: bool = False
 
 
 class Snapshotter:
@@ -67,6 +74,8 @@ class Snapshotter:
             position_of: the position of this peer; read after the request, which the node writes after it.
             epoch, tokens: of the weights, for the snapshot.
         """
+        if self._taking is not None and not self.is_wanted(self._taking.wanted):
+            self.restart()
         if self._taking is not None or self._untaken is None:
             return
         with self._lock:
@@ -84,17 +93,29 @@ class Snapshotter:
         )
         self._taking = _Taking(wanted, weights, snapshot)
 
-    def take_arrived(self) -> tuple[SnapshotWanted, Snapshot] | None:
+    def take_arrived(self, step_slice: Slice) -> tuple[SnapshotWanted, Snapshot] | None:
         """The snapshot that has arrived in host memory, with the request for it."""
-        if self._taking is None or not has_ended(self._taking.weights):
+        taking = self._taking
+        if taking is None or not has_ended(taking.weights):
             return None
-        taken, self._taking = self._taking, None
+        start = self._clock()
         try:
-            taken.weights.finish()
+            taking.in_part = not step_slice.finish(taking.weights, taking.wanted.whole_by_s)
         except Exception as error:
-            self._want_again(taken.wanted, error)
+            self._taking = None
+            self._want_again(taking.wanted, error)
             return None
-        return taken.wanted, taken.snapshot
+        taking.snapshot.held_s += self._clock() - start
+        if taking.in_part:
+            return None
+        self._taking = None
+        return taking.wanted, taking.snapshot
+
+    def restart(self) -> None:
+        """Drop what slices have copied, and begin again at the next step if it is still wanted."""
+        if self._taking is not None and self._taking.in_part:
+            wanted, self._taking = self._taking.wanted, None
+            self._put_back(wanted)
 
     @property
     def under_way(self) -> bool:
@@ -104,6 +125,9 @@ class Snapshotter:
     def _want_again(self, wanted: SnapshotWanted, error: Exception) -> None:
         """A snapshot failed: put its request back, unless it was withdrawn or replaced."""
         self._containment.note("a snapshot of the weights", "it is tried again at each step", error)
+        self._put_back(wanted)
+
+    def _put_back(self, wanted: SnapshotWanted) -> None:
         with self._lock:
             if self._untaken is None and self.is_wanted(wanted):
                 self._untaken = wanted

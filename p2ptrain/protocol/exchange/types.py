@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -60,7 +61,11 @@ class Push:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The weights when a round became due; `epoch` is the one before the round."""
+    """The weights when a round became due; `epoch` is the one before the round.
+
+    Position and tokens are of the step that began to copy them. Where that took several steps (`slices.py`), each block
+    is of one of these, so it may have learned from a few steps more.
+    """
 
     epoch: Epoch
     weights: torch.Tensor
@@ -73,14 +78,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWanted:
-    """A request to copy the weights into `buffer` when the round is due, or at `latest_s` at the latest.
+    """A request to copy the weights into `buffer` when the round is due, or from `latest_s` on at the latest.
 
-    `take` gets the snapshot; None: the exchange's `on_snapshot`.
+    `take` gets the snapshot; None: the exchange's `on_snapshot`. At `whole_by_s` it should be complete.
     """
 
     buffer: torch.Tensor
     latest_s: float
     take: Callable[[Snapshot], None] | None = None
+    whole_by_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

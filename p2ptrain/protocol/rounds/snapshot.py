@@ -86,8 +86,10 @@ class SnapshotTaker:
                 if self.own is None and memory.buffer is not None:
                     # The training thread takes it at its next step, on a busy machine later: leave half of the window.
                     # With a GPU it has it a step after that: of a window of 2.5 steps (`schedule.py`), 2.25 are used.
+                    # One in slices must be whole a little before the window ends.
                     latest_s = called_s + 0.5 * window_s - self._context.exchange.snapshot_delay_s
-                    self._context.exchange.want_snapshot(SnapshotWanted(memory.buffer, latest_s))
+                    wanted = SnapshotWanted(memory.buffer, latest_s, whole_by_s=called_s + 0.9 * window_s)
+                    self._context.exchange.want_snapshot(wanted)
                 await self._arrived.wait()
         return self.own
 

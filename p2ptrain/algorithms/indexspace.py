@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -32,6 +32,9 @@ _PIECE_VALUES = 2**19
 
 Items = npt.NDArray[np.void]
 WeightChange = Callable[[], object]
+# Of a tensor, with as many values of a flat vector.
+_Change = Callable[[torch.Tensor, torch.Tensor], None]
+_Section = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Piece(NamedTuple):
@@ -192,8 +195,8 @@ class ParameterView:
 
     def copies(self, out: torch.Tensor) -> Sequence[WeightChange]:
         """What `read` does, in pieces as those of `changes`."""
-        zeros = [padding.zero_ for _, _, padding in self.sections(out) if len(padding)]
-        return [*zeros, *(functools.partial(_read, values, tensor) for tensor, values in self._pieces(out))]
+        sections = list(self.sections(out))
+        return [*(padding.zero_ for _, _, padding in sections if len(padding)), *_in_pieces(_read, sections)]
 
     def write(self, flat: torch.Tensor) -> None:
         """Set all parameters from `flat`, (num_blocks, 64) float32 CPU, only read: θ = flat."""
@@ -208,8 +211,7 @@ class ParameterView:
 
         A change that raises has changed nothing.
         """
-        change = _add if adds else _write
-        return [functools.partial(change, tensor, values) for tensor, values in self._pieces(flat)]
+        return _in_pieces(_add if adds else _write, self.sections(flat))
 
     def _plain_pieces(
         self, plan: BlockPlan, rows: torch.Tensor
@@ -232,22 +234,13 @@ class ParameterView:
             if piece.tensor not in self._items or piece.is_tail:
                 yield piece, rows[piece.rows], index[piece.rows]
 
-    def sections(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def sections(self, flat: torch.Tensor) -> Iterator[_Section]:
         """Yield each tensor with its part of `flat`, a view of the same shape, and the padding that follows."""
         line = flat.view(-1)
         starts = (self.space.tensor_starts * BLOCK).tolist()
         for tensor, start, stop in zip(self.tensors, starts, starts[1:], strict=False):
             end = start + tensor.numel()
             yield tensor, line[start:end].view(tensor.shape), line[end:stop]
-
-    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield parts of the tensors, each with its part of `flat`. On a device each call costs: whole tensors."""
-        for tensor, values, _ in self.sections(flat):
-            if tensor.device.type == "cpu" and tensor.is_contiguous():
-                lines = tensor.detach().view(-1), values.view(-1)
-                yield from zip(*(torch.split(line, _PIECE_VALUES) for line in lines), strict=True)
-            else:
-                yield tensor, values
 
 
 def apply_changes(changes: deque[WeightChange]) -> None:
@@ -257,8 +250,29 @@ def apply_changes(changes: deque[WeightChange]) -> None:
         changes.popleft()
 
 
+def _in_pieces(change: _Change, sections: Iterable[_Section]) -> list[WeightChange]:
+    """A change for each tensor and its values. Of a large tensor in host memory, one for each small part.
+
+    On a device each call costs, so there is one for the whole tensor.
+    """
+    changes: list[WeightChange] = []
+    for tensor, values, _ in sections:
+        if tensor.numel() > _PIECE_VALUES and tensor.device.type == "cpu" and tensor.is_contiguous():
+            starts = range(0, tensor.numel(), _PIECE_VALUES)
+            changes += [functools.partial(_change_piece, change, tensor, values, start) for start in starts]
+        else:
+            changes.append(functools.partial(change, tensor, values))
+    return changes
+
+
+def _change_piece(change: _Change, tensor: torch.Tensor, values: torch.Tensor, start: int) -> None:
+    """Make a change to the values from `start` on, of contiguous tensors. Views cost too much to make them before."""
+    piece = slice(start, start + _PIECE_VALUES)
+    change(tensor.detach().view(-1)[piece], values.view(-1)[piece])
+
+
 @torch.no_grad()
-def _read(values: torch.Tensor, tensor: torch.Tensor) -> None:
+def _read(tensor: torch.Tensor, values: torch.Tensor) -> None:
     values.copy_(tensor)
 
 

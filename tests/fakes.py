@@ -48,6 +48,7 @@ class FakePeer:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.losses: list[float | None] = []
         self.left: str | None = None
+        self.settled_at: list[int] = []
 
     @property
     def finished(self) -> bool:
@@ -65,6 +66,9 @@ class FakePeer:
 
     def wait_finished(self, timeout_s: float) -> bool:
         return self.finished
+
+    def settle(self) -> None:
+        self.settled_at.append(self.run_step)
 
     def on_leave(self, action: Callable[[], None]) -> None:
         pass

@@ -191,6 +191,13 @@ class Peer:
             time.sleep(POLL_S)
         return self._exchange.finished
 
+    def settle(self) -> None:
+        """Land the rest of a round of which a part has landed in the weights, so that all are of one epoch.
+
+        The landing of a large model takes several steps on a CPU. Call this before you copy or evaluate the weights.
+        """
+        self._exchange.settle()
+
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event to the metrics stream."""
         self._records.write(event, **fields)
@@ -280,8 +287,8 @@ class Peer:
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint: its position, and the state that rounds agree on.
 
-        Blocks while a round changes that state, and while it is copied: seconds for a large model. If a part of a round
-        has landed in the weights, the rest lands first: so call this before you copy the weights.
+        Blocks while a round changes that state, and while it is copied: seconds for a large model. Settles the weights
+        first (`settle`), so call it before you copy them.
 
         Returns:
             `head`: str, the last round and the voters of the next, packed, in hex. `run_step`: int, position in the
@@ -292,7 +299,7 @@ class Peer:
         Raises:
             TimeoutError: a round takes more than 120 s to change the state.
         """
-        self._exchange.settle()
+        self.settle()
         node = self._runner.last_ready
         if self._left:
             return to_dict(
@@ -364,7 +371,7 @@ class Peer:
         finally:
             self._thread.post(scope.cancel)
             self._ended.wait(5.0)
-            self._exchange.settle()
+            self.settle()
         # What is under way holds memory of the device and the host, which may be freed only when that is done.
         deadline = time.monotonic() + TRANSFERS_S
         while idle() and self._is_under_way() and time.monotonic() < deadline:

@@ -225,6 +225,7 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
 
     `is_closed`: whether the run has a key, without which it must not be continued.
     """
+    peer.settle()  # the weights, the round and the anchor belong together
     info = {
         "run": peer.run.to_dict(),
         "is_closed": is_closed,

@@ -49,6 +49,12 @@ def test_one_exchange_a_step_of_the_optimizer_and_the_means_that_the_trainer_log
     assert not peer.waited  # a run without end
 
 
+def test_a_round_has_landed_whole_in_weights_that_the_trainer_saves_or_evaluates(tmp_path: Path) -> None:
+    peer = Peer()
+    trainer(peer, tmp_path, save_steps=4, eval_strategy="steps", eval_steps=3).train()
+    assert peer.settled_at == [3, 4, 6, 8]
+
+
 def test_tokens_are_counted_where_the_trainer_counts_them(tmp_path: Path) -> None:
     peer = Peer()
     trainer(peer, tmp_path, include_num_input_tokens_seen="all").train()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.algorithms import indexspace
 from p2ptrain.algorithms.indexspace import ParameterView
 from p2ptrain.algorithms.transfers import Transfers
 from p2ptrain.errors import ConfigError
@@ -19,11 +20,13 @@ from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import Sink, Sinks
+from p2ptrain.protocol.exchange import slices
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import SnapshotWanted
 from p2ptrain.protocol.state_sync.provenance import NO_PINS
 from p2ptrain.protocol.wire.transport import no_refusal
 from p2ptrain.settings.config import RunConfig
+from tests.protocol.test_exchange import landing
 from tests.side_stream import LateStream
 
 
@@ -66,6 +69,34 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer.leave()
         assert seen == (["awaited"] * 3 if finished else []) + ["left"]
         worker.join()
+    finally:
+        assert thread.stop(10.0)
+
+
+@pytest.mark.parametrize("end", ["state_dict", "leave", "leave without landing"])
+def test_a_round_that_has_landed_in_part_lands_whole_before_a_checkpoint_and_when_leaving(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexspace, "_PIECE_VALUES", 4)
+    monkeypatch.setattr(slices, "SHARE", 0.0)
+    monkeypatch.setattr(slices, "LEAST_S", 0.0)
+    thread = NetworkThread()
+    try:
+        peer = peer_of(thread, Sinks([]))
+        exchange, parts = peer._exchange, peer._parts
+        before = [tensor.clone() for tensor in parts.tensors]
+        buffer = exchange.new_buffer().fill_(1.0)
+        exchange.land(landing(kind="add", buffer=buffer, epoch=exchange.epoch))
+        peer.step()
+        changed = sum(int((now != then).sum()) for now, then in zip(parts.tensors, before, strict=True))
+        assert (changed, exchange.landing_pending) == (4, True)
+        if end == "state_dict":
+            peer.state_dict()
+        else:
+            peer.leave(landing=end == "leave")
+        assert not exchange.landing_pending
+        assert all(torch.equal(now, then + 1) for now, then in zip(parts.tensors, before, strict=True))
+        peer.leave()
     finally:
         assert thread.stop(10.0)
 

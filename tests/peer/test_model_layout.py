@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from p2ptrain.algorithms.transfers import FragmentsAtOnce
+from p2ptrain.algorithms.transfers import FlatInPieces, FragmentsAtOnce
 from p2ptrain.errors import ConfigError, WireError
 from p2ptrain.peer.model_layout import ModelParts
 
@@ -48,9 +48,11 @@ def test_the_tensors_are_the_live_parameters() -> None:
     assert not any(tensor.requires_grad for tensor in parts.tensors)
 
 
-def test_weights_in_host_memory_are_read_and_written_at_once() -> None:
+def test_weights_in_host_memory_are_read_and_written_in_pieces() -> None:
     """What a GPU has is in tests/gpu."""
-    assert isinstance(ModelParts(nn.Linear(2, 2)).transfers().fragments, FragmentsAtOnce)
+    transfers = ModelParts(nn.Linear(2, 2)).transfers()
+    assert isinstance(transfers.fragments, FragmentsAtOnce)
+    assert isinstance(transfers.flat, FlatInPieces)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -16,6 +16,7 @@ import torch
 import trio
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
+from p2ptrain.algorithms.transfers import in_pieces
 from p2ptrain.memory_network import MemoryNetwork, virtual_time
 from p2ptrain.monitor.run_audit import RunAudit
 from p2ptrain.peer.device_transfers import device_transfers
@@ -144,7 +145,7 @@ class Swarm:
         rng = random.Random(self._rng.randrange(2**31))
         view, side = ParameterView(IndexSpace(self.shapes), tensors), self.sides.get(peer_id)
         exchange = Exchange(
-            view, run, transfers=side and device_transfers(view, side), clock=trio.current_time,
+            view, run, transfers=device_transfers(view, side) if side else in_pieces(view), clock=trio.current_time,
             post=lambda work: work(),
         )  # fmt: skip
         self._incarnations += 1

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.algorithms.indexspace import BlockPlan, IndexSpace, ParameterView
+from p2ptrain.algorithms.transfers import Transfers, in_pieces
 from p2ptrain.peer.device_transfers import device_transfers
 from p2ptrain.peer.side_stream import SideStream
 from p2ptrain.protocol.exchange import inbox
@@ -47,9 +48,12 @@ class Bench:
         run = RunConfig(fragment_fraction=fragment_fraction, sync_every=sync_every, total_steps=total_steps)
         view = ParameterView(SPACE, self.tensors)
         self.exchange = Exchange(
-            view, run, transfers=side and device_transfers(view, side), clock=lambda: self.now, post=self.posted.append
+            view, run, transfers=self.transfers(view, side), clock=lambda: self.now, post=self.posted.append
         )
         self.exchange.epoch = Epoch("L", 3)
+
+    def transfers(self, view: ParameterView, side: SideStream | None) -> Transfers:
+        return in_pieces(view) if side is None else device_transfers(view, side)
 
     def step(self, samples: int = 16, *, took_s: float = STEP_S):
         self.now += took_s

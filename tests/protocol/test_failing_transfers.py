@@ -112,7 +112,7 @@ def test_a_snapshot_that_fails_is_taken_at_the_next_step_if_it_is_still_wanted(b
     taken: list[Snapshot] = []
     bench.exchange.on_snapshot = taken.append
     bench.exchange.want_snapshot(SnapshotWanted(torch.empty(NUM_BLOCKS, 64), latest_s=0.0))
-    with failing(ParameterView, "read"):
+    with failing(ParameterView, "copies"):
         bench.steps(2)
     if withdrawn:
         bench.exchange.want_snapshot(None)

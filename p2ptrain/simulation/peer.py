@@ -92,6 +92,9 @@ class SimulatedPeer:
         )  # fmt: skip
         return report
 
+    def settle(self) -> None:
+        self._exchange.settle()
+
     def record(self, event: str, /, **fields: Any) -> None:
         if event == "eval":
             self._measured_at = self.run_step

@@ -48,6 +48,7 @@ class SteppingPeer(Protocol):
     @property
     def finished(self) -> bool: ...
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
+    def settle(self) -> None: ...
     def record(self, event: str, /, **fields: Any) -> None: ...
 
 
@@ -83,6 +84,7 @@ def record_evaluation(
     observers use it to group the samples of different peers.
     """
     began_s = time.perf_counter()
+    peer.settle()
     try:
         loss = trainer.evaluate(stop)
     except Stopped:

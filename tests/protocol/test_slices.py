@@ -183,9 +183,17 @@ def test_a_block_of_a_snapshot_is_of_the_step_that_copied_it_and_its_position_of
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("how", ["steps", "leaving"])
-def test_each_block_lands_once_also_if_pieces_fail(how: str, seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    bench, rng = SlowBench(), random.Random(seed)
-    bench.fails = lambda: rng.random() < 0.2
+def test_each_block_lands_once_also_if_pieces_fail(
+    how: str, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, rng, add = SlowBench(), random.Random(seed), indexspace._add
+
+    def fails_now_and_then(tensor: torch.Tensor, values: torch.Tensor) -> None:
+        if rng.random() < 0.2:
+            raise ValueError("a piece failed")
+        add(tensor, values)
+
+    monkeypatch.setattr(indexspace, "_add", fails_now_and_then)
     before, trained = bench.integers(), 0
     buffer = bench.land()
     while not bench.landed:
@@ -249,6 +257,17 @@ def test_while_a_round_lands_no_fragment_is_merged_and_none_is_pushed() -> None:
     assert {(report.merged, report.sent, len(report.skipped)) for report in during} == {(0, 0, 0)}
     assert (last.merged, last.sent, last.skipped) == (1, 1, {"epoch": 1})
     assert [push.epoch for push in pushes] == [Epoch("L", 4)]
+
+
+def test_no_fragment_is_merged_after_a_piece_of_the_first_slice_failed() -> None:
+    bench, works = SlowBench(fragment_fraction=0.005), iter((True, True))
+    bench.fails = lambda: not next(works, False)
+    bench.land()
+    bench.step()
+    bench.receive("b", blocks=(1,))
+    assert bench.step().skipped == {}
+    bench.fails = lambda: False
+    assert list(until(bench, lambda: bool(bench.landed)))[-1].skipped == {"epoch": 1}
 
 
 def test_while_a_snapshot_is_taken_fragments_are_merged_and_pushed() -> None:
@@ -337,12 +356,12 @@ def test_a_landing_that_has_not_begun_is_not_settled() -> None:
     assert torch.equal(bench.flat(), before)
 
 
-@pytest.mark.parametrize("shape", ["flat", "transposed", "empty", "several pieces"])
+@pytest.mark.parametrize("shape", ["flat", "transposed", "empty", "several pieces", "a value more"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_have_the_bits_of_whole_tensors(dtype: torch.dtype, shape: str) -> None:
     tensors = {
         "flat": torch.randn(70), "transposed": torch.randn(64, 40).t(), "empty": torch.zeros(0, 5),
-        "several pieces": torch.randn(5, 50),
+        "several pieces": torch.randn(5, 50), "a value more": torch.randn(65),
     }  # fmt: skip
     tensor = torch.nn.Parameter(tensors[shape].to(dtype))
     space = indexspace.IndexSpace([("t", tuple(tensor.shape))])

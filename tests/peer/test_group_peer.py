@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import p2ptrain
+from p2ptrain.algorithms.transfers import FlatAtOnce
 from p2ptrain.errors import ConfigError, NotAllowedError, PeerLostError, RunKeyError, UnreachableError
 from p2ptrain.peer.group_peer import GroupPeer
 from p2ptrain.peer.model_layout import ModelParts
+from p2ptrain.peer.process_group import ProcessGroup
 from p2ptrain.protocol.exchange.types import Changes, RoundReport, StepReport
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.ranks import Ranks, join_ranks
@@ -75,6 +77,16 @@ def values_of(model: nn.Module) -> list[torch.Tensor]:
 
 def all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_round_lands_in_one_step_of_a_group() -> None:
+    """After each slice of it, all weights would have to be copied to the other ranks."""
+
+    def rank(number: int, group: dist.ProcessGroup) -> bool:
+        parts = ModelParts(new_model(0), ProcessGroup(group, CPU))
+        return isinstance(parts.transfers().flat, FlatAtOnce)
+
+    assert all(on_all_ranks(rank))
 
 
 def test_joining_gives_all_ranks_the_weights_and_buffers_of_rank_0_and_data_of_their_own() -> None:

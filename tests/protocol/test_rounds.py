@@ -15,6 +15,7 @@ import trio
 
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.memory_network import PacketFault
+from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.leader import AveragingLeader
@@ -139,9 +140,9 @@ def test_quantisation_error_stays_in_the_weights() -> None:
             landed: list[tuple[torch.Tensor, torch.Tensor]] = []
             land = peer.exchange._land
 
-            def spy(**how):  # type: ignore[no-untyped-def]
+            def spy(step_slice: Slice) -> RoundReport | None:
                 before = peer.flat()
-                report = land(**how)
+                report = land(step_slice)
                 if report is not None:
                     landed.append((before, peer.flat()))
                 return report

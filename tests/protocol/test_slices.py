@@ -426,3 +426,19 @@ def test_peers_that_take_slices_end_a_run_with_equal_weights(monkeypatch: pytest
                 assert torch.equal(peer.flat(), s.peers["a"].flat())
 
     run_virtual(main)
+
+
+def test_slices_are_in_time_for_rounds_where_the_window_is_a_few_steps_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 2.5 steps of the slowest, and one piece a step would take seven."""
+    one_piece_a_step(monkeypatch)
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0, sync_every=20)) as s:
+            for name, step_s in {"a": 3.0, "b": 4.0, "c": 6.0}.items():
+                s.start(name, founder=name == "a", step_s=step_s)
+            await s.until(lambda: len(s.peers["a"].rounds()) >= 4, within_s=600)
+            for peer in s.peers.values():
+                assert not any(event["late"] for event in peer.rounds())
+            assert len(s.peers["a"].rounds()[-1]["contributors"]) == 3
+
+    run_virtual(main)

@@ -120,6 +120,10 @@ class P2PCallback(Callback):
         self.log_dict({"round": float(self.peer.round), "peers": 1.0 + len(self.peer.alive)}, batch_size=1)
         self._follow_the_run(trainer)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.peer is not None:
+            self.peer.settle()
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.peer is not None and self._monitor in trainer.callback_metrics and not trainer.sanity_checking:
             loss = float(trainer.callback_metrics[self._monitor])

@@ -91,6 +91,7 @@ def test_one_exchange_a_step_of_the_optimizer_with_the_mean_loss_of_its_batches(
     assert peer.losses[1::2] == pytest.approx(means)
     ((event, fields),) = peer.events  # not of the sanity check
     assert (event, fields["step"]) == ("eval", LENGTH)
+    assert LENGTH in peer.settled_at
     assert (run.callback_metrics["peers"], run.callback_metrics["round"]) == (2, 0)
     assert (peer.left, peer.waited) == ("closed", False)  # a run without end
 

@@ -10,8 +10,9 @@ average: federated averaging (McMahan et al., 2017), or a model soup (Wortsman e
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +53,7 @@ OUTER_OPTIMIZERS = {
     "nesterov": OuterOptimizer(lr=0.7, momentum=0.9, num_moments=1),
     "adam": OuterOptimizer(lr=0.3, momentum=0.9, beta2=0.95, eps=0.1, num_moments=2),
 }
+_IN_C = ("sgd", "sgdm", "nesterov")
 
 
 def outer_step(
@@ -88,37 +90,49 @@ def outer_step(
     assert all(moment.shape == anchor.shape and moment.flags.c_contiguous for moment in moments[: len(used)])
     assert anchor.shape == mean_gradient.shape
     assert anchor.flags.c_contiguous
-    anchors, gradients = anchor.reshape(-1), mean_gradient.reshape(-1)
-    if (library := kernels.library()) is not None and optimizer != "adam":
-        moment = kernels.address(used[0]) if used else None
-        arrays = (kernels.address(anchors), moment, kernels.address(gradients), anchors.size)
-        library.sgd_step(*arrays, float(np.float32(lr)), float(np.float32(momentum)), optimizer == "nesterov")
-        return
-    scratch = np.empty((2, min(_CHUNK, anchors.size)), np.float32)
-    factors = _adam_factors(lr, momentum, round_ + 1) if optimizer == "adam" else None
-    for start in range(0, anchors.size, _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        a, g = anchors[chunk], gradients[chunk]
-        update, other = scratch[:, : len(a)]
-        if factors is not None:
-            _adam_update(used[0][chunk], used[1][chunk], g, factors, update, other)
-        else:
-            _sgd_update(optimizer, [moment[chunk] for moment in used], g, lr, momentum, update)
-        np.subtract(a, update, out=a)
+    vectors = anchor.reshape(-1), used, mean_gradient.reshape(-1)
+    if optimizer == "adam":
+        _adam(*vectors, _adam_factors(lr, momentum, round_ + 1))
+    elif optimizer in _IN_C and (library := kernels.library()) is not None:
+        _native_sgd(library, *vectors, optimizer, np.float32(lr), np.float32(momentum))
+    else:
+        _numpy_sgd(*vectors, optimizer, np.float32(lr), np.float32(momentum))
 
 
-def _sgd_update(optimizer: str, moments: list[Array], g: Array, lr: float, momentum: float, update: Array) -> None:
-    """Write what sgd, sgdm or nesterov subtracts from the anchor to `update`. Changes `moments`."""
-    factor = np.float32(momentum)
-    direction = g
-    for m in moments:
-        np.multiply(m, factor, out=m)
-        np.add(m, g, out=m)
-        direction = m
-    if optimizer == "nesterov":
-        np.multiply(direction, factor, out=update)
-        direction = np.add(update, g, out=update)
-    np.multiply(direction, np.float32(lr), out=update)
+def _native_sgd(
+    library: ctypes.CDLL, anchor: Array, moments: list[Array], gradient: Array,
+    optimizer: str, lr: np.float32, momentum: np.float32,
+) -> None:  # fmt: skip
+    """What `_numpy_sgd` does, in C."""
+    of, nesterov = kernels.address, optimizer == "nesterov"
+    moment = of(moments[0]) if moments else None
+    library.sgd_step(of(anchor), moment, of(gradient), anchor.size, float(lr), float(momentum), nesterov)
+
+
+def _numpy_sgd(
+    anchor: Array, moments: list[Array], gradient: Array, optimizer: str, lr: np.float32, momentum: np.float32
+) -> None:
+    """sgd, sgdm and nesterov: the reference."""
+    for chunk, update, _ in _chunks(anchor.size):
+        direction = g = gradient[chunk]
+        for vector in moments:
+            m = vector[chunk]
+            np.multiply(m, momentum, out=m)
+            np.add(m, g, out=m)
+            direction = m
+        if optimizer == "nesterov":
+            np.multiply(direction, momentum, out=update)
+            direction = np.add(update, g, out=update)
+        np.multiply(direction, lr, out=update)
+        np.subtract(anchor[chunk], update, out=anchor[chunk])
+
+
+def _chunks(size: int) -> Iterator[tuple[slice, Array, Array]]:
+    """[0, size) in steps of `_CHUNK`, the last one shorter, each with scratch memory of its length, twice."""
+    scratch = np.empty((2, min(_CHUNK, size)), np.float32)
+    for start in range(0, size, _CHUNK):
+        stop = min(start + _CHUNK, size)
+        yield slice(start, stop), scratch[0, : stop - start], scratch[1, : stop - start]
 
 
 def _adam_factors(lr: float, beta1: float, t: int) -> list[np.float32]:
@@ -128,23 +142,26 @@ def _adam_factors(lr: float, beta1: float, t: int) -> list[np.float32]:
     return [np.float32(factor) for factor in (beta1, 1 - beta1, beta2, 1 - beta2, root, step)]
 
 
-def _adam_update(m: Array, v: Array, g: Array, factors: list[np.float32], update: Array, other: Array) -> None:
-    """Write what Adam subtracts from the anchor to `update`: finite for finite m and g. `other` is scratch memory."""
+def _adam(anchor: Array, moments: list[Array], gradient: Array, factors: list[np.float32]) -> None:
+    """Adam: what it subtracts from the anchor is finite for finite m and g."""
     beta1, rest1, beta2, rest2, root, step = factors
-    np.multiply(m, beta1, out=m)
-    np.multiply(g, rest1, out=other)
-    np.add(m, other, out=m)
-    with np.errstate(over="ignore"):
-        np.multiply(g, g, out=other)
-    np.clip(other, _SQUARE_MIN, _SQUARE_MAX, out=other)
-    np.multiply(other, rest2, out=other)
-    np.multiply(v, beta2, out=v)
-    np.add(v, other, out=v)
-    np.sqrt(v, out=other)
-    np.multiply(other, root, out=other)
-    np.add(other, np.float32(OUTER_OPTIMIZERS["adam"].eps), out=other)
-    np.divide(m, other, out=update)
-    np.multiply(update, step, out=update)
+    for chunk, update, other in _chunks(anchor.size):
+        g, m, v = gradient[chunk], moments[0][chunk], moments[1][chunk]
+        np.multiply(m, beta1, out=m)
+        np.multiply(g, rest1, out=other)
+        np.add(m, other, out=m)
+        with np.errstate(over="ignore"):
+            np.multiply(g, g, out=other)
+        np.clip(other, _SQUARE_MIN, _SQUARE_MAX, out=other)
+        np.multiply(other, rest2, out=other)
+        np.multiply(v, beta2, out=v)
+        np.add(v, other, out=v)
+        np.sqrt(v, out=other)
+        np.multiply(other, root, out=other)
+        np.add(other, np.float32(OUTER_OPTIMIZERS["adam"].eps), out=other)
+        np.divide(m, other, out=update)
+        np.multiply(update, step, out=update)
+        np.subtract(anchor[chunk], update, out=anchor[chunk])
 
 
 def _power(base: float, exponent: int) -> float:

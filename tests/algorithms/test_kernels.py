@@ -27,6 +27,7 @@ FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 # As pip builds it; for machines of other years, of which each must be able to run here; and without any vectors.
 BUILDS = [(), ("-march=x86-64-v3",), ("-O0",), ("-O2", "-fno-tree-vectorize"), ("-O3", "-mfma")]
 SCALED = ("int8", "int4")
+REFUSED = "a value is not finite, or beyond 1e+12"
 LARGEST = float(np.float32(2.9e38))  # of int4; int8 saturates a little later
 FLOATS = st.floats(-LARGEST, LARGEST, width=32)
 BLOCKS = hnp.arrays(np.float32, st.integers(0, 5).map(lambda n: (n, 64)), elements=FLOATS)
@@ -101,6 +102,28 @@ def test_values_that_are_not_finite_are_refused_alike(library: ctypes.CDLL, name
     blocks[2, 63] = value
     same(library, lambda: codec(name).encode(blocks))
     assert native(library, lambda: codec(name).encode(blocks)) == (ValueError, "a value is not finite")
+
+
+@given(one=BLOCKS, seed=st.integers(0, 2**32 - 1), bound=st.sampled_from([1e-3, 1.0, 1e12, LARGEST]))
+@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", SCALED)
+def test_differences_are_coded_or_refused_alike(
+    library: ctypes.CDLL, name: str, one: np.ndarray, seed: int, bound: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    other = one / 2 + np.float32(bound / 2) * rng.uniform(-1.01, 1.01, one.shape).astype(np.float32)
+    same(library, lambda: codec(name).encode_difference(one, other, bound))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_difference_is_coded_up_to_its_bound(library: ctypes.CDLL, name: str) -> None:
+    bound, zeros = np.float32(1e12), np.zeros((2, 64), np.float32)
+    beyond = np.nextafter(bound, np.float32(np.inf))
+    for value, is_coded in [(bound, True), (-bound, True), (beyond, False), (-beyond, False), (np.nan, False)]:
+        blocks = np.full((2, 64), value, np.float32)
+        coded = native(library, lambda blocks=blocks: codec(name).encode_difference(blocks, zeros, 1e12))
+        assert coded == (codec(name).encode(blocks) if is_coded else (ValueError, REFUSED))
+        same(library, lambda blocks=blocks: codec(name).encode_difference(zeros, blocks, 1e12))
 
 
 @pytest.mark.parametrize("name", SCALED)

@@ -16,6 +16,7 @@ Encoded = bytes | memoryview
 
 # 65536 values: their positions fit 16 bits, and as float32 (256 KiB) they stay in a core's second-level cache.
 CHUNK_BLOCKS = 1024
+FLOAT_MAX = float(np.finfo(np.float32).max)
 # Decay per round of values that were not sent (SparseLoCo: error feedback with a moving average). With three levels too
 # it was simulated with this value only.
 ERROR_DECAY = 0.95
@@ -42,6 +43,7 @@ class Codec:
     _squares: Callable[[memoryview, int], npt.NDArray[np.float64]] | None = None
     error_decay: float = 0.0
     _add: Callable[[memoryview, int, np.float32, Blocks], None] | None = None
+    _encode_difference: Callable[[Blocks, Blocks, float], bytes] | None = None
 
     def encode(self, blocks: Blocks) -> bytes:
         """Code (n, 64) float32 values, only read, into `size_bytes(n)` bytes, the same on every machine.
@@ -49,6 +51,15 @@ class Codec:
         Raises ValueError if a value is not finite. Finite ones never raise: what a codec cannot hold saturates.
         """
         return self._encode(np.ascontiguousarray(blocks, np.float32).reshape(-1, BLOCK))
+
+    def encode_difference(self, one: Blocks, other: Blocks, bound: float) -> bytes:
+        """What `encode` makes of `one - other`, both contiguous (n, 64) float32 and only read.
+
+        Raises ValueError if a difference is NaN, or farther than `bound` from 0.
+        """
+        if self._encode_difference is not None:
+            return self._encode_difference(one, other, bound)
+        return self._encode(difference(one, other, bound))
 
     def decode(self, data: Encoded, num_blocks: int) -> Blocks:
         """Return the (num_blocks, 64) float32 values in `data`: fresh, writable, finite, the same bits everywhere.
@@ -92,6 +103,15 @@ class Codec:
                 f"{view.nbytes} bytes for {num_blocks} blocks in {self.name}: must be {self.size_bytes(num_blocks)}"
             )
         return view
+
+
+def difference(one: Blocks, other: Blocks, bound: float) -> Blocks:
+    """`one - other`. Raises ValueError if a value is NaN, or farther than `bound` from 0."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = np.subtract(one, other)
+    if values.size and not (-bound <= values.min() and values.max() <= bound):
+        raise ValueError(f"a value is not finite, or beyond {bound:g}")
+    return values
 
 
 def chunks(num_blocks: int) -> Iterator[slice]:

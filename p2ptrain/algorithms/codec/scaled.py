@@ -6,21 +6,22 @@ a CPU that flushes subnormals decodes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.algorithms import kernels
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.codec.base import Blocks, Codec, chunks, per_block
+from p2ptrain.algorithms.codec.base import FLOAT_MAX, Blocks, Codec, chunks, difference, per_block
 from p2ptrain.errors import WireError
 
 Scales = npt.NDArray[np.uint16]
 Steps = npt.NDArray[np.int8]
-Pack = Callable[[Steps], npt.NDArray[np.uint8]]
-Unpack = Callable[[npt.NDArray[np.uint8]], Steps]
+Bytes = npt.NDArray[np.uint8]
+Norms = npt.NDArray[np.float64]
 
 SCALE_BYTES = 2
 INF_BITS = np.uint32(0x7F80_0000)
@@ -28,12 +29,41 @@ INF_BITS = np.uint32(0x7F80_0000)
 SCALE_MIN = 0x0080
 
 
+class Loops(Protocol):
+    """The loops over n blocks and their code: n scales (bfloat16, little-endian), then the packed steps of n blocks.
+
+    `StepWidth` has them in numpy, `_Native` in C; both give the same bits. They only read their arguments, but `total`.
+    """
+
+    def encode(self, blocks: Blocks, minus: Blocks | None, bound: float) -> bytes:
+        """Code `blocks`, or `blocks - minus`. Raises ValueError if a value is NaN, or farther than `bound` from 0."""
+        ...
+
+    def decode(self, data: memoryview, num_blocks: int) -> Blocks:
+        """step · scale. Raises WireError, as the other two do, on a scale that `encode` does not make."""
+        ...
+
+    def add(self, data: memoryview, num_blocks: int, share: np.float32, total: Blocks) -> None:
+        """Add `share` · (step · scale) to `total`."""
+        ...
+
+    def squares(self, data: memoryview, num_blocks: int) -> Norms:
+        """(n,) squared norms of the blocks: the scale is taken out of the sum."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepWidth:
-    """Symmetric integers of one width."""
+    """Symmetric integers of one width, 8 or 4 bits: the numpy reference of `Loops`."""
 
+    bits: int
     most: np.float32  # the largest step that encoding makes
     scale_max: int  # the last bfloat16 pattern with which the lowest step, -most - 1, is finite
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a coded block."""
+        return SCALE_BYTES + BLOCK * self.bits // 8
 
     def quantise(self, blocks: Blocks, scales: Scales, steps: Steps) -> None:
         """Write the scales of (n, 64) finite values into (n,) `scales` and their steps into (n, 64) `steps`.
@@ -54,20 +84,95 @@ class StepWidth:
         np.rint(exact, out=exact)
         np.copyto(steps, np.clip(exact, -self.most, self.most, out=exact), casting="unsafe")
 
-    def check(self, scales: Scales) -> None:
-        """Raises WireError on a scale that `quantise` does not make. Every step is possible."""
+    def dequantise(self, scales: Scales, steps: Steps) -> Blocks:
+        """(n, 64) step · scale. Raises WireError on a scale that `quantise` does not make. Every step is possible."""
+        self._check(scales)
+        return np.multiply(steps, scale_values(scales)[:, None], dtype=np.float32)
+
+    def check(self, data: memoryview, num_blocks: int) -> None:
+        """Raises WireError on a scale in coded blocks that `encode` does not make."""
+        self._check(np.frombuffer(data, "<u2", num_blocks))
+
+    def encode(self, blocks: Blocks, minus: Blocks | None, bound: float) -> bytes:
+        scales = np.empty(len(blocks), "<u2")
+        steps = np.empty((len(blocks), BLOCK), np.int8)
+        for chunk in chunks(len(blocks)):
+            values = blocks[chunk] if minus is None else difference(blocks[chunk], minus[chunk], bound)
+            self.quantise(values, scales[chunk], steps[chunk])
+        return scales.tobytes() + self._pack(steps).tobytes()
+
+    def decode(self, data: memoryview, num_blocks: int) -> Blocks:
+        return self.dequantise(*self._split(data, num_blocks))
+
+    def add(self, data: memoryview, num_blocks: int, share: np.float32, total: Blocks) -> None:
+        values = self.decode(data, num_blocks)
+        values *= share
+        total += values
+
+    def squares(self, data: memoryview, num_blocks: int) -> Norms:
+        scales, steps = self._split(data, num_blocks)
+        self._check(scales)
+        values = steps.astype(np.float32)
+        of_steps: npt.NDArray[np.float32] = np.einsum("ij,ij->i", values, values)
+        return np.square(scale_values(scales).astype(np.float64)) * of_steps
+
+    def _check(self, scales: Scales) -> None:
         if not np.all((scales == 0) | ((scales >= SCALE_MIN) & (scales <= self.scale_max))):
             raise WireError("a scale is negative, subnormal, too large or not finite")
 
-    def dequantise(self, scales: Scales, steps: Steps) -> Blocks:
-        """(n, 64) step · scale. Raises WireError on a scale that `quantise` does not make."""
-        self.check(scales)
-        return np.multiply(steps, scale_values(scales)[:, None], dtype=np.float32)
+    def _split(self, data: memoryview, num_blocks: int) -> tuple[Scales, Steps]:
+        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks)
+        packed = packed.reshape(num_blocks, self.block_bytes - SCALE_BYTES)
+        if self.bits == 8:
+            return np.frombuffer(data, "<u2", num_blocks), packed.view(np.int8)
+        # The shift to the right copies the sign.
+        steps = np.hstack([(packed << 4).view(np.int8) >> 4, packed.view(np.int8) >> 4])
+        return np.frombuffer(data, "<u2", num_blocks), steps
+
+    def _pack(self, steps: Steps) -> Bytes:
+        """Byte i of an int4 block holds step i in its low half, step i + 32 in its high half."""
+        packed = steps.view(np.uint8)
+        if self.bits == 8:
+            return packed
+        return (packed[:, : BLOCK // 2] & np.uint8(15)) | (packed[:, BLOCK // 2 :] << np.uint8(4))
 
 
 # -128 · 2^121 and -8 · 2^125 would not be finite.
-EIGHT_BITS = StepWidth(np.float32(127), 0x7BFF)
-FOUR_BITS = StepWidth(np.float32(7), 0x7DFF)
+EIGHT_BITS = StepWidth(8, np.float32(127), 0x7BFF)
+FOUR_BITS = StepWidth(4, np.float32(7), 0x7DFF)
+
+
+@dataclass(frozen=True)
+class _Native:
+    """`Loops` in C. What they refuse is given to the reference, which raises the error."""
+
+    library: ctypes.CDLL
+    width: StepWidth
+
+    def encode(self, blocks: Blocks, minus: Blocks | None, bound: float) -> bytes:
+        data, n, of = np.empty(len(blocks) * self.width.block_bytes, np.uint8), len(blocks), kernels.address
+        less = None if minus is None else of(minus)
+        if self.library.encode(of(blocks), less, n, self.width.bits, bound, of(data)):
+            return self.width.encode(blocks, minus, bound)
+        return data.tobytes()
+
+    def decode(self, data: memoryview, num_blocks: int) -> Blocks:
+        values = np.empty((num_blocks, BLOCK), np.float32)
+        self._call(self.library.decode, data, num_blocks, kernels.address(values))
+        return values
+
+    def add(self, data: memoryview, num_blocks: int, share: np.float32, total: Blocks) -> None:
+        self._call(self.library.add, data, num_blocks, float(share), kernels.address(total))
+
+    def squares(self, data: memoryview, num_blocks: int) -> Norms:
+        norms = np.empty(num_blocks, np.float64)
+        self._call(self.library.squares, data, num_blocks, kernels.address(norms))
+        return norms
+
+    def _call(self, function: ctypes._NamedFuncPointer, data: memoryview, num_blocks: int, *args: float) -> None:
+        coded = np.frombuffer(data, np.uint8)
+        if function(kernels.address(coded), num_blocks, self.width.bits, *args):
+            self.width.check(data, num_blocks)
 
 
 def scale_values(bits: Scales) -> npt.NDArray[np.float32]:
@@ -75,82 +180,21 @@ def scale_values(bits: Scales) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _scaled(name: str, width: StepWidth, packed_bytes: int, pack: Pack, unpack: Unpack) -> Codec:
-    """Layout: n scales (bfloat16, little-endian), then the packed steps of n blocks; value = step · scale.
+def _scaled(name: str, width: StepWidth) -> Codec:
+    def loops() -> Loops:
+        library = kernels.library()
+        return width if library is None else _Native(library, width)
 
-    The native loops do what the numpy code after them does, with the same bits.
-    """
-    step_bits = 8 * packed_bytes // BLOCK
-
-    def split(data: memoryview | npt.NDArray[np.uint8], num_blocks: int) -> tuple[Scales, npt.NDArray[np.uint8]]:
-        packed = np.frombuffer(data, np.uint8, offset=SCALE_BYTES * num_blocks).reshape(-1, packed_bytes)
-        return np.frombuffer(data, "<u2", num_blocks), packed
-
-    def where(scales: Scales, packed: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        return kernels.address(scales), kernels.address(packed)
-
-    def encode(blocks: Blocks) -> bytes:
-        data = np.empty(len(blocks) * (SCALE_BYTES + packed_bytes), np.uint8)
-        scales, packed = split(data, len(blocks))
-        if (library := kernels.library()) is not None:
-            most, scale_max = float(width.most), width.scale_max
-            if library.encode(kernels.address(blocks), len(blocks), step_bits, most, scale_max, *where(scales, packed)):
-                raise ValueError("a value is not finite")
-            return data.tobytes()
-        for chunk in chunks(len(blocks)):
-            steps = np.empty((chunk.stop - chunk.start, BLOCK), np.int8)
-            width.quantise(blocks[chunk], scales[chunk], steps)
-            packed[chunk] = pack(steps)
-        return data.tobytes()
-
-    def decode(data: memoryview, num_blocks: int) -> Blocks:
-        scales, packed = split(data, num_blocks)
-        if (library := kernels.library()) is not None:
-            width.check(scales)
-            values = np.empty((num_blocks, BLOCK), np.float32)
-            library.decode(*where(scales, packed), num_blocks, step_bits, kernels.address(values))
-            return values
-        return width.dequantise(scales, unpack(packed))
-
-    def add(data: memoryview, num_blocks: int, share: np.float32, total: Blocks) -> None:
-        scales, packed = split(data, num_blocks)
-        if (library := kernels.library()) is not None:
-            width.check(scales)
-            into = kernels.address(total)
-            library.add(*where(scales, packed), num_blocks, step_bits, float(share), into)
-            return
-        values = width.dequantise(scales, unpack(packed))
-        values *= share
-        total += values
-
-    def squares(data: memoryview, num_blocks: int) -> npt.NDArray[np.float64]:
-        """(n,) squared norms of the blocks, in half the time of decoding: the scale is taken out of the sum."""
-        scales, packed = split(data, num_blocks)
-        width.check(scales)
-        if (library := kernels.library()) is not None:
-            norms = np.empty(num_blocks, np.float64)
-            library.squares(*where(scales, packed), num_blocks, step_bits, kernels.address(norms))
-            return norms
-        steps = unpack(packed).astype(np.float32)
-        of_steps: npt.NDArray[np.float32] = np.einsum("ij,ij->i", steps, steps)
-        return np.square(scale_values(scales).astype(np.float64)) * of_steps
-
-    def check(data: memoryview, num_blocks: int) -> None:
-        width.check(np.frombuffer(data, "<u2", num_blocks))
-
-    return Codec(name, per_block(SCALE_BYTES + packed_bytes), encode, decode, check, squares, _add=add)
+    return Codec(
+        name,
+        per_block(width.block_bytes),
+        lambda blocks: loops().encode(blocks, None, FLOAT_MAX),
+        lambda data, num_blocks: loops().decode(data, num_blocks),
+        width.check,
+        lambda data, num_blocks: loops().squares(data, num_blocks),
+        _add=lambda data, num_blocks, share, total: loops().add(data, num_blocks, share, total),
+        _encode_difference=lambda one, other, bound: loops().encode(one, other, bound),
+    )
 
 
-def _pack_halves(steps: Steps) -> npt.NDArray[np.uint8]:
-    """Byte i of a block holds step i in its low half, step i + 32 in its high half."""
-    halves = steps.view(np.uint8)
-    return (halves[:, : BLOCK // 2] & np.uint8(15)) | (halves[:, BLOCK // 2 :] << np.uint8(4))
-
-
-def _unpack_halves(packed: npt.NDArray[np.uint8]) -> Steps:
-    # The shift to the right copies the sign.
-    return np.hstack([(packed << 4).view(np.int8) >> 4, packed.view(np.int8) >> 4])
-
-
-INT8 = _scaled("int8", EIGHT_BITS, BLOCK, lambda steps: steps.view(np.uint8), lambda packed: packed.view(np.int8))
-INT4 = _scaled("int4", FOUR_BITS, BLOCK // 2, _pack_halves, _unpack_halves)
+INT8, INT4 = _scaled("int8", EIGHT_BITS), _scaled("int4", FOUR_BITS)

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
-    "encode": (_POINTER, _SIZE, _INT, _FLOAT, _INT, _POINTER, _POINTER),
-    "decode": (_POINTER, _POINTER, _SIZE, _INT, _POINTER),
-    "add": (_POINTER, _POINTER, _SIZE, _INT, _FLOAT, _POINTER),
-    "squares": (_POINTER, _POINTER, _SIZE, _INT, _POINTER),
+    "encode": (_POINTER, _POINTER, _SIZE, _INT, _FLOAT, _POINTER),
+    "decode": (_POINTER, _SIZE, _INT, _POINTER),
+    "add": (_POINTER, _SIZE, _INT, _FLOAT, _POINTER),
+    "squares": (_POINTER, _SIZE, _INT, _POINTER),
     "sgd_step": (_POINTER, _POINTER, _POINTER, _SIZE, _FLOAT, _FLOAT, _INT),
 }
 
@@ -36,7 +36,7 @@ def load(path: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(path)
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, _INT if name == "encode" else None
+        function.argtypes, function.restype = arguments, _INT
     return loaded
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.codec import Codec, Encoded
+from p2ptrain.algorithms.codec import Codec, Encoded, difference
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.grid import num_chunks
@@ -47,26 +47,34 @@ class OwnContribution:
 
         Raises ValueError with the reason if the weights are not finite or too far from the anchor.
         """
-        weights = self.snapshot.weights.numpy()
         for start, stop in bounds:
-            if start in self.chunks:
-                continue
-            with np.errstate(over="ignore", invalid="ignore"):
-                gradient = np.subtract(anchor[start:stop], weights[start:stop])
-            _check(gradient, weights[start:stop])
-            if self.error is None or self.next_error is None:
-                encoded = codec.encode(gradient)
-                place = weights[start:stop].reshape(-1).view(np.uint8)
-                place[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-                self.chunks[start] = place[: len(encoded)].data.toreadonly()
-                release_pages(place[len(encoded) :])
-            else:
-                weights[start:stop] = gradient
-                gradient += np.float32(codec.error_decay) * self.error[start:stop]
-                _check(gradient, gradient)
-                encoded = codec.encode(gradient)
-                self.next_error[start:stop] = np.subtract(gradient, codec.decode(encoded, stop - start))
-                self.chunks[start] = encoded
+            if start not in self.chunks:
+                weights = self.snapshot.weights.numpy()[start:stop]
+                try:
+                    self.chunks[start] = self._encoded(anchor[start:stop], weights, codec, start)
+                except ValueError:
+                    finite = np.isfinite(weights).all()
+                    why = f"farther than {MAX_GRADIENT:g} from the anchor" if finite else "not finite"
+                    raise ValueError(f"its weights are {why}") from None
+
+    def _encoded(self, anchor: np.ndarray, weights: np.ndarray, codec: Codec, start: int) -> Encoded:
+        """One encoded chunk, which lies in `weights` if there is no error buffer. If it raises, nothing has changed."""
+        if self.error is None or self.next_error is None:
+            encoded = codec.encode_difference(anchor, weights, MAX_GRADIENT)
+            place = weights.reshape(-1).view(np.uint8)
+            place[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+            release_pages(place[len(encoded) :])
+            return place[: len(encoded)].data.toreadonly()
+        stop = start + len(weights)
+        gradient = difference(anchor, weights, MAX_GRADIENT)
+        known = gradient.copy()
+        known += np.float32(codec.error_decay) * self.error[start:stop]
+        if not is_within(known, MAX_GRADIENT):
+            raise ValueError("a value is too large")
+        encoded = codec.encode(known)
+        self.next_error[start:stop] = np.subtract(known, codec.decode(encoded, stop - start))
+        weights[:] = gradient
+        return encoded
 
     def land(self, codec: Codec, start: int, change: np.ndarray, averaged: np.ndarray) -> None:
         """Write what this chunk's landing adds to the live weights over its bytes. Call it in a worker thread.
@@ -119,12 +127,3 @@ class OwnContribution:
             for start in sorted(self.chunks):
                 hashed.update(self.chunks[start])
             self.sha256 = hashed.hexdigest().encode()
-
-
-def _check(gradient: np.ndarray, weights: np.ndarray) -> None:
-    """Raise ValueError unless an outer gradient can take part in a round; `weights` are what it was made from."""
-    if not is_within(gradient, MAX_GRADIENT):
-        finite = np.isfinite(weights).all()
-        raise ValueError(
-            f"its weights are farther than {MAX_GRADIENT:g} from the anchor" if finite else "its weights are not finite"
-        )

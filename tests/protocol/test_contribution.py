@@ -46,7 +46,7 @@ def test_what_lands_is_the_change_of_the_anchor_and_what_was_sent(name: str) -> 
     averaged = values(4, 300)  # the last blocks are no outer gradients
     for start, stop in BOUNDS:
         middle = min(stop, BLOCKS - len(averaged))
-        own.land(coding, start, change[start:middle], averaged[: stop - middle])
+        own.land(coding, start, change[start:stop].copy(), averaged[: stop - middle])
         landed = own.snapshot.weights.numpy()[start:stop]
         assert np.array_equal(landed[: middle - start], added[start][: middle - start] + change[start:middle])
         assert np.array_equal(landed[middle - start :], averaged[: stop - middle])

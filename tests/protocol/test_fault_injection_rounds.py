@@ -17,7 +17,6 @@ import trio
 
 from p2ptrain import memory_network as network
 from p2ptrain.algorithms.codec import Codec
-from p2ptrain.algorithms.codec.base import Blocks
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.rounds import commit, consensus, fetching, outer_step
 from p2ptrain.protocol.rounds.attempts import Attempts
@@ -156,12 +155,12 @@ def own_decode(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     land, taker = OwnContribution.land, fault.swarm.peers["b"].node.engine._taker
 
     def struck(self: OwnContribution, codec: Codec, *args: Any) -> None:
-        def decode(data: memoryview, num_blocks: int) -> Blocks:
+        def add(*of: Any) -> None:
             if self is taker.own:
                 fault.strike()
-            return codec.decode(data, num_blocks)
+            codec.add(*of)
 
-        land(self, dataclasses.replace(codec, _decode=decode), *args)
+        land(self, dataclasses.replace(codec, _add=add), *args)
 
     monkeypatch.setattr(OwnContribution, "land", struck)
 

@@ -84,7 +84,7 @@ def test_an_interrupted_chunk_is_stepped_once(
     plain, landed = stepped(optimizer)
     coding, step, errors = CODEC, outer_step.outer_step, 1
     if where in ("our own chunk is decoded", "after both"):
-        coding = dataclasses.replace(CODEC, _decode=failing(CODEC._decode, chunk))
+        coding = dataclasses.replace(CODEC, _add=failing(CODEC.add, chunk))
     if where == "before the step":
         monkeypatch.setattr(outer_step, "outer_step", failing(step, chunk))
     elif where == "after the step":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -84,17 +85,22 @@ class Codec:
         """Raise what `decode` would raise. With most codecs a small part of its work."""
         (self._check or self._decode)(self._sized(data, num_blocks), num_blocks)
 
-    def squared_norm(self, data: Encoded, num_blocks: int, counted: int) -> float:
+    def squared_norm(self, data: Encoded, num_blocks: int, counted: int, bound: float = math.inf) -> float:
         """The squared Euclidean norm of the first `counted` of the decoded blocks, to about float32's precision.
 
-        Raises WireError as `decode` does.
+        Raises WireError as `decode` does, and if any value is farther than `bound` from 0.
         """
         view = self._sized(data, num_blocks)
         if self._squares is not None:
-            return float(self._squares(view, num_blocks)[:counted].sum())
-        values = self._decode(view, num_blocks)[:counted]
+            squares = self._squares(view, num_blocks)
+            # No value is larger than the norm of its block.
+            if squares.max(initial=0) <= bound * bound:
+                return float(squares[:counted].sum())
+        values = self._decode(view, num_blocks)
+        if np.abs(values).max(initial=0) > bound:
+            raise WireError(f"a value is beyond {bound:g}")
         # In double precision: the squares of values that are allowed overflow float32.
-        return float(np.einsum("ij,ij->", values, values, dtype=np.float64))
+        return float(np.einsum("ij,ij->", values[:counted], values[:counted], dtype=np.float64))
 
     def _sized(self, data: Encoded, num_blocks: int) -> memoryview:
         view = memoryview(data)

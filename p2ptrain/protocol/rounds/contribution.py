@@ -83,14 +83,16 @@ class OwnContribution:
 
         Args:
             start: its first block.
-            change: of the anchor, in the blocks that are outer gradients.
-            averaged: the new values of the blocks after those, which are only averaged.
+            change: of the anchor in all its blocks; overwritten.
+            averaged: the new values of its last blocks, if these are only averaged; `change` does not count there.
         """
-        weights, middle, stop = self.snapshot.weights.numpy(), start + len(change), start + len(change) + len(averaged)
+        weights, stop = self.snapshot.weights.numpy(), start + len(change)
         if self.error is None:
-            weights[start:stop] = codec.decode(self.chunks[start], stop - start)
-        weights[start:middle] += change
-        weights[middle:stop] = averaged
+            codec.add(self.chunks[start], len(change), np.float32(1), change)
+            weights[start:stop] = change
+        else:
+            weights[start:stop] += change
+        weights[stop - len(averaged) : stop] = averaged
         self.chunks[start] = b""
 
     @property

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
+from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.outer import outer_step
-from p2ptrain.errors import WireError
 from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.types import Landing
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Blobs
@@ -25,16 +24,13 @@ def check_decodes(averaging: Averaging, record: Record, blobs: Blobs, span: tupl
 
     Returns the squared norm of the mean outer gradient in this span, of the vector's first `compared` blocks only.
 
-    Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same.
+    Called before READY, so that the step cannot fail. All peers decode the same bits, so all decide the same. The norm
+    is for this peer only (`MeanGuard`).
     """
     squared_norm = 0.0
     for start, stop in chunk_bounds(*span):
-        mean = averaging.decode(record, blobs, start, stop)
-        if not is_within(mean, MAX_MEAN):
-            raise WireError(f"the mean outer gradient has values beyond {MAX_MEAN:g}")
-        counted = mean[: max(0, compared - start)]
-        # No value is above 2e12, so the sum of a chunk's squares is finite in float32.
-        squared_norm += float(np.vdot(counted, counted))
+        codec, mean = averaging.mean(record, blobs, start, stop)
+        squared_norm += codec.squared_norm(mean, stop - start, max(0, compared - start), MAX_MEAN)
     return squared_norm
 
 
@@ -62,14 +58,15 @@ def step_chunks(
     Args:
         progress: holds the record; updated.
         blobs: the bytes that the record names, already verified by hash.
-        land: takes each chunk's first block, the change of its anchor, and the new values of blocks that are only
-            averaged. If it raises, it must have changed nothing.
+        land: takes each chunk's first block, the change of its anchor, and the new values of its last blocks, if these
+            are only averaged (`OwnContribution.land`). If it raises, it must have changed nothing.
     """
     record = progress.record
     for low, high in chunk_bounds(*span):
         if low < progress.stepped:
             continue
-        gradient = averaging.decode(record, blobs, low, high)
+        codec, mean = averaging.mean(record, blobs, low, high)
+        gradient = codec.decode(mean, high - low)
         stepped = max(low, min(high, state.num_stepped))
         old = [*(vector[low:stepped] for vector in state.vectors), state.anchor[stepped:high]]
         anchor, *moments, averaged = new = [values.copy() for values in old]
@@ -79,7 +76,8 @@ def step_chunks(
         )  # fmt: skip
         np.subtract(averaged, gradient[stepped - low :], out=averaged)
         if land is not None:
-            land(low, np.subtract(anchor, old[0]), averaged)
+            np.subtract(anchor, old[0], out=gradient[: stepped - low])
+            land(low, gradient, averaged)
         for values, replacement in zip(old, new, strict=True):
             values[:] = replacement
         progress.stepped = high

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from p2ptrain.algorithms.codec import Encoded
+from p2ptrain.algorithms.codec import Encoded, codec
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.averaging.strategy import Array, Blob, Blobs, Chunks, Conclusion, Plan, merge_of
+from p2ptrain.protocol.rounds.averaging.strategy import Blob, Blobs, Chunks, Conclusion, Encoding, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
 
+NONE = codec("none")
 # Blocks averaged in one visit to the worker thread: 1M values.
 BLOCKS_PER_VISIT = 16 * 1024
 
@@ -80,10 +81,11 @@ class Gather:
         stop = record.parts[0].stop
         return [(low, min(low + BLOCKS_PER_VISIT, stop)) for low in range(0, stop, BLOCKS_PER_VISIT)]
 
-    def decode(self, record: Record, blobs: Blobs, start: int, stop: int) -> Array:
+    def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:
         low, high = self._codec.size_bytes(start), self._codec.size_bytes(stop)
         encoded = [
             (memoryview(blobs(part.sha256))[low:high], c.weight)
             for part, c in zip(record.parts, record.contributors, strict=True)
         ]
-        return self._merge(encoded, self._codec, stop - start)
+        values = self._merge(encoded, self._codec, stop - start)
+        return NONE, NONE.encode(values)

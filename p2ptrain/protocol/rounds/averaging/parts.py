@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
-from p2ptrain.protocol.rounds.averaging.strategy import Array, Blob, Blobs, Chunks, Conclusion, Plan, merge_of
+from p2ptrain.protocol.rounds.averaging.strategy import Blob, Blobs, Chunks, Conclusion, Encoding, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
 from p2ptrain.protocol.rounds.grid import check_parts, chunk_bounds, split_parts
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
@@ -74,8 +74,8 @@ class Parts:
     def spans(self, record: Record) -> list[tuple[int, int]]:
         return [(part.start, part.stop) for part in record.parts]
 
-    def decode(self, record: Record, blobs: Blobs, start: int, stop: int) -> Array:
+    def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:
         codec = mean_codec(self._run, len(record.contributors))
         part = record.parts[bisect.bisect_right(record.parts, start, key=lambda part: part.start) - 1]
         low, high = codec.size_bytes(start - part.start), codec.size_bytes(stop - part.start)
-        return codec.decode(memoryview(blobs(part.sha256))[low:high], stop - start)
+        return codec, memoryview(blobs(part.sha256))[low:high]

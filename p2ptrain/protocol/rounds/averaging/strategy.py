@@ -1,10 +1,10 @@
-"""The interface of averaging strategies: who sends what to whom, how chunks are combined, how the mean is decoded.
+"""The interface of averaging strategies: who sends what to whom, how chunks are combined, what the mean is.
 
 Every attempt has the same steps. The leader makes a *plan*: parts, each a range of blocks, its reducer and its senders.
 Every sender sends its encoded chunks of the part to the reducer. Each reducer *reduces* its part to blobs of bytes, as
 chunks arrive or when the leader has named the contributors, serves them by hash, and reports the hashes. From enough
-reports the leader *concludes* the parts of the record. Members fetch the blobs in the record, and *decode* the mean
-chunk by chunk.
+reports the leader *concludes* the parts of the record. Members fetch the blobs in the record, and take the *mean*
+from them, chunk by chunk.
 
 Strategies are pure. Peers that decode the same record get the same bits.
 """
@@ -32,6 +32,8 @@ Blobs = Callable[[str], Blob]
 # The encoded chunks that a reducer holds: by member, then by first block.
 Chunks = dict[PeerId, dict[int, Encoded]]
 Plan = Sequence[RosterPart]
+# A codec and the bytes that it decodes.
+Encoding = tuple[Codec, Encoded]
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Averaging(Protocol):
         ...
 
     def check_record(self, record: Record, num_blocks: int) -> None:
-        """Raises WireError unless `decode` gives the whole mean from the record's parts."""
+        """Raises WireError unless `mean` gives the whole mean from the record's parts."""
         ...
 
     def size_bytes(self, record: Record, part: Part) -> int:
@@ -117,8 +119,8 @@ class Averaging(Protocol):
         """Ranges of whole chunks that cover the vector in order, each decoded in one call of the worker thread."""
         ...
 
-    def decode(self, record: Record, blobs: Blobs, start: int, stop: int) -> Array:
-        """The mean outer gradient of one chunk: (stop - start, 64) float32, fresh, finite.
+    def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:
+        """The mean outer gradient of one chunk, in a form that is not checked yet.
 
         Args:
             blobs: returns the bytes of a blob in the record, of size `size_bytes`.

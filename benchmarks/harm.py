@@ -154,14 +154,13 @@ class LyingContribution(OwnContribution):
         self._liars = liars
         self._peer_id = peer_id
 
-    def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
-        weights = self.snapshot.weights.numpy()
-        for start, stop in bounds:
-            if start not in self.chunks:
-                honest = np.subtract(anchor[start:stop], weights[start:stop])
-                lie = self._liars.gradient(self._peer_id, honest, anchor[start:stop], start)
-                weights[start:stop] = honest
-                self.chunks[start] = codec.encode(lie)
+    def encode(self, anchor: np.ndarray, codec: Codec, bounds: tuple[int, int]) -> None:
+        weights, (start, stop) = self.snapshot.weights.numpy(), bounds
+        if start not in self.chunks:
+            honest = np.subtract(anchor[start:stop], weights[start:stop])
+            lie = self._liars.gradient(self._peer_id, honest, anchor[start:stop], start)
+            weights[start:stop] = honest
+            self.chunks[start] = codec.encode(lie)
 
 
 @contextlib.contextmanager

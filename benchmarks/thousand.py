@@ -32,7 +32,7 @@ from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.wire.frames import PREFIX_BYTES
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer
-from p2ptrain.protocol.wire.transport import PeerId
+from p2ptrain.protocol.wire.transport import Inline, PeerId
 from p2ptrain.settings.config import RunConfig
 
 # As wide as a block, so that the model has 40 blocks.
@@ -128,7 +128,7 @@ class _Peer:
         self.node = Node(
             transport, _Directory(network, self.peer_id, swarm.read), self.exchange, swarm.run,
             buffers=bytes, load_buffers=lambda data: None, incarnation=f"{self.peer_id}.0", may_found=founder,
-            restored=None, compute=_inline, events=record, event_log=log, rng=rng, bulk=transport.bulk,
+            restored=None, compute=Inline(), events=record, event_log=log, rng=rng, bulk=transport.bulk,
         )  # fmt: skip
 
     async def live(self) -> None:
@@ -144,10 +144,6 @@ class _Peer:
                         tensor.mul_(0.998).add_(noise)
                     self.exchange.step(16)
                     await trio.sleep(STEP_S)
-
-
-async def _inline(work: Callable[..., Any], /, *args: Any) -> Any:
-    return work(*args)
 
 
 class LargeSwarm:

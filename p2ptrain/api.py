@@ -23,7 +23,7 @@ from p2ptrain.peer.session import NetworkSession
 from p2ptrain.settings.access import Access
 from p2ptrain.settings.config import RunConfig, resolve_run
 from p2ptrain.settings.extras import require_extra
-from p2ptrain.settings.peer_config import NetworkConfig, PageConfig
+from p2ptrain.settings.peer_config import NetworkConfig, PageConfig, PeerConfig
 from p2ptrain.settings.run_key import read_key, warn_if_shared
 from p2ptrain.settings.setting import shortened
 
@@ -129,6 +129,7 @@ def join(
     gossip_budget: float = NetworkConfig.gossip_budget,
     bulk: str = NetworkConfig.bulk,
     bulk_port: int = NetworkConfig.bulk_port,
+    worker_threads: int = PeerConfig.worker_threads,
     run_key: str | Path | None = None,
     allow: str | Path | None = None,
     deny: str | Path | None = None,
@@ -170,6 +171,7 @@ def join(
             there are fewer.
         bulk: "on": TLS connections beside libp2p's for rounds and state, where peers can dial each other; or "off".
         bulk_port: TCP port for them; 0 for any free one.
+        worker_threads: threads that encode, average and hash in rounds; 0: half of the cores, at most 8.
         run_key: key file of a closed run, made by `p2ptrain key`; None: the run is open.
         allow: file of the only peer ids to link with, one per line; read again when it changes.
         deny: file of peer ids to refuse, one per line; read again when it changes.
@@ -247,7 +249,7 @@ def join(
                 run = dataclasses.replace(run, total_steps=0)
             peer = session.enter(
                 ours, run, optimizer=optimizer, metrics=None if metrics is None else Path(metrics), sinks=sinks,
-                resume_state=resume, on_status=on_status,
+                resume_state=resume, worker_threads=worker_threads, on_status=on_status,
             )  # fmt: skip
             failing.callback(peer.leave, "could not join")
             if show is not None:

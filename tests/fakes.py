@@ -164,6 +164,7 @@ class FakeNetworkSession:
         sinks: Sequence[Sink] = (),
         resume_state: Mapping[str, Any] | None = None,
         tokenizer: bytes = b"",
+        worker_threads: int = 0,
         on_status: Callable[[str], None] | None = None,
     ) -> FakePeer:
         type(self).served_tokenizer = tokenizer

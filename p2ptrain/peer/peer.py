@@ -23,7 +23,7 @@ from p2ptrain.peer.peer_state import from_dict, to_dict
 from p2ptrain.peer.sinks import Sink, Sinks
 from p2ptrain.peer.step_values import plain_loss, plain_samples, plain_shard_tokens
 from p2ptrain.peer.watch import Watch
-from p2ptrain.peer.worker import Worker
+from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.event_log.observer import Observer, Own, Sighting
 from p2ptrain.protocol.exchange.exchange import Exchange
@@ -81,6 +81,7 @@ class Peer:
         may_found: bool,
         peer_timeout_s: float,
         gossip_budget: float,
+        worker_threads: int,
         chosen: frozenset[str],
         pins: Pins,
         closed: ClosedRun | None,
@@ -122,15 +123,15 @@ class Peer:
                 network.transport, network.directory, self._exchange, self.run,
                 buffers=self._parts.buffers, load_buffers=_keep_buffers if trains else self._parts.load_buffers,
                 tokenizer=tokenizer,
-                incarnation=own, may_found=may_found, restored=restored, compute=self._worker.run,
+                incarnation=own, may_found=may_found, restored=restored, compute=self._workers,
                 events=self._on_event, event_log=self._event_log, rng=random.Random(own),
                 peer_timeout_s=peer_timeout_s, gossip_budget=gossip_budget, chosen=chosen, closed=closed,
                 refusal=network.access.refusal, pins=pins, errors=self._errors, bulk=network.bulk,
             )  # fmt: skip
 
         restored = None if resume_state is None else from_dict(resume_state, self._exchange.new_state())
-        self._worker = Worker()
-        self._runner = NodeRunner(build, self._exchange, self._worker.run, may_found=may_found, restored=restored)
+        self._workers = Workers(worker_threads)
+        self._runner = NodeRunner(build, self._exchange, self._workers, may_found=may_found, restored=restored)
         network.on_event = self._on_event
         thread.start_soon(self._run_node)
         try:
@@ -405,14 +406,14 @@ class Peer:
     def _on_event(self, event: str, /, **fields: Any) -> None:
         self.record(event, **fields)
         if event == "round":
-            self._thread.start_soon(self._worker.run, release_unused)
+            self._thread.start_soon(self._workers, release_unused)
 
     async def _run_node(self) -> None:
         try:
             with trio.CancelScope() as self._scope:
                 await self._runner.run_forever()
         finally:
-            self._worker.close()
+            self._workers.close()
             self._ended.set()
 
     def _note_status(self) -> bool:
@@ -450,7 +451,7 @@ class Peer:
 
     async def _copy_state(self, node: Node) -> dict[str, Any]:
         async with node.engine.committer.lock:
-            vectors = [await self._worker.run(vector.copy) for vector in node.state.vectors]
+            vectors = [await self._workers(vector.copy) for vector in node.state.vectors]
             return to_dict(node.engine.head, node.engine.history, self.run_step, vectors)
 
 

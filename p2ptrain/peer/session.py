@@ -24,6 +24,7 @@ from p2ptrain.peer.model_layout import ModelParts
 from p2ptrain.peer.peer import Peer
 from p2ptrain.peer.sinks import MetricsFile, Sink, Sinks
 from p2ptrain.peer.watch import Watch
+from p2ptrain.peer.worker import default_threads
 from p2ptrain.protocol.event_log.observer import Observer
 from p2ptrain.protocol.membership.lookup import MAX_LOOK_S, MemberInfo, ask_settings, check_key, list_members
 from p2ptrain.protocol.membership.tokenizer_lookup import ask_tokenizer
@@ -171,12 +172,14 @@ class NetworkSession:
         sinks: Sequence[Sink] = (),
         resume_state: dict[str, Any] | None = None,
         tokenizer: bytes = b"",
+        worker_threads: int = 0,
         on_status: Callable[[str], None] | None = None,
     ) -> Peer:
         """Join or start a run with a model. Blocks until the model has the run's state (as long as the download).
 
         Args:
-            model, optimizer, metrics, on_status: as for `p2ptrain.join`; a process group passes its `ModelParts`.
+            model, optimizer, metrics, worker_threads, on_status: as for `p2ptrain.join`; a process group passes its
+                `ModelParts`.
             run: the run's settings; if `model_layout` is empty, it is filled in from the model.
             sinks: receive the events of this peer too; closed when it leaves.
             resume_state: the `Peer.state_dict()` of before a restart, or None.
@@ -192,6 +195,7 @@ class NetworkSession:
             parts = model if isinstance(model, ModelParts) else ModelParts(model)
             return Peer(
                 parts, run, optimizer, self.network, self._thread, records,
+                worker_threads=worker_threads or default_threads(),
                 incarnation=secrets.token_hex(8), may_found=not self.knows_others,
                 peer_timeout_s=self._peer_timeout_s, gossip_budget=self._gossip_budget * usable_cores(),
                 chosen=self._chosen, closed=self._closed_run(run.run_id), pins=self.pins,

@@ -1,4 +1,4 @@
-"""The worker thread of a peer, at a lower priority: training comes first where cores are busy.
+"""The worker threads of a peer, at a lower priority: training comes first where cores are busy.
 
 A snapshot and a landing take about 10 ms of the training thread at 25M parameters. On two busy cores with four peers
 they waited twice to ten times as long for a core, mostly while worker threads encoded and hashed.
@@ -12,37 +12,56 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import outcome
 import trio
 
-# Added to the nice value. Of a core that training and the worker thread both want, training gets nine tenths instead of
+from p2ptrain.settings.cores import usable_cores
+
+T = TypeVar("T")
+
+# More threads than this wait for memory (guess).
+MOST_THREADS = 8
+# Added to the nice value. Of a core that training and a worker thread both want, training gets nine tenths instead of
 # half: the kernel's weights are 1024 and 110. So with one training thread for each core, the work of a round takes
 # about five times as long as at the same priority, with many at most about ten times.
 NICER = 10
 
 
-class Worker:
-    """A thread of its own that does one piece of work at a time, in order, at a lower priority than the main thread.
+def default_threads() -> int:
+    """Half of the cores that this process may use, as training uses all of them; at least 1, at most MOST_THREADS."""
+    return max(1, min(MOST_THREADS, usable_cores() // 2))
 
-    Not one of trio's threads: a lowered priority stays, because raising it again takes privileges, and trio uses its
-    threads for all that it runs, in guest mode also to wait for the network. A daemon thread: the interpreter's exit
-    does not wait for it.
+
+class Workers:
+    """Threads of their own that take pieces of work in order, at a lower priority than the main thread.
+
+    Implements `Compute`. With one thread, one piece is done at a time; with several, pieces that are asked for at the
+    same time run at the same time, so none may use what another one writes.
+
+    Not trio's threads: a lowered priority stays, because raising it again takes privileges, and trio uses its threads
+    for all that it runs, in guest mode also to wait for the network. Daemon threads: the interpreter's exit does not
+    wait for them.
+
+    Attributes:
+        threads: how many there are.
     """
 
-    def __init__(self) -> None:
-        self._slot = trio.CapacityLimiter(1)
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._slots = trio.CapacityLimiter(threads)
         self._calls = queue.SimpleQueue[Callable[[], None] | None]()
         self._closed = False
-        threading.Thread(target=self._serve, name="p2ptrain-worker", daemon=True).start()
+        for number in range(threads):
+            threading.Thread(target=self._serve, name=f"p2ptrain-worker-{number}", daemon=True).start()
 
-    async def run(self, work: Callable[..., Any], /, *args: Any) -> Any:
-        """Run work in the thread, and return its result or raise its exception. As `trio.to_thread.run_sync`:
+    async def __call__(self, work: Callable[..., T], /, *args: Any) -> T:
+        """Run work in a thread, and return its result or raise its exception. As `trio.to_thread.run_sync`:
 
         Work that has begun is not cancelled. Its result is returned, and the cancellation comes at the next checkpoint.
         """
-        async with self._slot:
+        async with self._slots:
             if self._closed:  # for what is asked of a peer that has ended
                 return await trio.to_thread.run_sync(work, *args)
             task, token = trio.lowlevel.current_task(), trio.lowlevel.current_trio_token()
@@ -51,12 +70,14 @@ class Worker:
                 token.run_sync_soon(trio.lowlevel.reschedule, task, outcome.capture(work, *args))
 
             self._calls.put(call)
-            return await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+            result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+            return result
 
     def close(self) -> None:
-        """End the thread after the work that has begun. Call it in the thread that runs trio."""
+        """End the threads after the work that has begun. Call it in the thread that runs trio."""
         self._closed = True
-        self._calls.put(None)
+        for _ in range(self.threads):
+            self._calls.put(None)
 
     def _serve(self) -> None:
         _lower_priority()

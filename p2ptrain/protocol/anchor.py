@@ -7,7 +7,7 @@ the moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +33,7 @@ def chunk_hash(data: bytes | memoryview) -> str:
 
 
 class AnchorState:
-    """Owns the vectors. Used only by the node; rounds change it in worker threads, one at a time."""
+    """Owns the vectors. Used only by the node; rounds change it in worker threads, each chunk in one."""
 
     def __init__(
         self, num_blocks: int, num_moments: int, num_stepped: int | None = None, anchor: np.ndarray | None = None
@@ -96,11 +96,11 @@ class AnchorState:
 
     def rehash(self) -> None:
         """Compute all hashes. About 0.2 s a GB: call it in a worker thread."""
-        self.hashes = self.combine(self.chunk_hashes(range(self.num_chunks)))
+        self.hashes = self.combine([self.chunk_hash(i) for i in range(self.num_chunks)])
 
-    def chunk_hashes(self, numbers: Iterable[int]) -> list[str]:
-        """The hashes of some chunks, computed anew. Call it in a worker thread."""
-        return [chunk_hash(self.chunk(i).data) for i in numbers]
+    def chunk_hash(self, index: int) -> str:
+        """The hash of a chunk, computed anew. Call it in a worker thread."""
+        return chunk_hash(self.chunk(index).data)
 
     def combine(self, chunks: Sequence[str]) -> StateHashes:
         """The hashes over a list of chunk hashes."""

@@ -32,7 +32,7 @@ from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES
 from p2ptrain.protocol.wire.messages import Fragment
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Below this many blocks, coding and planning take less than a trip to the worker thread (measured: ~1 ms).
+# Below this many blocks, coding and planning take less than a trip to a worker thread (measured: ~1 ms).
 INLINE_BLOCKS = 2048
 # How often to look whether there is somebody to push to, and whether others merge what we push.
 POLL_S = 0.5
@@ -251,7 +251,7 @@ class Gossip:
         return Arrival(sender, epoch, plan, self._exchange.pin(values), age_s, arrived_s)
 
     async def _off_loop(self, blocks: int, work: Callable[..., T], *args: Any) -> tuple[T, float]:
-        """Run `work` in the worker thread if it is long, else here. Returns its result and its CPU seconds."""
+        """Run `work` in a worker thread if it is long, else here. Returns its result and its CPU seconds."""
 
         def measured() -> tuple[T, float]:
             start_s = self._exchange.cpu_clock()

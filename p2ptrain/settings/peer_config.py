@@ -191,6 +191,11 @@ class PeerConfig:
     threads: int = setting(0, count(0, "(0: torch decides)"),
         help="CPU threads for torch; 0 for torch's own default.",
         why="torch takes every core. When several peers share a machine, 1 each is faster.")
+    worker_threads: int = setting(0, count(0, "(0: half of the cores, at most 8)"),
+        default_text="half of the cores, at most 8",
+        help="Threads that encode, average and hash in rounds.",
+        why="Training uses all cores, and these threads have a lower priority. Results have the same bits with any "
+        "number of them.")
     out: str | None = setting(None, metavar="DIR", default_text="p2ptrain-<run id>",
         help="Directory for key, metrics, checkpoints.",
         why="One directory per run, in the current directory; a second peer takes the next free number.")

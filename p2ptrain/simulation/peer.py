@@ -16,6 +16,7 @@ from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.exchange.types import StepReport
 from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.wire.transport import Inline
 from p2ptrain.simulation.experiment import Experiment
 from p2ptrain.training.data import Corpus, Partition
 from p2ptrain.training.loop import record_evaluation, training_steps
@@ -68,7 +69,7 @@ class SimulatedPeer:
         self.node = Node(
             transport, network.directory(self.peer_id), self._exchange, run,
             buffers=parts.buffers, load_buffers=parts.load_buffers,
-            incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=_inline,
+            incarnation=name, may_found=number == 0 and incarnation == 0, restored=None, compute=Inline(),
             events=self.record, event_log=self._event_log, rng=random.Random(f"{run.run_seed}/{name}"),
             bulk=transport.bulk,
         )  # fmt: skip
@@ -147,10 +148,6 @@ class SimulatedPeer:
                 self._exchange.idle()
                 await trio.sleep(self._experiment.step_s)
         record_evaluation(self, self.trainer, self._experiment.eval_every)
-
-
-async def _inline(work: Callable[..., Any], /, *args: Any) -> Any:
-    return work(*args)
 
 
 def _at_once(work: Callable[[], object]) -> None:

@@ -151,7 +151,7 @@ def join_run(
             session.enter, run=run, optimizer=trainer.optimizer.adamw,
             metrics=Path(config.metrics or out / METRICS_FILE), sinks=watching,
             resume_state=saved.state["peer"] if saved else None, tokenizer=chosen.tokenizer.file,
-            on_status=on_status or say,
+            worker_threads=config.worker_threads, on_status=on_status or say,
         ))  # fmt: skip
         assert peer is not None  # this is rank 0
         stack.push(member)

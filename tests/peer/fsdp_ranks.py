@@ -201,8 +201,8 @@ def network_peer(parts: ModelParts, run: RunConfig, name: str, memory: MemoryNet
     )  # fmt: skip
     return Peer(
         parts, run, None, network, thread, Sinks([]), incarnation=f"{name}.1", may_found=name == "a",
-        peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(), pins=NO_PINS, closed=None, resume_state=None,
-        tokenizer=b"", on_status=lambda status: None,
+        peer_timeout_s=30.0, gossip_budget=1e6, worker_threads=1, chosen=frozenset(), pins=NO_PINS, closed=None,
+        resume_state=None, tokenizer=b"", on_status=lambda status: None,
     )  # fmt: skip
 
 

@@ -38,8 +38,8 @@ def peer_of(thread: NetworkThread, records: Sink, *, may_found: bool = True) -> 
     )  # fmt: skip
     return Peer(
         ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, records,
-        incarnation="a.1", may_found=may_found, peer_timeout_s=30.0, gossip_budget=1e6, chosen=frozenset(),
-        pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
+        incarnation="a.1", may_found=may_found, peer_timeout_s=30.0, gossip_budget=1e6, worker_threads=2,
+        chosen=frozenset(), pins=NO_PINS, closed=None, resume_state=None, tokenizer=b"", on_status=lambda status: None,
     )  # fmt: skip
 
 
@@ -51,7 +51,8 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
     others = set(threading.enumerate())
     try:
         peer = peer_of(thread, Sinks([]))
-        [worker] = [t for t in set(threading.enumerate()) - others if t.name == "p2ptrain-worker"]
+        workers = [t for t in set(threading.enumerate()) - others if t.name.startswith("p2ptrain-worker-")]
+        assert len(workers) == 2
         node, seen, awaited = peer._runner.node, list[str](), [True, True, False]
         leave = node.leave
 
@@ -68,7 +69,8 @@ def test_who_has_landed_the_last_round_stays_for_others_before_it_leaves(
         peer._exchange.finished = finished
         peer.leave()
         assert seen == (["awaited"] * 3 if finished else []) + ["left"]
-        worker.join()
+        for worker in workers:
+            worker.join()
     finally:
         assert thread.stop(10.0)
 

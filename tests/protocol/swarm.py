@@ -36,9 +36,22 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 SHAPES: Shapes = [("embedding", (40, 64)), ("bias", (70,)), ("head", (2100, 64))]
 
 
-async def inline(work: Callable[..., Any], *args: Any) -> Any:
-    await trio.lowlevel.checkpoint()
-    return work(*args)
+@dataclass
+class Worker:
+    """Does work in the task that asks for it, and says that it has so many threads. Each piece takes `work_s`."""
+
+    threads: int = 1
+    work_s: float = 0.0
+
+    async def __call__(self, work: Callable[..., Any], /, *args: Any) -> Any:
+        if self.work_s:
+            with trio.CancelScope(shield=True):  # a thread cannot be cancelled
+                await trio.sleep(self.work_s)
+        await trio.lowlevel.checkpoint()
+        return work(*args)
+
+
+inline = Worker()
 
 
 def load_no_buffers(data: bytes) -> None:
@@ -122,7 +135,7 @@ class Swarm:
         self.dead: list[TestPeer] = []
         self.run_audit = RunAudit()
         # What a visit to the worker thread takes.
-        self.work_s = 0.0
+        self.worker = Worker()
         # Of peers that train on a device, the stream beside training.
         self.sides: Mapping[str, SideStream] = {}
         self.devices_fail = False
@@ -160,17 +173,11 @@ class Swarm:
             events.append({"event": event, "t": trio.current_time(), **fields})
             self.run_audit.note(peer_id, events[-1])
 
-        async def compute(work: Callable[..., Any], *args: Any) -> Any:
-            if self.work_s:
-                with trio.CancelScope(shield=True):  # a thread cannot be cancelled
-                    await trio.sleep(self.work_s)
-            return await inline(work, *args)
-
         def build(may_found: bool, restored: Restored | None, number: int) -> Node:
             node = Node(
                 transport, self.network.directory(peer_id), exchange, run, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(incarnation, number), may_found=may_found, restored=restored,
-                compute=compute, events=record, event_log=event_log, rng=rng, chosen=chosen,
+                compute=self.worker, events=record, event_log=event_log, rng=rng, chosen=chosen,
                 tokenizer=tokenizer, bulk=transport.bulk,
                 closed=None if key is None else ClosedRun(key, run.run_id, rng.randbytes),
             )  # fmt: skip
@@ -179,7 +186,7 @@ class Swarm:
             return node
 
         if restarts:
-            runner = NodeRunner(build, exchange, compute, may_found=founder, restored=restored)
+            runner = NodeRunner(build, exchange, self.worker, may_found=founder, restored=restored)
             peer = TestPeer(peer_id, tensors, exchange, runner.node, step_s, rng, events, runner=runner)
         else:
             peer = TestPeer(peer_id, tensors, exchange, build(founder, restored, 0), step_s, rng, events)

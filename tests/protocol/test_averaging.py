@@ -81,7 +81,7 @@ def whole_round(
         gram = collection.gram(senders, BLOCKS)
         named = {hashlib.sha256(b).hexdigest(): bytes(b) for b in averaging.reduce(part, collection.chunks, senders)}
         blobs.update(named)
-        reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram, False)
+        reports[i] = Reduced("0-g", 1, ATTEMPT, i, tuple(named), gram(), False)
     assert averaging.conclude(plan, CONTRIBUTORS, {}) is None
     conclusion = averaging.conclude(plan, CONTRIBUTORS, reports)
     assert conclusion is not None
@@ -164,11 +164,11 @@ def test_a_mean_that_could_overflow_the_anchor_is_refused_before_ready(name: str
     run = dataclasses.replace(RUNS[name], round_codec=codec)
     largest = max(np.abs(values).max() for values in gradients().values())
     averaging, record, blobs = whole_round(run, factor=0.99 * MAX_GRADIENT / largest)
-    for span in averaging.spans(record):
-        check_decodes(averaging, record, blobs.__getitem__, span, BLOCKS)
+    for chunk in chunk_bounds(0, BLOCKS):
+        check_decodes(averaging, record, blobs.__getitem__, BLOCKS, chunk)
     averaging, record, blobs = whole_round(run, factor=10 * MAX_GRADIENT)
     with pytest.raises(WireError, match="a value is beyond"):
-        check_decodes(averaging, record, blobs.__getitem__, averaging.spans(record)[0], BLOCKS)
+        check_decodes(averaging, record, blobs.__getitem__, BLOCKS, chunk_bounds(0, BLOCKS)[0])
 
 
 def test_what_an_attempt_can_lose_is_up_to_the_strategy() -> None:

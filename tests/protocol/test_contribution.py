@@ -27,7 +27,8 @@ def contribution_of(weights: np.ndarray, **buffers: np.ndarray) -> OwnContributi
 def test_chunks_take_no_memory_of_their_own(name: str) -> None:
     anchor, weights, coding = values(1), values(2), codec(name)
     own = contribution_of(weights)
-    own.encode(anchor, coding, BOUNDS)
+    for chunk in BOUNDS:
+        own.encode(anchor, coding, chunk)
     for start, stop in BOUNDS:
         assert bytes(own.chunks[start]) == coding.encode(anchor[start:stop] - weights[start:stop])
         assert np.shares_memory(np.frombuffer(own.chunks[start], np.uint8), own.snapshot.weights.numpy())
@@ -39,7 +40,8 @@ def test_what_lands_is_the_change_of_the_anchor_and_what_was_sent(name: str) -> 
     keeps_error = coding.error_decay > 0
     assert keeps_error == (name in ("int2", "topk"))
     own = contribution_of(weights, **{n: np.zeros_like(anchor) for n in ("error", "next_error") if keeps_error})
-    own.encode(anchor, coding, BOUNDS)
+    for chunk in BOUNDS:
+        own.encode(anchor, coding, chunk)
     added = {start: anchor[start:stop] - weights[start:stop] for start, stop in BOUNDS}
     if not keeps_error:
         added = {start: coding.decode(bytes(own.chunks[start]), stop - start) for start, stop in BOUNDS}
@@ -58,7 +60,8 @@ def test_what_lands_is_the_change_of_the_anchor_and_what_was_sent(name: str) -> 
 def test_what_a_coarse_codec_does_not_send_is_kept_for_the_next_round(name: str) -> None:
     anchor, weights, error, coding = values(1), values(2), values(3), codec(name)
     own = contribution_of(weights, error=error, next_error=np.zeros_like(anchor))
-    own.encode(anchor, coding, BOUNDS)
+    for chunk in BOUNDS:
+        own.encode(anchor, coding, chunk)
     assert own.next_error is not None
     for start, stop in BOUNDS:
         sent = coding.decode(own.chunks[start], stop - start)

@@ -517,7 +517,8 @@ def test_after_a_window_that_was_too_short_for_snapshots_the_next_one_is_longer(
                     snapshots[name] += 1
                     arrive(snapshot)
 
-                engine.context.compute = compute
+                compute.threads = 1  # type: ignore[attr-defined]
+                engine.context.compute = compute  # type: ignore[assignment]
                 engine._taker.take, engine._taker.arrive = take, arrive  # type: ignore[method-assign]
             await s.until(lambda: common(s, 4, 3), within_s=400)
             skips = any(peer.rounds("skipped") for peer in s.peers.values())

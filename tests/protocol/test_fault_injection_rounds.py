@@ -127,10 +127,10 @@ def in_a_step(*, late: bool) -> Inject:
     """An error before or after the outer step of a chunk; the first chunk succeeds."""
 
     def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole, step, state = commit.step_chunks, outer_step.outer_step, fault.swarm.peers["b"].node.state
+        whole, step, state = commit.step_chunk, outer_step.outer_step, fault.swarm.peers["b"].node.state
         chunks, of_b = 0, False
 
-        def step_chunks(stepped: AnchorState, *args: Any) -> None:
+        def step_chunk(stepped: AnchorState, *args: Any) -> None:
             nonlocal of_b
             of_b = stepped is state
             whole(stepped, *args)
@@ -144,7 +144,7 @@ def in_a_step(*, late: bool) -> Inject:
             if late and of_b and chunks >= 2:
                 fault.strike()
 
-        monkeypatch.setattr(commit, "step_chunks", step_chunks)
+        monkeypatch.setattr(commit, "step_chunk", step_chunk)
         monkeypatch.setattr(outer_step, "outer_step", struck)
 
     return inject
@@ -222,11 +222,11 @@ PHASES: dict[str, Inject] = {
     "withdraw": withdrawing,
     "time": out_of_time,
     "audit": method(Audits, "keep", lambda fault: lambda self, *_: self._peer_id == "b"),
-    "step": in_the_worker("step_chunks", commit),
+    "step": in_the_worker("step_chunk", commit),
     "half a step": in_a_step(late=False),
     "a step and no landing": in_a_step(late=True),
     "own chunk lands": own_decode,
-    "hashes": method(AnchorState, "chunk_hashes", state_of_b),
+    "hashes": method(AnchorState, "chunk_hash", state_of_b),
     "new head": in_the_worker("head_of", commit),
     "landing": on_landed,
     "memory returned": lambda fault, monkeypatch: fault.before(monkeypatch, commit, "release_pages", lambda *_: True),
@@ -253,7 +253,7 @@ def test_an_exception_costs_no_more_than_that_peers_place(
             await s.until(lambda: common(s, 1, 3))
             fault, struck = Fault(s, times), s.peers["b"]
             PHASES[phase](fault, monkeypatch)
-            s.work_s = 0.1  # so that an attempt takes long enough to be looked at
+            s.worker.work_s = 0.1  # so that an attempt takes long enough to be looked at
             began, steps = trio.current_time(), struck.exchange.steps
             # Some phases come rarely in a swarm where all goes well: a leader's, or a withdrawal.
             await s.until(lambda: fault.raised > 0 or trio.current_time() > began + 60)
@@ -289,14 +289,14 @@ def test_a_decided_round_is_applied_however_long_that_was_impossible(
             for name in names:
                 s.start(name, founder=name == "a", restarts=True)
             await s.until(lambda: all(len(peer.rounds()) >= 1 for peer in s.peers.values()))
-            step, lasts_s = commit.step_chunks, trio.current_time() + 90
+            step, lasts_s = commit.step_chunk, trio.current_time() + 90
 
             def no_memory(*args: Any) -> None:
                 if trio.current_time() < lasts_s:
                     raise MemoryError("no memory")
                 step(*args)
 
-            monkeypatch.setattr(commit, "step_chunks", no_memory)
+            monkeypatch.setattr(commit, "step_chunk", no_memory)
             await trio.sleep_until(lasts_s)
             await s.until(lambda: all(peer.rounds()[-1]["t"] > lasts_s for peer in s.peers.values()))
             assert all(peer.runner.failure is None for peer in s.peers.values())

@@ -60,7 +60,7 @@ async def train(peer: TestPeer, seed: int) -> None:
         peer.reports.append(peer.exchange.step(16))
 
 
-def play(run: RunConfig) -> dict[str, Any]:
+def play(run: RunConfig, threads: int = 1) -> dict[str, Any]:
     """What four peers decided in six rounds, by round, and what each sent meanwhile."""
     heads: dict[int, Head] = {}
     hashes: dict[int, set[tuple[str, str]]] = {}
@@ -79,6 +79,7 @@ def play(run: RunConfig) -> dict[str, Any]:
 
     async def main() -> None:
         async with swarm(run) as s:
+            s.worker.threads = threads
             for i, (name, step_s) in enumerate(STEPS_S.items()):
                 peer = s.start(name, founder=i == 0, step_s=step_s)
                 for j, tensor in enumerate(peer.tensors):
@@ -131,6 +132,10 @@ def golden() -> dict[str, Any]:
 
 def test_six_rounds_of_four_peers_are_those_of_the_fixture() -> None:
     assert golden() == json.loads(FIXTURE.read_text())
+
+
+def test_rounds_are_the_same_when_their_work_is_divided_among_threads() -> None:
+    assert play(QUIET, threads=4) == json.loads(FIXTURE.read_text())["without gossip"]
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ def test_a_reducer_refuses_a_gradient_whose_norm_its_leader_would_refuse() -> No
     def refused(value: float) -> dict[str, WireError]:
         inspection = Inspection(part, NONE, num_blocks=2, compared=2, sealed=False)
         inspection.add("x", 0, NONE.encode(np.full((2, 64), value, np.float32)), b"", ())
-        by_sender = inspection.note(inspection.measure(inspection.take({"x"})))
+        by_sender = inspection.note([inspection.measure(chunk) for chunk in inspection.take({"x"}, 1)])
         assert by_sender.keys() | inspection.norms.keys() == {"x"}
         return by_sender
 

@@ -132,7 +132,7 @@ def test_a_member_that_brings_nothing_and_leaves_holds_nobody_up(rounds: int, af
             start_all(s, "ab")
             await s.until(lambda: common(s, rounds, 2))
             # The first listed voter: without it there is no quorum.
-            s.peers["a"].paused, s.work_s = True, 0.1
+            s.peers["a"].paused, s.worker.work_s = True, 0.1
             await s.until(when(s, messages.Join, 1, lambda source, target: PacketFault.NONE), within_s=60)
             await trio.sleep(after_s)
             await leave_then_go_on(s, "a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import trio
 
 from p2ptrain.algorithms.outer import outer_step
 from p2ptrain.memory_network import PacketFault
+from p2ptrain.protocol.anchor import AnchorState
 from p2ptrain.protocol.exchange.slices import Slice
 from p2ptrain.protocol.exchange.types import RoundReport, Snapshot
 from p2ptrain.protocol.node.node import Node
+from p2ptrain.protocol.rounds import commit, snapshot, transfer
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Attempt, Call, Record, Reduce, Request
-from tests.protocol.swarm import RUN, Swarm, TestPeer, run_virtual, swarm
+from p2ptrain.protocol.wire.transport import Compute
+from tests.protocol.swarm import RUN, Swarm, TestPeer, Worker, run_virtual, swarm
 
 
 class Witness:
@@ -205,7 +208,7 @@ def test_peers_of_different_speeds_end_with_the_same_weights() -> None:
                 s.start(name, founder=name == "a", step_s=step_s)
             await s.until(lambda: s.peers["a"].exchange.run_step > 60)
             # Too slow for its last interval: it trains on while the round, of visits to a slow worker thread, lasts.
-            s.peers["c"].step_s, s.work_s = 1.0, 0.5
+            s.peers["c"].step_s, s.worker.work_s = 1.0, 0.5
             await s.until(lambda: all(p.exchange.finished for p in s.peers.values()))
             await trio.sleep(2)
             for peer in s.peers.values():
@@ -399,35 +402,27 @@ def test_after_a_while_a_peer_keeps_only_the_parts_that_it_averaged() -> None:
 def test_a_slow_reducer_averages_whom_its_leader_names(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The order comes while the last chunks of the expected mean are in the worker thread, which is not cancelled."""
+    """The order comes while the last chunks of the expected mean are in a worker thread, which is not cancelled."""
     caplog.set_level(logging.DEBUG, "p2ptrain.protocol.rounds")
-    guarded = AveragingLeader._guarded
+    guarded, whole = AveragingLeader._guarded, transfer.in_parallel
     monkeypatch.setattr(
         AveragingLeader, "_guarded",
         lambda self, joins, included: guarded(self, joins, [member for member in included if member != "c"]),
     )  # fmt: skip
 
+    async def slow_to_average(compute: Compute, work: Callable[..., Any], pieces: Sequence[Any]) -> list[Any]:
+        if work.__name__ != "average":
+            return await whole(compute, work, pieces)
+        with trio.CancelScope(shield=True):
+            await trio.sleep(0.5)
+        return [work(piece) for piece in pieces]
+
+    monkeypatch.setattr(transfer, "in_parallel", slow_to_average)
+
     async def main() -> None:
         async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
             for name in "abc":
-                context = s.start(name).node.engine.context
-
-                worker = trio.Lock()
-
-                async def compute(
-                    work: Callable[..., Any], *args: Any, worker: trio.Lock = worker, compute: Any = context.compute
-                ) -> Any:
-                    name = getattr(work, "__name__", "")
-                    if name == "measure":  # it was before the last chunks in the worker's queue
-                        return await compute(work, *args)
-                    async with worker:
-                        if name == "average":
-                            with trio.CancelScope(shield=True):
-                                await trio.sleep(0.5)
-                            return work(*args)
-                        return await compute(work, *args)
-
-                context.compute = compute
+                s.start(name)
             await s.until(lambda: common(s, 6, 2), within_s=60)
             assert all(r["contributors"] == ["a", "b"] for r in s.peers["c"].rounds("committed")[-4:])
 
@@ -465,3 +460,37 @@ def test_a_round_takes_four_round_trips_from_its_call(size: int) -> None:
             assert not more
 
     run_virtual(main)
+
+
+def test_an_outer_step_waits_for_what_an_attempt_has_begun_in_worker_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It overwrites the chunks that they read, and the anchor. One member encodes for longer than the others wait."""
+    running, at_steps = 0, list[int]()
+    whole, step = snapshot.in_parallel, commit.step_chunk
+
+    async def main() -> None:
+        async with swarm(dataclasses.replace(RUN, fragment_fraction=0.0)) as s:
+            context = {name: s.start(name).node.engine.context for name in "abc"}["c"]
+            context.compute = Worker()
+
+            async def slow_to_encode(compute: Compute, work: Callable[..., Any], pieces: Sequence[Any]) -> list[Any]:
+                nonlocal running
+                if compute is not context.compute:
+                    return await whole(compute, work, pieces)
+                running += 1
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(20)
+                running -= 1
+                return [work(piece) for piece in pieces]
+
+            def noting(state: AnchorState, *args: Any) -> None:
+                if state is context.state:
+                    at_steps.append(running)
+                step(state, *args)
+
+            monkeypatch.setattr(snapshot, "in_parallel", slow_to_encode)
+            monkeypatch.setattr(commit, "step_chunk", noting)
+            await s.until(lambda: len(s.peers["c"].rounds("committed")) >= 3, within_s=300)
+
+    run_virtual(main)
+    assert at_steps
+    assert not any(at_steps)

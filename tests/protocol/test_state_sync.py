@@ -28,7 +28,7 @@ from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.history import History, lineage_of
-from p2ptrain.protocol.rounds.outer_step import Progress, step_chunks
+from p2ptrain.protocol.rounds.outer_step import Progress, step_chunk
 from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_sha256
 from p2ptrain.protocol.state_sync import provenance
 from p2ptrain.protocol.state_sync import transfer as state_module
@@ -143,7 +143,9 @@ class Donor:
             0.0,
             0.0,
         )
-        step_chunks(self.state, averaging_of(RUN), Progress(record), self.parts.get, (0, BLOCKS), None)
+        progress = Progress(record)
+        for chunk in chunk_bounds(0, BLOCKS):
+            step_chunk(self.state, averaging_of(RUN), progress, self.parts.get, None, chunk)
         self.state.rehash()
         head = head_of(self.state, round_=round_)
         self.head = msgspec.structs.replace(

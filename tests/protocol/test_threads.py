@@ -1,4 +1,4 @@
-"""Nodes with real threads: a network thread, a worker thread, and a thread for each model."""
+"""Nodes with real threads: a network thread, worker threads, and a thread for each model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import trio
 
 from p2ptrain.algorithms.indexspace import IndexSpace, ParameterView
 from p2ptrain.memory_network import MemoryNetwork
 from p2ptrain.network.thread import NetworkThread
+from p2ptrain.peer.worker import Workers
 from p2ptrain.protocol.event_log.event_log import EventLog
 from p2ptrain.protocol.exchange.exchange import Exchange
 from p2ptrain.protocol.node.node import Node
@@ -42,29 +42,39 @@ def thread() -> Iterator[NetworkThread]:
     assert thread.stop(10.0)
 
 
+class NotingWorkers(Workers):
+    """Worker threads; notes the names of those that were used."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self.names: set[str] = set()
+
+    async def __call__(self, work: Callable[..., Any], /, *args: Any) -> Any:
+        def worked() -> Any:
+            self.names.add(threading.current_thread().name)
+            return work(*args)
+
+        return await super().__call__(worked)
+
+
 class ThreadedPeer:
     """A model that trains in its own thread, and a node on the network thread."""
 
-    def __init__(self, network: MemoryNetwork, thread: NetworkThread, name: str, *, founder: bool) -> None:
+    def __init__(
+        self, network: MemoryNetwork, thread: NetworkThread, name: str, *, founder: bool, workers: int
+    ) -> None:
         generator = torch.Generator().manual_seed(ord(name))
         self.name = name
         self.tensors = [0.1 * torch.randn(shape, generator=generator) for _, shape in SHAPES]
         self.events: list[dict[str, Any]] = []
-        self.computed_in: set[str] = set()
         self.told_in: set[str] = set()
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.exchange = Exchange(
             ParameterView(IndexSpace(SHAPES), self.tensors), RUN, clock=time.monotonic, post=thread.post
         )
-        limiter, transport = trio.CapacityLimiter(1), network.transport(name)
-
-        async def compute(work: Callable[..., Any], /, *args: Any) -> Any:
-            def worked() -> Any:
-                self.computed_in.add(threading.current_thread().name)
-                return work(*args)
-
-            return await trio.to_thread.run_sync(worked, limiter=limiter)
+        self.workers, transport = NotingWorkers(workers), network.transport(name)
+        self.computed_in = self.workers.names
 
         def record(event: str, /, **fields: object) -> None:
             self.told_in.add(threading.current_thread().name)
@@ -74,11 +84,11 @@ class ThreadedPeer:
             return Node(
                 transport, network.directory(name), self.exchange, RUN, buffers=bytes, load_buffers=load_no_buffers,
                 incarnation=incarnation_of(f"{name}.1", number), may_found=may_found, restored=restored,
-                compute=compute, events=record, event_log=EventLog(time.time), rng=random.Random(name),
+                compute=self.workers, events=record, event_log=EventLog(time.time), rng=random.Random(name),
                 bulk=transport.bulk,
             )  # fmt: skip
 
-        self.runner = NodeRunner(build, self.exchange, compute, may_found=founder, restored=None)
+        self.runner = NodeRunner(build, self.exchange, self.workers, may_found=founder, restored=None)
         thread.start_soon(self.runner.run_forever)
         self._trainer = threading.Thread(target=self._train, name=f"training {name}")
         self._trainer.start()
@@ -125,15 +135,18 @@ def note_threads(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> set
     return threads
 
 
+@pytest.mark.parametrize("workers", [(1, 1), (1, 4)], ids=str)
 def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(
-    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch
+    thread: NetworkThread, monkeypatch: pytest.MonkeyPatch, workers: tuple[int, int]
 ) -> None:
     heavy = [
         note_threads(monkeypatch, module, name) for module, name in ((audit, "_copy_of"), (commit, "release_pages"))
     ]
     network = MemoryNetwork()
-    peers = [ThreadedPeer(network, thread, name, founder=name == "a") for name in "ab"]
-    a, b = peers
+    a, b = peers = [
+        ThreadedPeer(network, thread, name, founder=name == "a", workers=count)
+        for name, count in zip("ab", workers, strict=True)
+    ]
     try:
         wait_until(lambda: len(a.rounds(2)) >= 3 and len(b.rounds(2)) >= 3, *peers)
         # Fragments come; on a busy machine most are too old by then.
@@ -162,4 +175,5 @@ def test_rounds_and_fragments_between_real_threads_and_over_a_node_that_fails(
     finally:
         for peer in peers:
             peer.stop()
+            thread.post(peer.workers.close)
     assert thread.failure is None

@@ -98,6 +98,7 @@ def test_a_trimmed_mean_of_sparse_gradients_is_refused() -> None:
     [
         ("batch_tokens", 0),
         ("threads", -1),
+        ("worker_threads", -1),
         ("eval_every", 0),
         ("eval_tokens", 0),
         ("checkpoint_minutes", 0.0),

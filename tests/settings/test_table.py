@@ -90,6 +90,7 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "fsdp": ("on", "on"),
     "device": ("cpu", "cpu"),
     "threads": ("1", 1),
+    "worker_threads": ("4", 4),
     "out": ("here", "here"),
     "metrics": ("m.jsonl", "m.jsonl"),
     "prometheus": ("0.0.0.0:9100", "0.0.0.0:9100"),

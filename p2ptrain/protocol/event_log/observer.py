@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import trio
@@ -25,7 +26,7 @@ from p2ptrain.protocol.membership.closed_directory import directory_of
 from p2ptrain.protocol.membership.lookup import UNREACHABLE, find_members, observer_links
 from p2ptrain.protocol.restarts import process_of
 from p2ptrain.protocol.wire.closed_run import ClosedRun
-from p2ptrain.protocol.wire.transport import Compute, Directory, PeerId, Transport
+from p2ptrain.protocol.wire.transport import Directory, PeerId, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Observer:
     """
 
     run_id: str
-    compute: Compute
+    compute: Callable[..., Awaitable[Any]]
     clock: Callable[[], float]
     own: Own | None = None
     _watched: dict[PeerId, _Watched] = field(default_factory=dict)

@@ -6,7 +6,7 @@ before the roster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -100,8 +100,8 @@ class Collection:
     def give_up_stalled(self, now: float, rtt_s: dict[PeerId, float]) -> bool:
         """Exclude awaited senders that made no progress for too long, except the reducer; True if there were any.
 
-        Our own chunks come when our worker thread has time for them: they cannot be lost, and without them nobody else
-        gets ours either.
+        Our own chunks come when our worker threads have time: they cannot be lost, and without them nobody else gets
+        ours either.
         """
         stalled = [
             sender
@@ -113,24 +113,29 @@ class Collection:
             self.fail(sender)
         return bool(stalled)
 
-    def gram(self, contributors: Sequence[Contributor], compared: int) -> tuple[float, ...]:
-        """The inner products of the contributors' outer gradients in this part, row by row; empty if too many.
+    def gram(self, contributors: Sequence[Contributor], compared: int) -> Callable[[], tuple[float, ...]]:
+        """What computes the inner products of the contributors' outer gradients in this part, row by row.
 
-        Estimated from a sample of chunks. Call it in a worker thread.
+        They are estimated from a sample of chunks, and left out if there are too many contributors. Call the result in
+        a worker thread. It holds the chunks of the sample, which may be dropped here meanwhile.
 
         Args:
             compared: the number of the vector's blocks, from the first, that are outer gradients.
         """
         if len(contributors) > MAX_COMPARED:
-            return ()
+            return tuple
         comparable = {start: min(stop, compared) - start for start, stop in self._bounds.items() if start < compared}
         sampled = dict(list(comparable.items())[:: max(1, len(comparable) // SAMPLED_CHUNKS)])
-        products = np.zeros((len(contributors), len(contributors)))
-        for start, count in sampled.items():
-            encoded = [self.chunks[c.peer_id][start] for c in contributors]
-            products += encoded_gram(encoded, self._codec, self._bounds[start] - start, count)
-        products *= sum(comparable.values()) / max(1, sum(sampled.values()))
-        return tuple(products.ravel().tolist())
+        encoded = {start: [self.chunks[c.peer_id][start] for c in contributors] for start in sampled}
+
+        def work() -> tuple[float, ...]:
+            products = np.zeros((len(contributors), len(contributors)))
+            for start, count in sampled.items():
+                products += encoded_gram(encoded[start], self._codec, self._bounds[start] - start, count)
+            products *= sum(comparable.values()) / max(1, sum(sampled.values()))
+            return tuple(products.ravel().tolist())
+
+        return work
 
 
 class EarlyChunks:

@@ -17,12 +17,13 @@ import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.exchange.types import Epoch, Landing, LandingKind, RoundReport
+from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.os_memory import LARGE_BYTES, release_pages, release_unused
-from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunks
+from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunk
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
 from p2ptrain.protocol.rounds.record import name_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 RETRY_S, MAX_RETRY_S = 5.0, 60.0
 # Retries of an outer step that an error interrupted; the anchor is locked meanwhile (guess).
 STEP_RETRY_S, STEP_RETRIES = 1.0, 2
-# Chunks hashed per call of the worker thread, 16 MiB, so that other work gets in between (guess).
+# Chunks that a worker thread hashes at a time, 16 MiB, so that other work gets in between (guess).
 CHUNKS_PER_VISIT = 64
 # Why we are not a contributor though the record names us.
 OLDER_AVERAGED = "others averaged the outer gradient that it sent before it skipped this round"
@@ -86,7 +87,7 @@ class Committer:
     @property
     def interrupted(self) -> bool:
         """Whether an error interrupted an outer step: the anchor is between two heads."""
-        return self._progress is not None and self._progress.stepped > 0
+        return self._progress is not None and bool(self._progress.stepped)
 
     @asynccontextmanager
     async def suspended(self) -> AsyncIterator[None]:
@@ -159,6 +160,8 @@ class Committer:
         reason = self._taker.sits_out
         if name is not None:
             reason = "" if included else OLDER_AVERAGED if gave else OTHER_NAMED
+        # What attempts have begun in worker threads reads our chunks and the anchor.
+        await self._taker.unused()
         if self._progress is None or self._progress.record != record:
             # The outer step overwrites our chunks, and takes memory: parts of the round before make room.
             await context.audits.keep(record, own)
@@ -209,10 +212,9 @@ class Committer:
             await context.compute(release_unused)
         adds = included and not context.run.is_over_at(record.run_step)
         land = functools.partial(own.land, context.codec) if own is not None and adds else None
+        step = functools.partial(step_chunk, context.state, context.averaging, progress, context.parts.get, land)
         for span in context.averaging.spans(record):
-            await context.compute(
-                step_chunks, context.state, context.averaging, progress, context.parts.get, span, land
-            )
+            await in_parallel(context.compute, step, chunk_bounds(*span))
         if progress.landing is None:
             if included:
                 self._taker.note_included()
@@ -221,8 +223,9 @@ class Committer:
             self._hand_over(landing)
             self._missed_rounds, progress.landing = missed_rounds, landing
         hashes, numbers = list[str](), range(context.state.num_chunks)
-        for low in numbers[::CHUNKS_PER_VISIT]:
-            hashes += await context.compute(context.state.chunk_hashes, numbers[low : low + CHUNKS_PER_VISIT])
+        at_a_time = CHUNKS_PER_VISIT * context.compute.threads
+        for low in numbers[::at_a_time]:
+            hashes += await in_parallel(context.compute, context.state.chunk_hash, numbers[low : low + at_a_time])
         context.state.hashes = context.state.combine(hashes)
         return progress.landing
 

@@ -14,7 +14,7 @@ from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.grid import num_chunks
 from p2ptrain.protocol.rounds.os_memory import release_pages
 
-# Chunks encoded per call of the worker thread: 1 MiB of int8.
+# Chunks that a worker thread encodes at a time: 1 MiB of int8.
 CHUNKS_PER_VISIT = 16
 
 
@@ -26,6 +26,9 @@ class OwnContribution:
     end (after `land`) the change to add to the live weights. So a chunk takes no memory of its own. With an error
     buffer the place holds anchor − weights in between, so that the live weights become the new anchor: unsent values
     are then in `next_error`, not in the weights.
+
+    Chunks share no memory, so worker threads may encode or land different ones at the same time. Others may read a
+    chunk once it is in `chunks`, and until it lands.
 
     Attributes:
         chunks: the encoded chunks by first block; those that have landed are empty.
@@ -42,20 +45,21 @@ class OwnContribution:
     error: np.ndarray | None = None
     next_error: np.ndarray | None = None
 
-    def encode(self, anchor: np.ndarray, codec: Codec, bounds: list[tuple[int, int]]) -> None:
-        """Encode these chunks of anchor − weights, unless already encoded. Call it in a worker thread.
+    def encode(self, anchor: np.ndarray, codec: Codec, bounds: tuple[int, int]) -> None:
+        """Encode a chunk of anchor − weights, unless already encoded. Call it in a worker thread.
 
         Raises ValueError with the reason if the weights are not finite or too far from the anchor.
         """
-        for start, stop in bounds:
-            if start not in self.chunks:
-                weights = self.snapshot.weights.numpy()[start:stop]
-                try:
-                    self.chunks[start] = self._encoded(anchor[start:stop], weights, codec, start)
-                except ValueError:
-                    finite = np.isfinite(weights).all()
-                    why = f"farther than {MAX_GRADIENT:g} from the anchor" if finite else "not finite"
-                    raise ValueError(f"its weights are {why}") from None
+        start, stop = bounds
+        if start in self.chunks:
+            return
+        weights = self.snapshot.weights.numpy()[start:stop]
+        try:
+            self.chunks[start] = self._encoded(anchor[start:stop], weights, codec, start)
+        except ValueError:
+            finite = np.isfinite(weights).all()
+            why = f"farther than {MAX_GRADIENT:g} from the anchor" if finite else "not finite"
+            raise ValueError(f"its weights are {why}") from None
 
     def _encoded(self, anchor: np.ndarray, weights: np.ndarray, codec: Codec, start: int) -> Encoded:
         """One encoded chunk, which lies in `weights` if there is no error buffer. If it raises, nothing has changed."""
@@ -117,10 +121,13 @@ class OwnContribution:
             if start in self.chunks
         )
 
-    def seal(self, bounds: list[tuple[int, int]]) -> None:
-        """Commit to all chunks, which are encoded, with a Merkle tree. Call it in a worker thread."""
-        if self.tree is None:
-            self.tree = Tree([leaf_hash(self.chunks[start]) for start, _ in bounds])
+    def leaf(self, bounds: tuple[int, int]) -> bytes:
+        """The leaf hash of an encoded chunk. Call it in a worker thread."""
+        return leaf_hash(self.chunks[bounds[0]])
+
+    def seal(self, leaves: list[bytes]) -> None:
+        """Commit to all chunks, by their leaf hashes in order, with a Merkle tree. Call it in a worker thread."""
+        self.tree = Tree(leaves)
 
     def digest(self) -> None:
         """Hash all chunks, which are encoded. Call it in a worker thread."""

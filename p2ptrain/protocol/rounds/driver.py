@@ -243,6 +243,7 @@ class RoundDriver:
         """Hold rounds off while the whole state is replaced; waits until a round that is being applied has landed."""
         async with self.committer.suspended():
             self._attempts.give_up("its state is being replaced")
+            await self._taker.unused()
             async with self.committer.lock:
                 yield
 

@@ -13,7 +13,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import Chunks
 from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.wire.messages import Contributor, RosterPart
 
-# Chunks averaged in one visit of the worker thread, which also encodes and measures (guess).
+# Chunks that a worker thread averages at a time; it also encodes and measures (guess).
 CHUNKS_AVERAGED = 8
 
 # The encoded chunks of all contributors with their weights, and the chunk's number of blocks.
@@ -45,10 +45,13 @@ class ExpectedMean:
         """Whether all chunks were taken."""
         return not self._left
 
-    def take(self, chunks: Chunks) -> list[Received]:
-        """The next chunks, in the part's order, that all contributors have sent; empty while one is awaited."""
+    def take(self, chunks: Chunks, threads: int) -> list[Received]:
+        """The next chunks for so many worker threads, in the part's order, that all contributors have sent.
+
+        Empty while one is awaited.
+        """
         taken: list[Received] = []
-        while self._left and len(taken) < CHUNKS_AVERAGED:
+        while self._left and len(taken) < CHUNKS_AVERAGED * threads:
             start, stop = self._left[0]
             senders = [c for c in self.contributors if start in chunks.get(c.peer_id, ())]
             if len(senders) < len(self.contributors):
@@ -57,9 +60,9 @@ class ExpectedMean:
             self._left.popleft()
         return taken
 
-    def average(self, received: Sequence[Received]) -> bytes:
-        """The encoded mean of these chunks. For the worker thread. Raises WireError if it is not finite."""
-        return b"".join(self._merge(encoded, num_blocks) for encoded, num_blocks in received)
+    def average(self, received: Received) -> bytes:
+        """The encoded mean of a chunk. Changes nothing; for worker threads. Raises WireError if it is not finite."""
+        return self._merge(*received)
 
 
 def without_roots(contributors: Sequence[Contributor]) -> tuple[Contributor, ...]:

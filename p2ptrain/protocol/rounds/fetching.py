@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import trio
 
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
+from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.draw import rank
+from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.record import check_advance, check_record
@@ -85,11 +88,11 @@ class RecordFetcher:
         with fetch.scope:
             try:
                 await context.parts.fetch(record, *self._partners(record))
+                check = functools.partial(
+                    check_decodes, context.averaging, record, context.parts.get, context.state.num_stepped
+                )
                 for span in context.averaging.spans(record):
-                    norm = await context.compute(
-                        check_decodes, context.averaging, record, context.parts.get, span, context.state.num_stepped
-                    )
-                    fetch.norms.append((span, norm))
+                    fetch.norms.append((span, sum(await in_parallel(context.compute, check, chunk_bounds(*span)))))
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error
             except Exception as error:

@@ -1,6 +1,6 @@
 """What a reducer learns from the chunks of its part before it averages them: each member's norm and commitment.
 
-Chunks are measured in the worker thread in groups while others arrive. All of them are: a sample would miss a member
+Chunks are measured in worker threads in groups while others arrive. All of them are: a sample would miss a member
 that puts all its weight into one chunk.
 """
 
@@ -17,7 +17,7 @@ from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds
 from p2ptrain.protocol.wire.messages import RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 
-# Chunks measured in one visit of the worker thread: each visit costs as much CPU as measuring five (measured, int8).
+# Chunks that a worker thread measures at a time: each visit costs as much CPU as measuring five (measured, int8).
 CHUNKS_MEASURED = 16
 
 
@@ -68,28 +68,19 @@ class Inspection:
         if root:
             self._seals[sender] = root, proof
 
-    def take(self, complete: set[PeerId]) -> list[ReceivedChunk]:
-        """Chunks to measure in one visit of the worker thread; empty while it is better to wait for more."""
+    def take(self, complete: set[PeerId], threads: int) -> list[ReceivedChunk]:
+        """Chunks to measure in so many worker threads; empty while it is better to wait for more."""
         if len(self._unmeasured) < CHUNKS_MEASURED and complete <= self.norms.keys():
             return []
-        taken, self._unmeasured = self._unmeasured[:CHUNKS_MEASURED], self._unmeasured[CHUNKS_MEASURED:]
+        most = CHUNKS_MEASURED * threads
+        taken, self._unmeasured = self._unmeasured[:most], self._unmeasured[most:]
         return taken
 
-    def measure(self, chunks: Sequence[ReceivedChunk]) -> list[Measured]:
-        """Measure these chunks. Only blocks that are outer gradients count. For the worker thread."""
-        return [
-            Measured(
-                chunk.sender,
-                chunk.start,
-                self._codec.squared_norm(
-                    chunk.data,
-                    self._bounds[chunk.start] - chunk.start,
-                    max(0, self._compared - chunk.start),
-                ),
-                leaf_hash(chunk.data) if self._sealed else b"",
-            )
-            for chunk in chunks
-        ]
+    def measure(self, chunk: ReceivedChunk) -> Measured:
+        """Measure a chunk. Only blocks that are outer gradients count. Changes nothing; for worker threads."""
+        num_blocks, counted = self._bounds[chunk.start] - chunk.start, max(0, self._compared - chunk.start)
+        square = self._codec.squared_norm(chunk.data, num_blocks, counted)
+        return Measured(chunk.sender, chunk.start, square, leaf_hash(chunk.data) if self._sealed else b"")
 
     def note(self, chunks: Sequence[Measured]) -> dict[PeerId, WireError]:
         """Take the results of `measure`. Returns the members whose chunks are too large or not under their root."""

@@ -113,7 +113,7 @@ class Participation:
         Args:
             window_s: seconds for taking our snapshot.
         """
-        with self.scope:
+        with self.scope, self._taker.in_use():
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._prepare, window_s)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +15,7 @@ import trio
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.exchange.types import Snapshot, SnapshotWanted
 from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 
@@ -55,6 +59,7 @@ class SnapshotTaker:
         self._skipped: frozenset[bytes] = frozenset()
         self._arrived = trio.Event()
         self._encoding = trio.Lock()
+        self._users, self._unused = 0, trio.Event()
         self._memory: _Memory | None = None
         self._asked_loss = False
         self._began_s: float | None = None
@@ -64,6 +69,22 @@ class SnapshotTaker:
         """Count the cost of the round from here, if this has not begun: from its first attempt, or its record."""
         if self._began_s is None:
             self._began_s, self._traffic_before = trio.current_time(), self._traffic()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While an attempt may have work in worker threads, which reads our contribution or the anchor."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self._unused.set()
+            self._unused = trio.Event()
+
+    async def unused(self) -> None:
+        """Wait until the work of all attempts has ended, which must have been cancelled."""
+        while self._users:
+            await self._unused.wait()
 
     async def take(self, window_s: float) -> OwnContribution | None:
         """The snapshot of this round, taken now if needed; None if training did not take it in time."""
@@ -117,13 +138,14 @@ class SnapshotTaker:
     async def encode(self, bounds: list[tuple[int, int]]) -> None:
         """Encode these chunks of our contribution. Raises RoundFailedError, and sits out, if weights are unusable."""
         context = self._context
-        # The worker thread may still encode for an attempt that has ended.
+        # Worker threads may still encode for an attempt that has ended: no two may encode the same chunk.
         async with self._encoding:
             own = self.own
             if own is None:
                 raise RoundFailedError(self.sits_out or "the round is over")
+            encode = functools.partial(own.encode, context.state.anchor, context.codec)
             try:
-                await context.compute(own.encode, context.state.anchor, context.codec, bounds)
+                await in_parallel(context.compute, encode, bounds)
             except ValueError as error:
                 self.own, self._memory, self.sits_out = None, None, str(error)
                 logger.warning("sitting this round out: the weights hold NaN, infinity or far too large values")

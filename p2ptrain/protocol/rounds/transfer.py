@@ -13,6 +13,7 @@ import trio
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.links.outbox import Traffic
+from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.averaging.strategy import Blob
 from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
@@ -125,9 +126,10 @@ class Transfer:
             return
         while True:
             arrived = self._chunk_arrived
-            while chunks := inspection.take(collection.complete):
+            compute = self._context.compute
+            while chunks := inspection.take(collection.complete, compute.threads):
                 known = len(inspection.norms)
-                refused = inspection.note(await self._context.compute(inspection.measure, chunks))
+                refused = inspection.note(await in_parallel(compute, inspection.measure, chunks))
                 self._inspected.set()
                 self._inspected = trio.Event()
                 for sender in refused:
@@ -159,8 +161,9 @@ class Transfer:
                     await self._taker.encode(visit)
                 self._encoded.set()
                 self._encoded = trio.Event()
-            if self._context.audited:
-                await self._context.compute(own.seal, chunk_bounds(0, self._context.state.num_blocks))
+            if self._context.audited and own.tree is None:
+                compute, bounds = self._context.compute, chunk_bounds(0, self._context.state.num_blocks)
+                await compute(own.seal, await in_parallel(compute, own.leaf, bounds))
             elif not self._context.averaging.reduces:
                 await self._context.compute(own.digest)
             self._sealed.set()
@@ -171,10 +174,11 @@ class Transfer:
 
     def _visits(self) -> Iterator[list[tuple[int, int]]]:
         """Chunks to encode at a time, round-robin over the parts, so that no reducer waits."""
+        most = CHUNKS_PER_VISIT * self._context.compute.threads
         lanes = [deque(chunks) for chunks in dict.fromkeys(tuple(self._chunks_of(number)) for number in self._to_send)]
         while lanes:
             for lane in lanes:
-                yield [lane.popleft() for _ in range(min(CHUNKS_PER_VISIT, len(lane)))]
+                yield [lane.popleft() for _ in range(min(most, len(lane)))]
             lanes = [lane for lane in lanes if lane]
 
     async def _send_part(self, number: int, own: OwnContribution) -> None:
@@ -215,20 +219,20 @@ class Transfer:
             with self._expecting:
                 while not expected.is_complete:
                     arrived = self._chunk_arrived
-                    if received := expected.take(collection.chunks):
-                        mean.extend(await context.compute(expected.average, received))
+                    if received := expected.take(collection.chunks, context.compute.threads):
+                        mean.extend(b"".join(await in_parallel(context.compute, expected.average, received)))
                     else:
                         await arrived.wait()
                 if self._ordered is None:
                     mean.end()
                     await self._measured(expected.contributors)
-                # The worker thread's result comes although the order has cancelled us.
+                # The worker threads' results may come although the order has cancelled us.
                 if self._ordered is None:
                     roots = inspection.roots
                     contributors = self._averaged = tuple(
                         Contributor(c.peer_id, c.incarnation, c.weight, roots[c.peer_id]) for c in expected.contributors
                     )
-                    gram = await context.compute(collection.gram, contributors, context.state.num_stepped)
+                    gram = await context.compute(collection.gram(contributors, context.state.num_stepped))
                     await self._serve(contributors, [mean.data], gram, as_expected=True)
         except WireError:
             mean.give_up()
@@ -267,9 +271,10 @@ class Transfer:
         self._expected_push.give_up()
         self._averaged = order.contributors
 
+        chunks, gram_of = collection.chunks, collection.gram(contributors, context.state.num_stepped)
+
         def work() -> tuple[Sequence[Blob], tuple[float, ...]]:
-            gram = collection.gram(contributors, context.state.num_stepped)
-            return context.averaging.reduce(collection.part, collection.chunks, contributors), gram
+            return context.averaging.reduce(collection.part, chunks, contributors), gram_of()
 
         blobs, gram = await context.compute(work)
         collection.clear()

@@ -22,7 +22,7 @@ from p2ptrain.protocol.links.links import Links
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds.context import RoundContext
 from p2ptrain.protocol.rounds.driver import RoundDriver
-from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunks
+from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunk
 from p2ptrain.protocol.rounds.record import check_record
 from p2ptrain.protocol.state_sync.provenance import PAGE_ENTRIES, OvertakenError
 from p2ptrain.protocol.wire.messages import Answer, Head, Record, Request, pack
@@ -87,7 +87,9 @@ class StateServer:
                 start = request.index * MANIFEST_PAGE_HASHES
                 return "".join(self._state.hashes.chunks[start : start + MANIFEST_PAGE_HASHES]).encode()
             case "chunk" if current and 0 <= request.index < self._state.num_chunks:
-                return await self._compute(self._state.chunk(request.index).tobytes)
+                chunk = await self._compute(self._state.chunk(request.index).tobytes)
+                # Other worker threads may have taken an outer step meanwhile.
+                return chunk if request.subject == self._engine.head.state_hash else None
         return None
 
     async def _buffers_piece(self, request: Request) -> tuple[bytes | None, str]:
@@ -197,14 +199,14 @@ class Download:
     def _step_chunks(self, piece: int, record: Record) -> None:
         """Apply the outer step to one slice of anchor and moments, and rehash it."""
         start = piece * STATE_CHUNK_BLOCKS
-        span = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
+        bounds = (start, min(start + STATE_CHUNK_BLOCKS, self.state.num_blocks))
         try:
-            check_decodes(self._averaging, record, self._parts.get, span, self.state.num_stepped)
+            check_decodes(self._averaging, record, self._parts.get, self.state.num_stepped, bounds)
         except WireError:
             return
-        step_chunks(self.state, self._averaging, Progress(record), self._parts.get, span, None)
+        step_chunk(self.state, self._averaging, Progress(record), self._parts.get, None, bounds)
         for chunk in self.state.chunks_of(piece):
-            self._held[chunk] = chunk_hash(self.state.chunk(chunk).data)
+            self._held[chunk] = self.state.chunk_hash(chunk)
 
     async def _manifest(self, head: Head, donors: Sequence[Link]) -> list[str]:
         """The hashes of all chunks, from the first donor whose list matches the head. Raises PeerLostError."""

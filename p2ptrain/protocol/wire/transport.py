@@ -122,6 +122,23 @@ class Directory(Protocol):
 
 
 class Compute(Protocol):
-    """Runs work of more than a few milliseconds in a worker thread; inline under virtual time."""
+    """Runs work of more than a few milliseconds in a worker thread; inline under virtual time.
+
+    Work that has begun is not cancelled: the call returns when it has ended. Calls may run at the same time.
+    """
+
+    @property
+    def threads(self) -> int:
+        """How many calls run at the same time."""
+        ...
 
     def __call__(self, work: Callable[..., T], /, *args: Any) -> Awaitable[T]: ...
+
+
+class Inline:
+    """The `Compute` of peers in virtual time: work is done at once, in the task that asks for it."""
+
+    threads = 1
+
+    async def __call__(self, work: Callable[..., T], /, *args: Any) -> T:
+        return work(*args)

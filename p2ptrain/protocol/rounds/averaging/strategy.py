@@ -6,7 +6,7 @@ chunks arrive or when the leader has named the contributors, serves them by hash
 reports the leader *concludes* the parts of the record. Members fetch the blobs in the record, and take the *mean*
 from them, chunk by chunk.
 
-Strategies are pure. Peers that decode the same record get the same bits.
+Strategies are pure, so worker threads may use one at the same time. Peers with the same record get the same bits.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Averaging(Protocol):
         ...
 
     def spans(self, record: Record) -> list[tuple[int, int]]:
-        """Ranges of whole chunks that cover the vector in order, each decoded in one call of the worker thread."""
+        """Ranges of whole chunks that cover the vector in order, each checked or stepped at a time."""
         ...
 
     def mean(self, record: Record, blobs: Blobs, start: int, stop: int) -> Encoding:

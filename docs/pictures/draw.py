@@ -325,7 +325,7 @@ def ways() -> str:
         ("exchange", "training thread"),
         ("protocol/gossip", "network thread"),
         ("protocol/rounds", "network thread"),
-        ("algorithms", "worker thread"),
+        ("algorithms", "worker threads"),
         ("protocol/links", "network thread"),
     ]
     fragment = [

@@ -14,7 +14,7 @@ from p2ptrain.settings.table import NETWORK_SETTINGS, Settings
 
 DEFAULT_IDENTITY = Path("p2ptrain-bootstrap/identity.key")
 # Settings of a peer that joins a run; this node joins none.
-OF_A_RUN = ("run_key", "founder", "anchor")
+OF_A_RUN = ("run_key", "founder", "anchor", "bulk", "bulk_port")
 # How often to check for Ctrl-C, in seconds.
 POLL_S = 0.2
 
@@ -39,7 +39,7 @@ def bootstrap(settings: Settings) -> None:
     from p2ptrain.signals import stop_on_signals
     from p2ptrain.training.output_dir import make_directory
 
-    network = settings.network_config()
+    network = settings.network_config().without_bulk
     identity = Path(network.identity or DEFAULT_IDENTITY)
     if network.identity is None:
         make_directory(identity.parent)

@@ -27,16 +27,16 @@ SPLIT = (
 def peers(settings: Settings, as_json: bool) -> None:
     """List the peers of a run, with status, speed and addresses.
 
-    Below the table: whether the swarm is split into several lineages; which peers are linked through a relay only; and
-    whom each peer has struck in the last ten minutes, for broken rules or false work. The exit status is 1 if the run
-    has no peers that can be listed.
+    Below the table: whether the swarm is split into several lineages; which peers are linked through a relay only, or
+    without a direct connection for rounds and state; and whom each peer has struck in the last ten minutes, for broken
+    rules or false work. The exit status is 1 if the run has no peers that can be listed.
 
     \b
     As a table, and as JSON for scripts:
         p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm…
         p2ptrain peers --initial-peers /ip4/192.168.1.5/tcp/4001/p2p/Qm… --json
     """
-    network = settings.network_config()
+    network = settings.network_config().without_bulk
     if not network.initial_peers:
         raise ConfigError("--initial-peers is required; give the address of a peer of the run, or a ticket")
     from p2ptrain.monitor.waiting import saying_what_for
@@ -90,14 +90,15 @@ def _print_table(run_id: str, members: list[dict[str, Any]], *, is_split: bool) 
 
 
 def _print_relayed(members: list[dict[str, Any]]) -> None:
-    """One line for each pair of members without a direct link, as one of the two says."""
+    """One line for each pair of members whose bulk bytes have no connection of their own, as one of the two says."""
     told = {
         tuple(sorted((member["peer_id"], other))): relay
         for member in members
         for other, relay in member["relayed"].items()
     }
     for (one, other), relay in sorted(told.items()):
-        click.echo(f"{one} and {other}: relayed through {relay}")
+        way = f"relayed through {relay}" if relay else "no direct TLS connection; libp2p carries rounds and state"
+        click.echo(f"{one} and {other}: {way}")
 
 
 def _print_strikes(members: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -120,6 +121,11 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    @property
+    def without_bulk(self) -> NetworkConfig:
+        """For a process that does not train: nobody opens bulk connections to it."""
+        return dataclasses.replace(self, bulk="off")
 
     @property
     def key_file(self) -> str | None:

@@ -398,8 +398,11 @@ def test_peers_prints_which_links_are_relayed(session: type[FakeNetworkSession])
     assert json.loads(_output(*arguments, "--json"))[0]["relayed"] == {"QmA": "QmRelay"}
     session.present = (first, dataclasses.replace(second, relayed={"QmB": "QmRelay"}))
     assert _output(*arguments).count("relayed through") == 1
+    session.present = (dataclasses.replace(first, relayed={"QmA": ""}), second)
+    said = "QmA and QmB: no direct TLS connection; libp2p carries rounds and state"
+    assert _output(*arguments).splitlines()[-1] == said
     session.present = (second,)
-    assert "relayed" not in _output(*arguments)
+    assert "QmA and QmB" not in _output(*arguments)
 
 
 def test_peers_prints_who_struck_whom(session: type[FakeNetworkSession]) -> None:

@@ -55,7 +55,7 @@ def _observe(settings: Settings, state: PageState, *, is_first: bool) -> None:
     with ExitStack() as stack:
         with saying_what_for("connecting to the initial peers", OPEN_TIMEOUT_S) if is_first else nullcontext():
             # Read the settings each time: an address file may have changed.
-            session = stack.enter_context(NetworkSession(settings.network_config()))
+            session = stack.enter_context(NetworkSession(settings.network_config().without_bulk))
         session.check_key(state.run_id)
         watch = session.watch(state.run_id)
         state.watch, state.trouble = watch, ""

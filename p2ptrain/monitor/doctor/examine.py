@@ -98,7 +98,7 @@ def _look_at_run(settings: Settings, network: NetworkConfig, run_id: str) -> tup
     from p2ptrain.peer.session import NetworkSession
 
     try:
-        with NetworkSession(network) as session:
+        with NetworkSession(network.without_bulk) as session:
             run = session.find_run(run_id)
             members = len(session.members(run_id)) if run else 0
     except ConfigError as error:  # a wrong clock; check_clock reports it too

@@ -90,6 +90,14 @@ class BulkConnections:
         if (opening := self._start(link)) is not None:
             await opening.wait()
 
+    def is_impossible(self, peer_id: PeerId) -> bool:
+        """Whether a connection with this peer was tried not long ago and did not work, so that its link has none."""
+        link = self._live.get(peer_id)
+        return self._is_refused(peer_id) and (link is None or not link.has_bulk_connection)
+
+    def _is_refused(self, peer_id: PeerId) -> bool:
+        return trio.current_time() < self._retry_s.get(peer_id, -math.inf)
+
     def _start(self, link: Link) -> trio.Event | None:
         """Set when the attempt to open a connection ends; None if none is needed or possible."""
         if link in self._opening or link.has_bulk_connection or link.lost.is_set():
@@ -97,7 +105,7 @@ class BulkConnections:
         transport, nursery = self._transport, self._nursery
         if transport is None or nursery is None or not (transport.offer and link.hello.bulk):
             return None
-        if self._count >= MAX_CONNECTIONS or trio.current_time() < self._retry_s.get(link.peer_id, -math.inf):
+        if self._count >= MAX_CONNECTIONS or self._is_refused(link.peer_id):
             return None
         ended = self._opening[link] = trio.Event()
         nursery.start_soon(self._open, transport, nursery, link)

@@ -192,9 +192,9 @@ class Links:
         return self._strikes.counts(trio.current_time())
 
     def relayed(self) -> dict[PeerId, PeerId]:
-        """The linked trainers that are reached through a relay, and which one."""
+        """The linked trainers that bulk bytes reach through a relay, and which one, or ("") through libp2p alone."""
         relays = {link.peer_id: self._transport.relay_to(link.peer_id) for link in self.trainers()}
-        return {peer_id: relay for peer_id, relay in relays.items() if relay}
+        return {peer: relay for peer, relay in relays.items() if relay or self.bulk.is_impossible(peer)}
 
     def struck(self, most: int) -> list[Struck]:
         """The peers struck last, the newest first."""

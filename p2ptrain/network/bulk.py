@@ -69,9 +69,10 @@ class TlsBulk:
         offer: port and certificate; empty while it does not listen.
     """
 
-    def __init__(self, host_maddrs: Iterable[str], port: int, scratch: Path) -> None:
+    def __init__(self, peer_id: PeerId, host_maddrs: Iterable[str], port: int, scratch: Path) -> None:
         """
         Args:
+            peer_id: ours.
             host_maddrs: what libp2p listens on: connections are accepted on the same hosts.
             port: 0: any free one.
             scratch: a directory of our own for the key.
@@ -79,7 +80,7 @@ class TlsBulk:
         self.offer = b""
         self._hosts = list(dict.fromkeys(_host_of(maddr) for maddr in host_maddrs))
         self._port = port
-        self._own_certificate, pem = _make_certificate()
+        self._own_certificate, pem = _make_certificate(peer_id)
         self._server_name = _name_of(self._own_certificate)
         self._key_file = scratch / "bulk.pem"
         self._key_file.touch(0o600)
@@ -115,14 +116,17 @@ class TlsBulk:
                 stream.fail("the network was closed")
 
     def admit(self, peer_id: PeerId, offer: bytes) -> None:
-        """Accept connections with the certificate of this offer, and no longer with an earlier one of this peer."""
+        """Accept connections with the certificate of this offer, and no longer with an earlier one of this peer.
+
+        Raises WireError if it is not this peer's own, or malformed.
+        """
         self._admitted.pop(self._name_of.pop(peer_id, ""), None)
         if offer:
             _, certificate = _parse(offer)
             name = _name_of(certificate)
-            if name not in self._admitted:  # else another peer's, which that one proved first
-                self._admitted[name] = _Admitted(peer_id, certificate, self._context(ssl.PROTOCOL_TLS_SERVER, offer))
-                self._name_of[peer_id] = name
+            _check_owner(certificate, peer_id)
+            self._admitted[name] = _Admitted(peer_id, certificate, self._context(ssl.PROTOCOL_TLS_SERVER, offer))
+            self._name_of[peer_id] = name
 
     async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> SocketStream:
         """Open a connection to a peer at one of its addresses. Raises PeerLostError."""
@@ -141,14 +145,16 @@ class TlsBulk:
             except (OSError, ValueError) as error:  # UnicodeError is a ValueError
                 why[0] = f"{host}: {error}"
 
-        async with trio.open_nursery() as nursery:
-            for number, host in enumerate(hosts):
-                nursery.start_soon(dial, number, host)
-        for stream in found[1:]:
-            stream.fail("another address was faster")
-        if not found:
-            raise PeerLostError(f"{peer_id}: {why[0]}")
-        return found[0]
+        try:
+            async with trio.open_nursery() as nursery:
+                for number, host in enumerate(hosts):
+                    nursery.start_soon(dial, number, host)
+            if not found:
+                raise PeerLostError(f"{peer_id}: {why[0]}")
+            return found.pop(0)
+        finally:
+            for stream in found:
+                stream.fail("it is not needed")
 
     async def accept(self) -> SocketStream:
         """Wait for the next connection of an admitted peer."""
@@ -253,10 +259,10 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _make_certificate() -> tuple[bytes, bytes]:
-    """A new self-signed certificate as DER, and with its key as PEM."""
+def _make_certificate(peer_id: PeerId) -> tuple[bytes, bytes]:
+    """A new self-signed certificate as DER, and with its key as PEM. It names its peer, so that no other claims it."""
     key = Ed25519PrivateKey.generate()
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "p2ptrain")])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, peer_id)])
     builder = x509.CertificateBuilder(name, name, key.public_key(), 1, FROM, UNTIL)
     certificate = builder.sign(key, None)
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -269,6 +275,17 @@ def _parse(offer: bytes) -> tuple[int, bytes]:
     if len(offer) <= PORT.size or not port:
         raise WireError("a malformed offer of bulk connections")
     return port, offer[PORT.size :]
+
+
+def _check_owner(certificate: bytes, peer_id: PeerId) -> None:
+    """Raises WireError unless a certificate is one that its maker made for this peer."""
+    try:
+        names = x509.load_der_x509_certificate(certificate).subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+        owners = [name.value for name in names]
+    except Exception as error:  # untrusted bytes; cryptography raises several types
+        raise WireError(f"an offer of bulk connections without a certificate: {error}") from None
+    if owners != [peer_id]:
+        raise WireError("an offer of bulk connections with the certificate of another peer")
 
 
 def _name_of(certificate: bytes) -> str:

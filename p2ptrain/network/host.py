@@ -68,7 +68,9 @@ class Network:
             refusal=access.refusal,
         )
         self.directory = HivemindDirectory(identity)
-        self.bulk = TlsBulk(config.host_maddrs, config.bulk_port, scratch) if config.bulk == "on" else None
+        self.bulk = (
+            TlsBulk(identity.peer_id, config.host_maddrs, config.bulk_port, scratch) if config.bulk == "on" else None
+        )
         self.on_event: Callable[..., object] | None = None
         self.failure: ConfigError | None = None
         self._errors = ErrorLog(logger)

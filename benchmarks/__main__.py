@@ -23,6 +23,7 @@ BENCHMARKS = {
     "push": "CPU of one push over all processes, and how much gossip slows training",
     "gpu": "peer.step() and its share of training: GPT-2 124M, bfloat16, compiled, two peers on one GPU",
     "round": "a round at 25M parameters, four peers (rival: hivemind's averager)",
+    "bulk": "rounds at 100M and 350M parameters, two peers, beside the rate of one TLS connection",
     "bytes": "bytes of fragments and rounds, counted outside the processes",
     "memory": "memory beyond model, gradients and inner optimizer, at rest and during a round",
     "reference": "training beside SPARTA's authors' simulator: loss, bytes, time blocked (rival: exo gym's algorithm)",

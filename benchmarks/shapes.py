@@ -39,6 +39,16 @@ def gpt_25m(seed: int = 0) -> GPTParameters:
     return GPTParameters(layers=8, width=512, vocabulary=256, context=256, seed=seed)
 
 
+def gpt_100m(seed: int = 0) -> GPTParameters:
+    """A byte-level GPT: 101,001,216 parameters."""
+    return GPTParameters(layers=14, width=768, vocabulary=256, context=2048, seed=seed)
+
+
+def gpt_350m(seed: int = 0) -> GPTParameters:
+    """GPT-2 medium: 354,823,168 parameters."""
+    return GPTParameters(layers=24, width=1024, vocabulary=50257, context=1024, seed=seed)
+
+
 def _gpt_shapes(layers: int, width: int, vocabulary: int, context: int) -> list[tuple[str, tuple[int, ...]]]:
     shapes: list[tuple[str, tuple[int, ...]]] = [
         ("token_embedding", (vocabulary, width)),

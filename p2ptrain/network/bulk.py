@@ -80,7 +80,7 @@ class TlsBulk:
         self.offer = b""
         self._hosts = list(dict.fromkeys(_host_of(maddr) for maddr in host_maddrs))
         self._port = port
-        self._own_certificate, pem = _make_certificate(peer_id)
+        self._own_certificate, pem = make_certificate(peer_id)
         self._server_name = _name_of(self._own_certificate)
         self._key_file = scratch / "bulk.pem"
         self._key_file.touch(0o600)
@@ -259,7 +259,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _make_certificate(peer_id: PeerId) -> tuple[bytes, bytes]:
+def make_certificate(peer_id: PeerId) -> tuple[bytes, bytes]:
     """A new self-signed certificate as DER, and with its key as PEM. It names its peer, so that no other claims it."""
     key = Ed25519PrivateKey.generate()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, peer_id)])

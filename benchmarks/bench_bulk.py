@@ -24,10 +24,10 @@ from benchmarks.swarm import Setup
 from benchmarks.workloads import Pause
 from p2ptrain.network.bulk import make_certificate
 
-ROUNDS = 3
-STEP_S = 0.1
+ROUNDS = 2
+STEP_S = 0.05
 # Longer than a round takes, and its window of a tenth longer than the snapshot.
-SYNC_EVERY = 400
+SYNC_EVERY = 240
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "100M": (gpt_100m, 101_001_216),
     "350M": (gpt_350m, 354_823_168),

@@ -67,8 +67,9 @@ class FakePeer:
     def wait_finished(self, timeout_s: float) -> bool:
         return self.finished
 
-    def settle(self) -> None:
+    def finish_landing(self) -> bool:
         self.settled_at.append(self.run_step)
+        return True
 
     def on_leave(self, action: Callable[[], None]) -> None:
         pass

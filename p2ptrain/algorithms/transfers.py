@@ -42,9 +42,10 @@ class Transfer(Protocol[T_co]):
         """Whether `finish` returns without waiting. Never blocks."""
 
     def advance(self) -> bool:
-        """Once it is done, make a small piece of what `finish` would do. Returns whether others are left for now.
+        """Do one small piece of the work of `finish`. Returns whether pieces remain.
 
-        False if it cannot be divided. A piece that raises is left too. From the training thread.
+        Call it once it is done, from the training thread. False if no pieces remain, or the work cannot be divided. If
+        a piece raises, it remains.
         """
 
     def finish(self) -> T_co:

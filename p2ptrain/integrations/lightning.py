@@ -122,7 +122,7 @@ class P2PCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.peer is not None:
-            self.peer.settle()
+            self.peer.finish_landing()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.peer is not None and self._monitor in trainer.callback_metrics and not trainer.sanity_checking:

@@ -75,8 +75,17 @@ class P2PCallback(TrainerCallback):
             self._told_failure = True
             logger.warning("cut off from the run, training goes on alone: %s", self._peer.failure)
         self._follow_the_run(state, control, kwargs["lr_scheduler"])
-        if control.should_save or control.should_evaluate:  # the Trainer saves the model before it calls `on_save`
-            self._peer.settle()
+        self._finish_landing(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._finish_landing(control)
+
+    def _finish_landing(self, control: TrainerControl) -> None:
+        """Before the Trainer evaluates, or saves the model, which it does before it calls `on_save`."""
+        if control.should_save or control.should_evaluate:
+            self._peer.finish_landing()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the Trainer's mean loss since its last log, to record it with the next step."""

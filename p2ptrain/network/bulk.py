@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import hashlib
 import logging
+import re
 import socket
 import ssl
 import struct
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import trio
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from p2ptrain.error_log import ErrorLog
@@ -31,6 +32,7 @@ from p2ptrain.network.background import open_background
 from p2ptrain.network.bridge import from_asyncio
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.protocol.membership.reachability import best_first, is_relayed
+from p2ptrain.protocol.token_bucket import TokenBucket
 from p2ptrain.protocol.wire.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -39,18 +41,29 @@ logger = logging.getLogger(__name__)
 # long (guess).
 HANDSHAKE_S = 3.0
 # Handshakes at once, in all and from one address, and connections that wait to be accepted. Others are closed.
-MAX_HANDSHAKES, MAX_OF_ADDRESS = 64, 32
+MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS = 64, 32
+# Connections at once, handshakes and those that are being closed included; and accepted in a second.
+MAX_OPEN, ACCEPTS_PER_S = 192, 50.0
+# A ClientHello with one server name has 300 bytes, and 1,500 with a post-quantum key. It mostly comes in one piece.
+MAX_CLIENT_HELLO_BYTES, PEEK_AGAIN_S = 8192, 0.02
+TLS_HANDSHAKE = 22
 # Addresses of a peer that are dialled, each so long after the one before (Happy Eyeballs, RFC 8305).
 MAX_DIALLED, DIAL_APART_S = 6, 0.25
+# Free ports that are tried where it must be free on several hosts.
+PORT_TRIES = 8
 # Hosts in multiaddrs.
 FAMILIES = ("ip4", "ip6", "dns", "dns4", "dns6")
 # BBR keeps queues short, so that heartbeats pass (Cardwell et al., 2016). Linux may not have it, or not allow it.
 TCP_CONGESTION, BBR = 13, b"bbr"
+# The kernel takes so many bytes beyond those that are on their way, so that the sender's rate is that of the path.
+UNSENT_BYTES = 128 * 1024
 # Unacknowledged bytes break a connection after as long as a silent link is kept at most.
 USER_TIMEOUT_MS = 30_000
 # The certificate's dates: clocks of peers may differ, so it is always valid.
-FROM, UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
+NOT_BEFORE, NOT_AFTER = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
 PORT = struct.Struct("!H")
+# As `_name_of` makes it.
+SERVER_NAME = re.compile(rb"p[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,8 @@ class _Admitted:
 
     peer_id: PeerId
     certificate: bytes
-    context: ssl.SSLContext
+    for_accepting: ssl.SSLContext
+    for_dialling: ssl.SSLContext
 
 
 class TlsBulk:
@@ -78,7 +92,7 @@ class TlsBulk:
             scratch: a directory of our own for the key.
         """
         self.offer = b""
-        self._hosts = list(dict.fromkeys(_host_of(maddr) for maddr in host_maddrs))
+        self._hosts = list(dict.fromkeys(host for maddr in host_maddrs if (host := _host_of(maddr))))
         self._port = port
         self._own_certificate, pem = make_certificate(peer_id)
         self._server_name = _name_of(self._own_certificate)
@@ -90,6 +104,7 @@ class TlsBulk:
         self._admitted: dict[str, _Admitted] = {}
         self._name_of: dict[PeerId, str] = {}
         self._handshakes: Counter[str] = Counter()
+        self._accepts = TokenBucket(ACCEPTS_PER_S, MAX_HANDSHAKES, 0.0)
         self._accepted, self._incoming = trio.open_memory_channel[SocketStream](MAX_HANDSHAKES)
         self._server_context = self._context(ssl.PROTOCOL_TLS_SERVER)
         self._server_context.sni_callback = self._choose
@@ -97,13 +112,10 @@ class TlsBulk:
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Accept connections until the block ends. Raises ConfigError if the port cannot be used."""
-        listeners: list[socket.socket] = []
-        port = self._port
+        listeners = _listen_on_all(self._hosts, self._port)
         try:
-            for host in self._hosts:
-                listeners.append(_listen(host, port))
-                port = listeners[0].getsockname()[1]
-            self.offer = PORT.pack(port) + self._own_certificate
+            if listeners:
+                self.offer = PORT.pack(listeners[0].getsockname()[1]) + self._own_certificate
             async with open_background() as background:
                 for listener in listeners:
                     background.start_soon(self._take_forever, listener, background)
@@ -125,13 +137,21 @@ class TlsBulk:
             _, certificate = _parse(offer)
             name = _name_of(certificate)
             _check_owner(certificate, peer_id)
-            self._admitted[name] = _Admitted(peer_id, certificate, self._context(ssl.PROTOCOL_TLS_SERVER, offer))
+            try:
+                contexts = [self._context(side, offer) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT)]
+            except OSError as error:  # of the key file: libp2p carries the bytes
+                self._errors.note("preparing bulk connections", error)
+                return
+            self._admitted[name] = _Admitted(peer_id, certificate, *contexts)
             self._name_of[peer_id] = name
 
     async def open(self, peer_id: PeerId, offer: bytes, maddrs: Sequence[str]) -> SocketStream:
         """Open a connection to a peer at one of its addresses. Raises PeerLostError."""
-        port, _ = _parse(offer)
-        context = self._context(ssl.PROTOCOL_TLS_CLIENT, offer)
+        port, certificate = _parse(offer)
+        admitted = self._admitted.get(_name_of(certificate))
+        if admitted is None:
+            raise PeerLostError(f"{peer_id}: its certificate is not known")
+        context = admitted.for_dialling
         direct = [maddr for maddr in maddrs if not is_relayed(maddr)]
         hosts = list(dict.fromkeys(host for maddr in best_first(direct) if (host := _host_of(maddr))))[:MAX_DIALLED]
         found: list[SocketStream] = []
@@ -178,7 +198,10 @@ class TlsBulk:
                 self._errors.note("accepting a bulk connection", error)
                 await trio.sleep(1.0)
                 continue
-            if self._handshakes[address] >= MAX_OF_ADDRESS or self._handshakes.total() >= MAX_HANDSHAKES:
+            under_way = self._handshakes.total()
+            is_full = len(self._streams) + under_way >= MAX_OPEN or under_way >= MAX_HANDSHAKES
+            is_full = is_full or self._handshakes[address] >= MAX_HANDSHAKES_PER_ADDRESS
+            if is_full or not self._accepts.spend(1.0, trio.current_time()):
                 connection.close()
             else:
                 self._handshakes[address] += 1
@@ -189,11 +212,15 @@ class TlsBulk:
         stream = SocketStream(remote="unknown")
         try:
             with self._errors.containing("accepting a bulk connection"), contextlib.suppress(OSError):
+                if not await self._is_named(connection):
+                    return
                 connecting = asyncio.get_running_loop().connect_accepted_socket(  # type: ignore[type-var]
                     lambda: stream, connection, ssl=self._server_context, ssl_handshake_timeout=HANDSHAKE_S
                 )
                 transport, _ = await from_asyncio(connecting)
                 self._own(transport, stream)
+                if stream.has_ended:
+                    return
                 certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
                 admitted = self._admitted.get(_name_of(certificate))
                 if admitted is None or admitted.certificate != certificate:
@@ -205,16 +232,37 @@ class TlsBulk:
                 except trio.WouldBlock:
                     stream.fail("too many connections wait to be accepted")
         finally:
+            if stream not in self._streams:
+                connection.close()  # also if this task was cancelled before it began
             self._handshakes[address] -= 1
             if not self._handshakes[address]:
                 del self._handshakes[address]
 
+    async def _is_named(self, connection: socket.socket) -> bool:
+        """Whether the first bytes, which stay to be read, hold the server name of an admitted peer.
+
+        So strangers cost no TLS. A name that cannot be decoded would have Python write a traceback to the terminal.
+        """
+        with trio.move_on_after(HANDSHAKE_S):
+            while True:
+                await trio.lowlevel.wait_readable(connection)
+                hello = connection.recv(MAX_CLIENT_HELLO_BYTES, socket.MSG_PEEK)
+                if not hello or hello[0] != TLS_HANDSHAKE or len(hello) == MAX_CLIENT_HELLO_BYTES:
+                    return False
+                if len(hello) >= 5 and len(hello) >= 5 + int.from_bytes(hello[3:5], "big"):
+                    return any(name in self._admitted for name in map(bytes.decode, SERVER_NAME.findall(hello)))
+                await trio.sleep(PEEK_AGAIN_S)
+        return False
+
     def _own(self, transport: asyncio.BaseTransport, stream: SocketStream) -> None:
+        if stream.has_ended:  # in the moment after its handshake
+            return
         self._streams.add(stream)
         stream.on_lost = self._streams.discard
         connection = transport.get_extra_info("socket")
         with contextlib.suppress(OSError, AttributeError):  # Linux has them
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
             connection.setsockopt(socket.IPPROTO_TCP, TCP_CONGESTION, BBR)
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
@@ -222,7 +270,7 @@ class TlsBulk:
         admitted = self._admitted.get(name or "")
         if admitted is None:
             return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
-        connection.context = admitted.context
+        connection.context = admitted.for_accepting
         return None
 
     def _context(self, side: int, offer: bytes = b"") -> ssl.SSLContext:
@@ -241,8 +289,27 @@ class TlsBulk:
         return context
 
 
+def _listen_on_all(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Sockets that listen on one port of all hosts; 0: any that is free. Raises ConfigError."""
+    listeners: list[socket.socket] = []
+    for tries_left in reversed(range(PORT_TRIES if port == 0 else 1)):
+        try:
+            for host in hosts:
+                listeners.append(_listen(host, listeners[0].getsockname()[1] if listeners else port))
+            break
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            listeners.clear()
+            if not tries_left:
+                raise ConfigError(
+                    f"--bulk-port {port}: {error.strerror}; choose another port, 0 for any free one, or --bulk off"
+                ) from None
+    return listeners
+
+
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError."""
+    """A socket that listens there. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setblocking(False)
@@ -251,11 +318,9 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, port))
         listener.listen(MAX_HANDSHAKES)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise ConfigError(
-            f"--bulk-port {port}: {error.strerror}; choose another port, 0 for any free one, or --bulk off"
-        ) from None
+        raise
     return listener
 
 
@@ -263,7 +328,7 @@ def make_certificate(peer_id: PeerId) -> tuple[bytes, bytes]:
     """A new self-signed certificate as DER, and with its key as PEM. It names its peer, so that no other claims it."""
     key = Ed25519PrivateKey.generate()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, peer_id)])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, FROM, UNTIL)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, NOT_BEFORE, NOT_AFTER)
     certificate = builder.sign(key, None)
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     return certificate.public_bytes(Encoding.DER), pem + certificate.public_bytes(Encoding.PEM)
@@ -278,12 +343,15 @@ def _parse(offer: bytes) -> tuple[int, bytes]:
 
 
 def _check_owner(certificate: bytes, peer_id: PeerId) -> None:
-    """Raises WireError unless a certificate is one that its maker made for this peer."""
+    """Raises WireError unless the certificate's common name is this peer's id."""
     try:
-        names = x509.load_der_x509_certificate(certificate).subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
-        owners = [name.value for name in names]
+        parsed = x509.load_der_x509_certificate(certificate)
+        owners = [name.value for name in parsed.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
+        is_ed25519 = isinstance(parsed.public_key(), Ed25519PublicKey)
     except Exception as error:  # untrusted bytes; cryptography raises several types
         raise WireError(f"an offer of bulk connections without a certificate: {error}") from None
+    if not is_ed25519:
+        raise WireError("an offer of bulk connections with a key that is not Ed25519")
     if owners != [peer_id]:
         raise WireError("an offer of bulk connections with the certificate of another peer")
 

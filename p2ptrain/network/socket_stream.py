@@ -56,6 +56,7 @@ class SocketStream:
         self._buffered_bytes = 0
         self._ended = False
         self._broken: str | None = None
+        self._has_ended = False
         self._writable = True
         self._reading = True
         self._sent_s = 0.0
@@ -102,6 +103,11 @@ class SocketStream:
             loop.call_later(LINGER_S, self._transport.abort)
         await trio.lowlevel.cancel_shielded_checkpoint()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection is over, so that `on_lost` was called."""
+        return self._has_ended
+
     def fail(self, reason: str) -> None:
         """Break the stream at once: send and receive raise PeerLostError from now on."""
         if self._broken is None:
@@ -143,6 +149,7 @@ class SocketStream:
             self._break(f"the connection was lost: {error or 'closed'}")
         self._receivers.unpark_all()
         self._senders.unpark_all()
+        self._has_ended = True
         self.on_lost(self)
 
     def pause_writing(self) -> None:

@@ -175,8 +175,9 @@ class GroupPeer:
             waiting = bool(self._ranks.tell({"waiting": waits})["waiting"])
         return self.finished
 
-    def settle(self) -> None:
-        """As `Peer.settle`. Nothing is left to land here: in a process group, a round lands in one step."""
+    def finish_landing(self) -> bool:
+        """As `Peer.finish_landing`. Nothing is left to land here: in a process group, a round lands in one step."""
+        return True
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event to the metrics stream of rank 0; does nothing on the other ranks."""

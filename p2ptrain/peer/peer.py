@@ -192,12 +192,14 @@ class Peer:
             time.sleep(POLL_S)
         return self._exchange.finished
 
-    def settle(self) -> None:
+    def finish_landing(self) -> bool:
         """Land the rest of a round of which a part has landed in the weights, so that all are of one epoch.
 
         The landing of a large model takes several steps on a CPU. Call this before you copy or evaluate the weights.
+        The next `step()` reports the round. Returns False if an error, which is logged, has left weights of two epochs;
+        the next step tries it again.
         """
-        self._exchange.settle()
+        return self._exchange.finish_landing()
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append an event to the metrics stream."""
@@ -288,8 +290,8 @@ class Peer:
     def state_dict(self) -> dict[str, Any]:
         """This peer's part of a checkpoint: its position, and the state that rounds agree on.
 
-        Blocks while a round changes that state, and while it is copied: seconds for a large model. Settles the weights
-        first (`settle`), so call it before you copy them.
+        Blocks while a round changes that state, and while it is copied: seconds for a large model. Finishes a landing
+        first (`finish_landing`), so call it before you copy the weights.
 
         Returns:
             `head`: str, the last round and the voters of the next, packed, in hex. `run_step`: int, position in the
@@ -300,7 +302,7 @@ class Peer:
         Raises:
             TimeoutError: a round takes more than 120 s to change the state.
         """
-        self.settle()
+        self.finish_landing()
         node = self._runner.last_ready
         if self._left:
             return to_dict(
@@ -372,7 +374,7 @@ class Peer:
         finally:
             self._thread.post(scope.cancel)
             self._ended.wait(5.0)
-            self.settle()
+            self.finish_landing()
         # What is under way holds memory of the device and the host, which may be freed only when that is done.
         deadline = time.monotonic() + TRANSFERS_S
         while idle() and self._is_under_way() and time.monotonic() < deadline:

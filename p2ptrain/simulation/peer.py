@@ -93,8 +93,8 @@ class SimulatedPeer:
         )  # fmt: skip
         return report
 
-    def settle(self) -> None:
-        self._exchange.settle()
+    def finish_landing(self) -> bool:
+        return self._exchange.finish_landing()
 
     def record(self, event: str, /, **fields: Any) -> None:
         if event == "eval":

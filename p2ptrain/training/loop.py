@@ -48,7 +48,7 @@ class SteppingPeer(Protocol):
     @property
     def finished(self) -> bool: ...
     def step(self, loss: float | None = None, samples: int = 0) -> StepReport: ...
-    def settle(self) -> None: ...
+    def finish_landing(self) -> bool: ...
     def record(self, event: str, /, **fields: Any) -> None: ...
 
 
@@ -84,7 +84,7 @@ def record_evaluation(
     observers use it to group the samples of different peers.
     """
     began_s = time.perf_counter()
-    peer.settle()
+    peer.finish_landing()
     try:
         loss = trainer.evaluate(stop)
     except Stopped:
@@ -227,7 +227,9 @@ def save_checkpoint(peer: Peer | GroupPeer, trainer: Trainer, out: Path, *, is_c
 
     `is_closed`: whether the run has a key, without which it must not be continued.
     """
-    peer.settle()  # the weights, the round and the anchor belong together
+    if not peer.finish_landing():  # the weights, the round and the anchor belong together
+        logger.warning("no checkpoint was written: a round has landed in a part of the weights only; it is tried again")
+        return False
     info = {
         "run": peer.run.to_dict(),
         "is_closed": is_closed,

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
-from p2ptrain.network.bulk import HANDSHAKE_S, MAX_OF_ADDRESS, PORT, TlsBulk
+from p2ptrain.network.bulk import HANDSHAKE_S, MAX_HANDSHAKES_PER_ADDRESS, PORT, TlsBulk
 from p2ptrain.network.socket_stream import RECEIVE_BUFFER_BYTES
 from p2ptrain.protocol.wire.messages import MAX_OFFER_BYTES
 from tests.network.local import read
@@ -176,7 +176,7 @@ def test_silent_strangers_are_few_and_end(run: Callable[..., Any], tmp_path: Pat
     async def main() -> None:
         async with two(tmp_path) as (a, b):
             strangers = []
-            for _ in range(MAX_OF_ADDRESS + 8):
+            for _ in range(MAX_HANDSHAKES_PER_ADDRESS + 8):
                 strangers.append(socket.create_connection(("127.0.0.1", port_of(b))))
             with trio.fail_after(4 * HANDSHAKE_S):
                 for stranger in strangers:

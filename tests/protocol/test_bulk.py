@@ -8,7 +8,7 @@ import trio
 from p2ptrain.errors import PeerLostError
 from p2ptrain.memory_network import MemoryNetwork, PacketFault
 from p2ptrain.memory_network.network import MemoryStream
-from p2ptrain.protocol.links.bulk import MAX_OF_A_LINK, OPEN_TIMEOUT_S, RETRY_S
+from p2ptrain.protocol.links.bulk import MAX_PER_LINK, OPEN_TIMEOUT_S, RETRY_S
 from p2ptrain.protocol.links.bulk_connection import CLOSE_AFTER_S, REUSE_S
 from p2ptrain.protocol.links.link import BULK_FROM_BYTES, Link
 from p2ptrain.protocol.links.outbox import Traffic
@@ -285,10 +285,10 @@ def test_a_link_has_few_connections_however_many_its_peer_opens() -> None:
     async def main() -> None:
         network = MemoryNetwork()
         async with bulk_pair(network) as (_, _, _, other):
-            for _ in range(3 * MAX_OF_A_LINK):
+            for _ in range(3 * MAX_PER_LINK):
                 await network.transports["a"].bulk.open("b", b"b", [])
             await trio.sleep(1)
-            assert other.num_bulk_connections == MAX_OF_A_LINK
+            assert other.num_bulk_connections == MAX_PER_LINK
             assert not other.lost.is_set()
 
     run_virtual(main)

@@ -337,7 +337,7 @@ def test_the_last_round_of_a_run_lands_in_one_slice() -> None:
 
 @pytest.mark.parametrize("kind", ["add", "write"])
 def test_without_training_the_rest_is_one_slice(kind: str) -> None:
-    for go_on in ("idle", "settle"):
+    for go_on in ("idle", "finish_landing"):
         bench = SlowBench()
         before, buffer = bench.flat(), bench.land(kind)
         bench.step()
@@ -351,7 +351,7 @@ def test_a_landing_that_has_not_begun_is_not_settled() -> None:
     bench = SlowBench()
     before = bench.flat()
     bench.land()
-    bench.exchange.settle()
+    bench.exchange.finish_landing()
     assert bench.exchange.landing_pending
     assert torch.equal(bench.flat(), before)
 

@@ -27,7 +27,7 @@ _ARGUMENTS = {
 def library() -> ctypes.CDLL | None:
     """The library; None if it was not built, or not for this machine."""
     with contextlib.suppress(OSError):
-        return load(f"{__path__[0]}/libkernels.so.1")
+        return load(f"{__path__[0]}/libkernels.so.2")
     return None
 
 

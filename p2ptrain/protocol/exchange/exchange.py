@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -106,6 +107,7 @@ class Exchange:
         self.epoch = types.Epoch()
         self.finished = False
         self.landing_error: Exception | None = None
+        self._unreported: deque[types.RoundReport] = deque()
         self.step_s = 0.0
         self.cpu_clock = cpu_clock
         self.tokens = 0
@@ -269,7 +271,7 @@ class Exchange:
         self.tokens += samples
         self._merger.mixed.clear()
         step_slice = Slice(start, self.step_s, self._clock)
-        report = self._land(step_slice)
+        report = self._reported(self._land(step_slice))
         merged, skipped, took_plan = 0, dict[str, int](), False
         # No fragment may change the weights that the last round gave to all peers.
         if not self.finished and not self._landed_in_part:
@@ -294,15 +296,25 @@ class Exchange:
         Does not wait for transfers either: call it again while `under_way`.
         """
         whole = Slice(self._clock(), math.inf, self._clock)
-        report = self._land(whole)
+        report = self._reported(self._land(whole))
         self._push()
         self._snapshot(whole)
         return report
 
-    def settle(self) -> None:
-        """Land the rest of a round of which slices have landed: afterwards all weights are of one epoch."""
-        if self._landed_in_part:
-            self._land(Slice(self._clock(), math.inf, self._clock))
+    def finish_landing(self) -> bool:
+        """Land the rest of a round of which slices have landed. Returns whether all weights are of one epoch now.
+
+        The next step reports the round.
+        """
+        if self._landed_in_part and (report := self._land(Slice(self._clock(), math.inf, self._clock))) is not None:
+            self._unreported.append(report)
+        return not self._landed_in_part
+
+    def _reported(self, landed: types.RoundReport | None) -> types.RoundReport | None:
+        """The oldest round that landed and was not reported."""
+        if landed is not None:
+            self._unreported.append(landed)
+        return self._unreported.popleft() if self._unreported else None
 
     @property
     def under_way(self) -> bool:

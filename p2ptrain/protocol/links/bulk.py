@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 
 import trio
 
-from p2ptrain.error_log import innermost
+from p2ptrain.error_log import ErrorLog, innermost
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.frame_reader import FrameReader
+from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Ack
@@ -28,15 +29,15 @@ logger = logging.getLogger(__name__)
 # At once, those that others opened included. A round has at most 64 members.
 MAX_CONNECTIONS = 64
 # Of one link: each side may open one, and another one when that was not used for a while.
-MAX_OF_A_LINK = 4
+MAX_PER_LINK = 4
 # From the dial to the acceptor's Ack: five round trips of 0.6 s. Bulk bytes wait for it (guess).
 OPEN_TIMEOUT_S = 3.0
 # The other side may not have our Hello yet, and is tried once more after this long (guess).
-AGAIN_S = 0.5
+REDIAL_AFTER_S = 0.5
 # A peer that could not be reached, or whose connection broke, is tried again after this long (guess).
 RETRY_S = 600.0
 # A peer that ends closes its connections at once: so long the link has to say so (guess).
-LINK_FIRST_S = 1.0
+WAIT_FOR_LEAVE_S = 1.0
 # An Ack has no fields.
 MAX_ACK_BYTES = 16
 # Peers remembered for that; the oldest is forgotten.
@@ -47,32 +48,42 @@ class BulkConnections:
     """Opens and accepts the bulk connections of a peer's links.
 
     Args:
+        me: our peer id.
         transport: None: none are possible.
         live: the peer's links.
         containing: what an exception in its block costs a link, as `Links.containing`.
+        errors: logs exceptions of our code.
     """
 
     def __init__(
-        self, transport: BulkTransport | None, live: Mapping[PeerId, Link],
-        containing: Callable[[Link, str], AbstractContextManager[None]],
+        self, me: PeerId, transport: BulkTransport | None, live: Mapping[PeerId, Link],
+        containing: Callable[[Link, str], AbstractContextManager[None]], errors: ErrorLog,
     ) -> None:  # fmt: skip
+        self._me = me
+        self._errors = errors
         self._transport = transport
         self._live = live
         self._containing = containing
         self._opening: dict[Link, trio.Event] = {}
-        self._retry_s: dict[PeerId, float] = {}
+        # The offers that did not work, and until when they are not tried again.
+        self._retry_s: dict[PeerId, tuple[bytes, float]] = {}
         self._count = 0
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
         """Accept connections until cancelled."""
-        async with trio.open_nursery() as self._nursery:
-            while self._transport is not None:
-                self._nursery.start_soon(self._welcome, await self._transport.accept())
+        try:
+            async with trio.open_nursery() as self._nursery:
+                while self._transport is not None:
+                    self._nursery.start_soon(self._welcome, await self._transport.accept())
+        finally:
+            self._nursery = None
 
     def begin(self, link: Link) -> None:
-        """A link begins: accept its peer's connections. Raises WireError if its Hello is malformed."""
-        if self._transport is not None:
+        """A link begins: accept its peer's connections, if it trains. Raises WireError if its Hello is malformed."""
+        if self._transport is not None and link.hello.role == TRAINER:
+            if self._retry_s.get(link.peer_id, (b"", 0.0))[0] != link.hello.bulk:
+                self._retry_s.pop(link.peer_id, None)  # it was restarted
             self._transport.admit(link.peer_id, link.hello.bulk)
 
     def end(self, link: Link) -> None:
@@ -81,14 +92,27 @@ class BulkConnections:
             self._transport.admit(link.peer_id, b"")
 
     def open_soon(self, links: Iterable[Link]) -> None:
-        """Open connections to these peers, with which bulk bytes will be exchanged, where there are none."""
+        """Open connections to these peers, with which bulk bytes will be exchanged, where there are none.
+
+        Both sides call it, so that of two peers only the lower id dials; the other one does when it sends.
+        """
         for link in links:
-            self._start(link)
+            if self._me < link.peer_id:
+                self._start(link)
 
     async def opened(self, link: Link) -> None:
         """Return once it is known whether a link has a connection; opens one if possible. Takes at most 3 s."""
-        if (opening := self._start(link)) is not None:
+        if (opening := self._start(link)) is None:
+            return
+        async with trio.open_nursery() as nursery:
+
+            async def end_with_link() -> None:
+                await link.lost.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(end_with_link)
             await opening.wait()
+            nursery.cancel_scope.cancel()
 
     def is_impossible(self, peer_id: PeerId) -> bool:
         """Whether a connection with this peer was tried not long ago and did not work, so that its link has none."""
@@ -96,7 +120,7 @@ class BulkConnections:
         return self._is_refused(peer_id) and (link is None or not link.has_bulk_connection)
 
     def _is_refused(self, peer_id: PeerId) -> bool:
-        return trio.current_time() < self._retry_s.get(peer_id, -math.inf)
+        return trio.current_time() < self._retry_s.get(peer_id, (b"", -math.inf))[1]
 
     def _start(self, link: Link) -> trio.Event | None:
         """Set when the attempt to open a connection ends; None if none is needed or possible."""
@@ -105,7 +129,7 @@ class BulkConnections:
         transport, nursery = self._transport, self._nursery
         if transport is None or nursery is None or not (transport.offer and link.hello.bulk):
             return None
-        if self._count >= MAX_CONNECTIONS or self._is_refused(link.peer_id):
+        if self._count + len(self._opening) >= MAX_CONNECTIONS or self._is_refused(link.peer_id):
             return None
         ended = self._opening[link] = trio.Event()
         nursery.start_soon(self._open, transport, nursery, link)
@@ -117,13 +141,16 @@ class BulkConnections:
                 try:
                     stream, reader = await self._dial(transport, link)
                 except PeerLostError:
-                    await trio.sleep(AGAIN_S)
+                    await trio.sleep(REDIAL_AFTER_S)
                     stream, reader = await self._dial(transport, link)
                 await nursery.start(self._serve, link, stream, reader.read_ahead)
                 return
             self._note_failed(link, f"timeout: no connection within {OPEN_TIMEOUT_S:g} s")
         except PeerLostError as error:
             self._note_failed(link, str(error))
+        except Exception as error:
+            self._errors.note(f"opening a bulk connection with {link.peer_id}", error)
+            self._note_failed(link, repr(error))
         finally:
             self._opening.pop(link).set()
 
@@ -142,39 +169,51 @@ class BulkConnections:
 
     async def _welcome(self, stream: Stream) -> None:
         link = self._live.get(stream.remote)
-        if link is None or link.num_bulk_connections >= MAX_OF_A_LINK or self._count >= MAX_CONNECTIONS:
+        if (
+            link is None
+            or not link.hello.bulk
+            or link.num_bulk_connections >= MAX_PER_LINK
+            or self._count >= MAX_CONNECTIONS
+        ):
             await stream.aclose()
             return
-        with self._containing(link, "accepting its bulk connection"):
-            await stream.send_all(encode_frame(Ack()))
-            await self._serve(link, stream, b"")
+        try:
+            with self._containing(link, "accepting its bulk connection"):
+                await stream.send_all(encode_frame(Ack()))
+                await self._serve(link, stream, b"")
+        finally:
+            await stream.aclose()
 
     async def _serve(
         self, link: Link, stream: Stream, read_ahead: bytes,
         *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:  # fmt: skip
-        self._count += 1
-        try:
-            with self._containing(link, "serving its bulk connection"):
-                try:
-                    await link.run_bulk(stream, read_ahead, task_status=task_status)
-                except* PeerLostError as errors:
-                    await self._end_broken(link, str(innermost(errors)))
-        finally:
-            self._count -= 1
-            await stream.aclose()
+        why = ""
+        with self._containing(link, "serving its bulk connection"):
+            self._count += 1
+            try:
+                await link.run_bulk(stream, read_ahead, task_status=task_status)
+            except* PeerLostError as errors:
+                why = str(innermost(errors))
+            finally:
+                self._count -= 1
+                await stream.aclose()
+        if why:
+            await self._end_broken(link, why)
 
     async def _end_broken(self, link: Link, why: str) -> None:
         """Close the link, as frames may be lost, unless its stream says first that the peer has left, or is lost."""
-        with trio.move_on_after(LINK_FIRST_S):
+        with trio.move_on_after(WAIT_FOR_LEAVE_S):
             await link.lost.wait()
             return
         self._note_failed(link, why)
         link.close(f"its bulk connection broke: {why}")
 
     def _note_failed(self, link: Link, why: str) -> None:
+        if link.lost.is_set() or link.has_bulk_connection:
+            return  # the other side has opened one meanwhile, or there is no use for it
         logger.debug("no bulk connection with %s: %s", link.peer_id, why)
         self._retry_s.pop(link.peer_id, None)
-        self._retry_s[link.peer_id] = trio.current_time() + RETRY_S
+        self._retry_s[link.peer_id] = link.hello.bulk, trio.current_time() + RETRY_S
         if len(self._retry_s) > MAX_REMEMBERED:
             del self._retry_s[next(iter(self._retry_s))]

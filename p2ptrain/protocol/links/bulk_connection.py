@@ -10,13 +10,15 @@ from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.frame_reader import FrameReader
 from p2ptrain.protocol.links.outbox import Outbox
 from p2ptrain.protocol.wire import frames
-from p2ptrain.protocol.wire.messages import Answer, Contribution, Mean, Message, PairWeights
+from p2ptrain.protocol.wire.messages import Answer, Contribution, Mean, Message
 from p2ptrain.protocol.wire.transport import Stream
 
 # After so long without a frame, either side may close a connection. A side that has seen none for REUSE_S sends on
 # another one, so that a frame is not lost in a connection that is being closed: the sides' clocks may differ by the
 # time that a frame is on its way.
 CLOSE_AFTER_S, REUSE_S = 60.0, 45.0
+# The rate of a connection is that of so many bytes: more than the buffers of a socket take at once.
+RATE_BYTES = 1024 * 1024
 
 
 class BulkConnection:
@@ -31,7 +33,8 @@ class BulkConnection:
         timeout_s: the longest that one frame may take to be sent.
 
     Attributes:
-        used_s: when a frame was last queued, sent or received.
+        used_s: when a frame was last queued or sent, or bytes came.
+        rate_bytes_s: bytes per second that it took in the last mebibyte that was sent without a pause; 0 before that.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class BulkConnection:
         take: Callable[[frames.Prefix, Message, bytes], Awaitable[None]], timeout_s: float,
     ) -> None:  # fmt: skip
         self.used_s = trio.current_time()
+        self.rate_bytes_s = 0.0
         self.reader = reader
         self._stream = stream
         self._outbox = outbox
@@ -77,19 +81,26 @@ class BulkConnection:
                     raise
                 whole.cancel()
                 return
-            if prefix.bulk or not isinstance(message, Answer | Contribution | Mean | PairWeights):
+            if prefix.bulk or prefix.compressed or not isinstance(message, Answer | Contribution | Mean):
                 raise WireError(f"{type(message).__name__} on a bulk connection")
+            await trio.lowlevel.cancel_shielded_checkpoint()  # many small frames may be here: others have their turn
             self.used_s = trio.current_time()
             await self._take(prefix, message, payload)
 
     async def _write(self) -> None:
+        began_s, sent_bytes = trio.current_time(), 0
         while True:
             frame = self._outbox.next_bulk_frame() if self._is_chosen() else None
             if frame is None:
                 await self._outbox.changed.park()
+                began_s, sent_bytes = trio.current_time(), 0
                 continue
             with trio.move_on_after(self._timeout_s) as scope:
                 await self._stream.send_all(frame)
             if scope.cancelled_caught:
                 raise PeerLostError(f"a frame was not sent within {self._timeout_s:.0f} s")
             self.used_s = trio.current_time()
+            sent_bytes += len(frame)
+            if sent_bytes >= RATE_BYTES and self.used_s > began_s:
+                self.rate_bytes_s = sent_bytes / (self.used_s - began_s)
+                began_s, sent_bytes = self.used_s, 0

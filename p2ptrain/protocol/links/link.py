@@ -110,6 +110,7 @@ class Link:
         self._readers: list[FrameReader] = []
         self._handling = 0
         self._bulk: list[BulkConnection] = []
+        self._bulk_rate = 0.0  # of the last one that ended
         self._outbox = Outbox(peer_id, self.flow, setup.counters, rates)
 
     def send(self, message: Message) -> None:
@@ -123,7 +124,7 @@ class Link:
         self, message: Message, payload: bytes | memoryview, traffic: Traffic, *, compress: bool = False
     ) -> None:
         """Queue one chunk, waiting while the queue is full. Raises PeerLostError."""
-        if len(payload) >= BULK_FROM_BYTES:
+        if len(payload) >= BULK_FROM_BYTES and not isinstance(message, PairWeights):
             await self._setup.open_bulk(self)
         if (connection := self._chosen) is not None:
             connection.used_s = trio.current_time()
@@ -185,6 +186,11 @@ class Link:
             await stream.aclose()
 
     @property
+    def rate_bytes_s(self) -> float:
+        """Bulk bytes per second that reach the peer; 0 if unknown."""
+        return max(self.flow.rate_bytes_s, self._bulk_rate, *(connection.rate_bytes_s for connection in self._bulk))
+
+    @property
     def num_bulk_connections(self) -> int:
         return len(self._bulk)
 
@@ -202,7 +208,7 @@ class Link:
     ) -> None:
         """Serve a bulk connection until the link is lost or nothing used it for a while. Raises as that."""
         reader = FrameReader(
-            stream, read_ahead, self._note_heard,
+            stream, read_ahead, lambda: self._note_bulk(connection),
             budget=self._setup.budget, frame_timeout_s=self._setup.peer_timeout_s,
         )  # fmt: skip
         connection = BulkConnection(
@@ -216,6 +222,8 @@ class Link:
             await connection.run(self.lost)
         finally:
             self._bulk.remove(connection)
+            self._bulk_rate = connection.rate_bytes_s or self._bulk_rate
+            self._outbox.changed.unpark_all()
 
     async def _write(self, stream: Stream, all_written: trio.Event) -> None:
         try:
@@ -268,6 +276,11 @@ class Link:
         elif isinstance(message, Leave):
             self.left = True
         await self._handle(message, payload, size)
+
+    def _note_bulk(self, connection: BulkConnection) -> None:
+        """Bytes came on a bulk connection."""
+        connection.used_s = trio.current_time()
+        self._note_heard()
 
     async def _take_bulk(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
         """Take a frame of a bulk connection: the flow control is that of the network."""

@@ -14,7 +14,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.links.flow_control import FlowControl
 from p2ptrain.protocol.links.rates import MessageRates
 from p2ptrain.protocol.wire import frames
-from p2ptrain.protocol.wire.messages import Answer, Fragment, Message
+from p2ptrain.protocol.wire.messages import Answer, Fragment, Message, PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 
 # Queued bulk frames and their bytes; beyond that senders wait. One always fits.
@@ -51,12 +51,16 @@ class LinkCounters:
 
 @dataclass(slots=True)
 class _Bulk:
-    """A queued bulk frame; encoded when it is sent, so that ages and acknowledgements are fresh."""
+    """A queued bulk frame; encoded when it is sent, so that ages and acknowledgements are fresh.
+
+    `keeps_to_stream`: control frames before it must come first, which holds only on the link's stream.
+    """
 
     make: Callable[[], Message]
     payload: bytes | memoryview
     traffic: Traffic
     compress: bool = False
+    keeps_to_stream: bool = False
     until_s: float = math.inf
 
 
@@ -83,6 +87,8 @@ class Outbox:
         self._control_bytes = 0
         self._bulk: deque[_Bulk] = deque()
         self._bulk_bytes = 0
+        # Bytes under flow control up to the last bulk frame.
+        self._bulk_sent = 0
         self._fragments: deque[_Bulk] = deque()
         self._space = trio.lowlevel.ParkingLot()
 
@@ -111,7 +117,7 @@ class Outbox:
             await self._space.park()
         if self.lost_reason:
             raise PeerLostError(f"{self._peer_id}: {self.lost_reason}")
-        self._bulk.append(_Bulk(lambda: message, payload, traffic, compress))
+        self._bulk.append(_Bulk(lambda: message, payload, traffic, compress, isinstance(message, PairWeights)))
         self._bulk_bytes += len(payload)
         self.changed.unpark_all()
 
@@ -143,16 +149,23 @@ class Outbox:
             return None
         while self._fragments and self._would_come_late(self._fragments[0]):
             self._shed_fragment()
-        bulk_here = bool(self._bulk) and not has_bulk_connection
+        bulk_here = bool(self._bulk) and (not has_bulk_connection or self._bulk[0].keeps_to_stream)
         if not (bulk_here or self._fragments) or self._flow.in_flight >= self._flow.window_bytes:
             return None
         frame = self._take_bulk(on_stream=True) if bulk_here else self._encode(self._fragments.popleft(), True)
         self._flow.note_sent(len(frame), trio.current_time())
+        if bulk_here:
+            self._bulk_sent = self._flow.acked + self._flow.in_flight
         return frame
 
     def next_bulk_frame(self) -> bytes | None:
-        """The next frame for the link's bulk connection, or None."""
-        return self._take_bulk(on_stream=False) if self._bulk and not self.lost_reason else None
+        """The next frame for the link's bulk connection, or None.
+
+        Those that went out on the stream must have arrived: frames that belong together keep their order.
+        """
+        if not self._bulk or self.lost_reason or self._bulk[0].keeps_to_stream or self._flow.acked < self._bulk_sent:
+            return None
+        return self._take_bulk(on_stream=False)
 
     def _take_bulk(self, *, on_stream: bool) -> bytes:
         item = self._bulk.popleft()

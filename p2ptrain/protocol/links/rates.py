@@ -15,7 +15,8 @@ What an honest peer sends at most:
   and Commit or Abort; as a member Due, Join or Refuse, Reduced, Ready or Withdraw, and one Arrived for each member (64)
   and every 5 s. So about 80 messages, and two attempts a second are many.
 
-Round chunks and answers are not counted here: flow control and what was asked for bound them.
+Answers and larger round chunks are not counted here: what was asked for bounds the ones, the network's flow control the
+others.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class MessageRates:
             newly_acked_bytes: by how much its frame advanced the count of bulk bytes that the peer has received.
         """
         match message:
-            case Answer() | Contribution() | Mean() | PairWeights():
+            case Answer():
+                return
+            case Contribution() | Mean() | PairWeights() if size_bytes >= UNIT_BYTES:
                 return
             case Ack() if newly_acked_bytes >= ACK_EVERY_BYTES:
                 return

@@ -21,6 +21,9 @@ MAX_HEADER_BYTES = 256 * 1024
 # The largest payloads are fragments of large models.
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
+# A chunk of a round has 256 KiB as float32; a few bytes could expand to much more.
+MAX_COMPRESSED_CHUNK_BYTES = 320 * 1024
+
 _PREFIX = struct.Struct("!BBBxIIIQ")
 PREFIX_BYTES = _PREFIX.size
 _COMPRESSED = 1
@@ -84,6 +87,8 @@ def decode_prefix(data: bytes) -> Prefix:
     compressed = bool(flags & _COMPRESSED)
     if compressed and KINDS[kind] not in (Answer, Contribution, Mean):
         raise WireError(f"compressed {KINDS[kind].__name__}")  # no peer sends it, and it could expand to megabytes
+    if compressed and KINDS[kind] is not Answer and raw_bytes > MAX_COMPRESSED_CHUNK_BYTES:
+        raise WireError(f"a compressed {KINDS[kind].__name__} of {raw_bytes} bytes")
     if not compressed and payload_bytes != raw_bytes:
         raise WireError("an uncompressed payload declares two sizes")
     return Prefix(kind, compressed, bool(flags & _BULK), header_bytes, payload_bytes, raw_bytes, acked)

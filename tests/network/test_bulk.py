@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import ssl
@@ -12,14 +11,19 @@ from typing import Any
 
 import pytest
 import trio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from p2ptrain.errors import ConfigError, PeerLostError, WireError
-from p2ptrain.network.bulk import HANDSHAKE_S, MAX_HANDSHAKES_PER_ADDRESS, PORT, TlsBulk
+from p2ptrain.network.bulk import HANDSHAKE_S, MAX_HANDSHAKES_PER_ADDRESS, NOT_AFTER, NOT_BEFORE, PORT, TlsBulk
 from p2ptrain.network.socket_stream import RECEIVE_BUFFER_BYTES
 from p2ptrain.protocol.wire.messages import MAX_OFFER_BYTES
 from tests.network.local import read
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+TLS_CLIENT = ssl.PROTOCOL_TLS_CLIENT
 HERE = ("/ip4/127.0.0.1/tcp/1/p2p/Qm",)
 
 
@@ -240,11 +244,99 @@ def test_old_tls_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
     run(main)
 
 
-def test_it_listens_on_the_hosts_of_libp2p(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_it_listens_on_the_hosts_of_libp2p_and_no_others(run: Callable[..., Any], tmp_path: Path) -> None:
     async def main() -> None:
-        hosts = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.2/tcp/4001", "/ip4/127.0.0.1/udp/0/quic")
-        async with TlsBulk("a", hosts, 0, tmp_path).listening():
+        hosts = ("/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.2/tcp/4001", "/ip4/127.0.0.1/udp/0/quic", "/ip6zone/lo/ip6/::1")
+        bulk = TlsBulk("a", hosts, 0, tmp_path)
+        async with bulk.listening():
+            for host in ("127.0.0.1", "127.0.0.2"):
+                socket.create_connection((host, port_of(bulk))).close()
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.3", port_of(bulk)))
+        (tmp_path / "none").mkdir()
+        async with TlsBulk("a", ["/ip6zone/lo/ip6/::1/tcp/1"], 0, tmp_path / "none").listening() as _:
             pass
-        assert asyncio.get_running_loop().is_running()
+
+    run(main)
+
+
+def test_a_connection_that_ends_right_after_its_handshake_leaves_nothing(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Its end may be noticed before its handshake is."""
+
+    async def main() -> None:
+        async with two(tmp_path) as (a, b):
+            for _ in range(60):
+                await trio.to_thread.run_sync(_shake_hands_and_end, a, port_of(b), a._context(TLS_CLIENT, b.offer))
+            with trio.fail_after(10):
+                while b._streams or b._handshakes:
+                    with trio.move_on_after(0.05):
+                        await (await b.accept()).aclose()
+
+    run(main)
+
+
+def _shake_hands_and_end(client: TlsBulk, port: int, context: ssl.SSLContext) -> None:
+    """As an attacker does: its last bytes of the handshake come with the end."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=client._server_name)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                connection.sendall(outgoing.read())
+                if not (answer := connection.recv(65536)):
+                    return  # too many at once
+                incoming.write(answer)
+        with contextlib.suppress(ssl.SSLError):
+            tls.unwrap()
+        connection.sendall(outgoing.read())
+
+
+def test_a_server_name_that_cannot_be_decoded_is_refused_without_a_word(
+    run: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python would write a traceback to the terminal for each."""
+
+    async def main() -> None:
+        async with two(tmp_path) as (a, b):
+            hello = _client_hello(a, a._context(TLS_CLIENT, b.offer))
+            name = a._server_name.encode()
+            assert name in hello
+            for bad in (hello.replace(name, b"\xff" * len(name)), hello[:100], b"\x16\x03\x01\xff\xff" + bytes(9000)):
+                with socket.create_connection(("127.0.0.1", port_of(b))) as stranger:
+                    stranger.sendall(bad)
+                    stranger.setblocking(False)
+                    with trio.fail_after(2 * HANDSHAKE_S):
+                        while not _has_ended(stranger):
+                            await trio.sleep(0.05)
+            assert not b._handshakes
+
+    run(main)
+    assert capfd.readouterr().err == ""
+
+
+def _client_hello(client: TlsBulk, context: ssl.SSLContext) -> bytes:
+    outgoing = ssl.MemoryBIO()
+    tls = context.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname=client._server_name)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
+
+
+def test_only_ed25519_is_taken(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Other keys can make a handshake take ten times as long."""
+
+    async def main() -> None:
+        async with two(tmp_path) as (a, _):
+            key = ec.generate_private_key(ec.SECP256R1())
+            name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "b")])
+            builder = x509.CertificateBuilder(name, name, key.public_key(), 1, NOT_BEFORE, NOT_AFTER)
+            certificate = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+            with pytest.raises(WireError, match="Ed25519"):
+                a.admit("b", PORT.pack(1) + certificate)
 
     run(main)

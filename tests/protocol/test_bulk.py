@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import random
+
+import msgspec
 import pytest
 import trio
 
@@ -13,9 +17,9 @@ from p2ptrain.protocol.links.bulk_connection import CLOSE_AFTER_S, REUSE_S
 from p2ptrain.protocol.links.link import BULK_FROM_BYTES, Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.wire.frames import encode_frame
-from p2ptrain.protocol.wire.messages import Ack, Attempt, Beat, Contribution, Leave, Message
+from p2ptrain.protocol.wire.messages import Ack, Attempt, Beat, Contribution, Leave, Message, PairWeights
 from tests.protocol.swarm import run_virtual
-from tests.protocol.wiring import Endpoint, bulk_pair, until
+from tests.protocol.wiring import Endpoint, bulk_pair, offering, start_endpoint, until
 
 CHUNK = bytes(range(256)) * 264
 
@@ -250,6 +254,7 @@ def test_a_peer_that_leaves_is_known_to_have_left() -> None:
         pytest.param(encode_frame(Leave("x")), id="control"),
         pytest.param(encode_frame(Beat(0, 0, 0, "", "", -1, 0, 0, "", 0.0, (), 0)), id="a heartbeat"),
         pytest.param(encode_frame(chunk(0), CHUNK, bulk=True), id="flow control"),
+        pytest.param(encode_frame(chunk(0), bytes(10_000), compress=True), id="compressed"),
         pytest.param(bytes(64), id="noise"),
     ],
 )
@@ -347,5 +352,178 @@ def test_an_acknowledgement_comes_first() -> None:
             finally:
                 counted.restore()
             assert counted.on_bulk[0] == len(encode_frame(Ack()))
+
+    run_virtual(main)
+
+
+def test_frames_keep_their_order_when_their_way_changes() -> None:
+    """Chunks go out on the stream, as only the other side can dial; it does, while they are on their way."""
+
+    async def main(seed: int) -> None:
+        rng = random.Random(seed)
+        network = MemoryNetwork(bandwidth_bytes_s=2e6)
+        network.latency = lambda source, target: rng.uniform(0.01, 0.15)  # type: ignore[method-assign]
+        network.can_dial_bulk = lambda source, target: source == "b"
+        async with bulk_pair(network) as (_, b, link, other):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send, link, 40)
+                await trio.sleep(rng.uniform(0.7, 1.2))
+                nursery.start_soon(send, other, 1)
+            await arrived(b, 40)
+            assert connections(network) == 2
+            assert [m.start for m in b.of(Contribution)] == list(range(40))  # type: ignore[union-attr]
+
+    for seed in range(6):
+        run_virtual(functools.partial(main, seed), seed)
+
+
+def test_weights_of_a_pair_keep_to_the_stream() -> None:
+    """They follow the answer to an offer, which is a control frame."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with bulk_pair(network) as (_, b, link, _):
+            await send(link)
+            await arrived(b, 1)
+            counted = OnBulk(network)
+            try:
+                await link.send_bulk(PairWeights(1, 0), CHUNK, Traffic.ROUND)
+                await send(link)
+                await arrived(b, 2)
+                await until(lambda: len(b.of(PairWeights)) == 1)
+            finally:
+                counted.restore()
+            assert max(counted.on_stream) > len(CHUNK)
+            assert max(counted.on_bulk) > len(CHUNK)
+
+    run_virtual(main)
+
+
+def test_an_error_while_one_is_opened_costs_that_connection() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with bulk_pair(network) as (a, b, link, _):
+
+            async def fail(*_: object) -> MemoryStream:
+                raise OSError("too many open files")
+
+            network.transports["a"].bulk.open = fail  # type: ignore[method-assign,assignment]
+            await send(link, 3)
+            await arrived(b, 3)
+            assert (a.lost, b.lost, connections(network)) == ([], [], 0)
+
+    run_virtual(main)
+
+
+def test_one_that_ends_at_once_costs_nothing() -> None:
+    """Before it is served, or its Ack has gone out."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with bulk_pair(network) as (_, b, _, other):
+            for _ in range(20):
+                await (await network.transports["a"].bulk.open("b", b"b", [])).aclose()
+            await trio.sleep(5)
+            assert other.num_bulk_connections == b.links.bulk.count == 0
+            assert connections(network) == 0
+
+    run_virtual(main)
+
+
+def test_attempts_count_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.protocol.links.bulk.MAX_CONNECTIONS", 3)
+
+    async def main() -> None:
+        network = MemoryNetwork(latency_s=0.1)
+        async with trio.open_nursery() as nursery:
+            hub = await start_endpoint(network, nursery, offering("a"), bulk=True)
+            others = [await start_endpoint(network, nursery, offering(name), bulk=True) for name in "bcdef"]
+            links = [await hub.links.connect(other.peer_id, []) for other in others]
+            await trio.sleep(1)
+            hub.links.bulk.open_soon(links)
+            await trio.sleep(5)
+            assert sum(link.has_bulk_connection for link in links) == 3
+            for link, other in zip(links, others, strict=True):  # the others take the stream
+                await send(link)
+                await arrived(other, 1)
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_of_two_peers_one_opens_it_before_a_round() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with bulk_pair(network) as (a, b, link, other):
+            a.links.bulk.open_soon([link])
+            b.links.bulk.open_soon([other])
+            await trio.sleep(1)
+            assert connections(network) == 2  # both ends of one
+
+    run_virtual(main)
+
+
+def test_an_observer_gets_none() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with trio.open_nursery() as nursery:
+            member = await start_endpoint(network, nursery, offering("a"), bulk=True)
+            hello = msgspec.structs.replace(offering("b"), digest="", role="observer")
+            watch = await start_endpoint(network, nursery, hello, bulk=True)
+            await watch.links.connect("a", [])
+            stream = await network.transports["b"].bulk.open("a", b"a", [])
+            assert await stream.receive_some() == b""
+            assert member.lost == []
+            nursery.cancel_scope.cancel()
+
+    run_virtual(main)
+
+
+def test_what_a_peer_can_send_is_known_from_either_way() -> None:
+    async def main() -> None:
+        network = MemoryNetwork(bandwidth_bytes_s=5e6)
+        async with bulk_pair(network) as (_, b, link, _):
+            await send(link, 100)
+            await arrived(b, 100)
+            assert link.flow.rate_bytes_s == 0
+            assert 4e6 < link.rate_bytes_s < 6e6
+            await trio.sleep(CLOSE_AFTER_S + 1)
+            assert 4e6 < link.rate_bytes_s < 6e6
+
+    run_virtual(main)
+
+
+def test_many_small_frames_leave_others_their_turn() -> None:
+    """However many are here at once, and they are counted."""
+
+    async def main() -> None:
+        network = MemoryNetwork()
+        async with bulk_pair(network) as (_, b, link, other):
+            await send(link)
+            await arrived(b, 1)
+            (stream,) = [s for s in network.transports["a"].streams if s.is_bulk]
+            first, handled, handled_by_then = trio.Event(), 0, 0
+
+            async def on_frame(message: Message, payload: bytes) -> None:
+                nonlocal handled
+                handled += payload == b"small"
+                if handled:
+                    first.set()
+
+            async def take_turns() -> None:
+                nonlocal handled_by_then
+                await first.wait()
+                for _ in range(100):
+                    await trio.lowlevel.checkpoint()
+                handled_by_then = handled
+
+            b.on_frame = on_frame
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(take_turns)
+                await stream.send_all(encode_frame(chunk(0), b"small") * 20_000)
+                await until(lambda: other.lost.is_set())
+            assert 90 < handled_by_then < 110
+            assert handled < 7_000
+            assert b.links.strikes == {"a": 1}
 
     run_virtual(main)

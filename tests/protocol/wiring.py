@@ -64,6 +64,11 @@ def hello_of(
     return Hello(run_id, digest, f"{peer_id}.{incarnation}", role, (f"/memory/{peer_id}",), b"")
 
 
+def offering(peer_id: str) -> Hello:
+    """The Hello of a peer that offers bulk connections."""
+    return msgspec.structs.replace(hello_of(peer_id), bulk=peer_id.encode())
+
+
 async def start_endpoint(
     network: MemoryNetwork,
     nursery: trio.Nursery,
@@ -120,10 +125,10 @@ async def bulk_pair(
     async with trio.open_nursery() as nursery:
         endpoints = []
         for peer_id in "ab":
-            offer = peer_id.encode() if peer_id in offers else b""
-            hello = msgspec.structs.replace(hello_of(peer_id), bulk=offer)
+            has_bulk = peer_id in offers
+            hello = offering(peer_id) if has_bulk else hello_of(peer_id)
             endpoints.append(
-                await start_endpoint(network, nursery, hello, bulk=bool(offer), peer_timeout_s=peer_timeout_s)
+                await start_endpoint(network, nursery, hello, bulk=has_bulk, peer_timeout_s=peer_timeout_s)
             )
         a, b = endpoints
         link = await a.links.connect("b", [])

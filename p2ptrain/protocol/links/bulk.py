@@ -53,6 +53,9 @@ class BulkConnections:
         live: the peer's links.
         containing: what an exception in its block costs a link, as `Links.containing`.
         errors: logs exceptions of our code.
+
+    Attributes:
+        count: connections that are served.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class BulkConnections:
         self._opening: dict[Link, trio.Event] = {}
         # The offers that did not work, and until when they are not tried again.
         self._retry_s: dict[PeerId, tuple[bytes, float]] = {}
-        self._count = 0
+        self.count = 0
         self._nursery: trio.Nursery | None = None
 
     async def run(self) -> None:
@@ -129,7 +132,7 @@ class BulkConnections:
         transport, nursery = self._transport, self._nursery
         if transport is None or nursery is None or not (transport.offer and link.hello.bulk):
             return None
-        if self._count + len(self._opening) >= MAX_CONNECTIONS or self._is_refused(link.peer_id):
+        if self.count + len(self._opening) >= MAX_CONNECTIONS or self._is_refused(link.peer_id):
             return None
         ended = self._opening[link] = trio.Event()
         nursery.start_soon(self._open, transport, nursery, link)
@@ -173,7 +176,7 @@ class BulkConnections:
             link is None
             or not link.hello.bulk
             or link.num_bulk_connections >= MAX_PER_LINK
-            or self._count >= MAX_CONNECTIONS
+            or self.count >= MAX_CONNECTIONS
         ):
             await stream.aclose()
             return
@@ -190,13 +193,13 @@ class BulkConnections:
     ) -> None:  # fmt: skip
         why = ""
         with self._containing(link, "serving its bulk connection"):
-            self._count += 1
+            self.count += 1
             try:
                 await link.run_bulk(stream, read_ahead, task_status=task_status)
             except* PeerLostError as errors:
                 why = str(innermost(errors))
             finally:
-                self._count -= 1
+                self.count -= 1
                 await stream.aclose()
         if why:
             await self._end_broken(link, why)

@@ -284,7 +284,9 @@ class Link:
 
     async def _take_bulk(self, prefix: frames.Prefix, message: Message, payload: bytes) -> None:
         """Take a frame of a bulk connection: the flow control is that of the network."""
-        await self._handle(message, payload, frames.PREFIX_BYTES + prefix.body_bytes)
+        size = frames.PREFIX_BYTES + prefix.body_bytes
+        self.rates.check(message, size, 0, trio.current_time())
+        await self._handle(message, payload, size)
 
     async def _handle(self, message: Message, payload: bytes, size_bytes: int) -> None:
         self._counters.received[_traffic_of(message, payload)] += size_bytes

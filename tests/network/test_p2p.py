@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network import control, p2p
+from p2ptrain.network import p2p, socket_stream
 from p2ptrain.network.host import Network, open_network
 from p2ptrain.protocol.wire.transport import Directory, Stream, Transport
 from tests.network.local import config, open_pair, open_streams, read
@@ -122,7 +122,7 @@ def test_slow_reader_stops_the_sender_and_our_buffer_is_bounded(run: Run) -> Non
             else:
                 pytest.fail(f"{sent} bytes were sent to a peer that reads nothing")
             # One read of the event loop may exceed the bound.
-            assert theirs._buffered_bytes <= control.RECEIVE_BUFFER_BYTES + 256 * 1024  # type: ignore[attr-defined]
+            assert theirs._buffered_bytes <= socket_stream.RECEIVE_BUFFER_BYTES + 256 * 1024  # type: ignore[attr-defined]
             assert await read(theirs, sent) == chunk * (sent // len(chunk))
 
     run(main)

@@ -197,7 +197,7 @@ def fragments_and_rounds(rank: int, size: int) -> None:
 def network_peer(parts: ModelParts, run: RunConfig, name: str, memory: MemoryNetwork, thread: NetworkThread) -> Peer:
     network: Any = SimpleNamespace(
         peer_id=name, transport=memory.transport(name), directory=memory.directory(name), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), on_event=None,
+        access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
     )  # fmt: skip
     return Peer(
         parts, run, None, network, thread, Sinks([]), incarnation=f"{name}.1", may_found=name == "a",

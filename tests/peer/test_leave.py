@@ -34,7 +34,7 @@ def peer_of(thread: NetworkThread, records: Sink, *, may_found: bool = True) -> 
     memory = MemoryNetwork()
     network: Any = SimpleNamespace(
         peer_id="a", transport=memory.transport("a"), directory=memory.directory("a"), maddrs=[], failure=None,
-        access=SimpleNamespace(refusal=no_refusal), on_event=None,
+        access=SimpleNamespace(refusal=no_refusal), on_event=None, bulk=None,
     )  # fmt: skip
     return Peer(
         ModelParts(torch.nn.Linear(4, 4)), RunConfig(run_id="test"), None, network, thread, records,

@@ -234,6 +234,7 @@ def join(
                 bulk=bulk, bulk_port=bulk_port,
                 deny=None if deny is None else str(deny), run_key=None if run_key is None else str(run_key), key=key,
             )  # fmt: skip
+            PeerConfig(worker_threads=worker_threads)  # checks it
             Access(network).check_allowed(network.initial_peers)
             session = failing.enter_context(NetworkSession(network))
             found = session.find_run(run_id, explicit=explicit) if initial_peers else None

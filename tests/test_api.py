@@ -97,3 +97,9 @@ def test_every_setting_of_fragments_and_rounds_can_be_given() -> None:
     given = [field.metadata.get("run", field.name) for field in fields]
     settings = {field.name for field in dataclasses.fields(RunConfig)}
     assert sorted(given) == sorted(settings - of_the_command - of_the_inner_optimizer - of_join)
+
+
+@pytest.mark.parametrize("threads", [-1, 1.5, True, "2"])
+def test_worker_threads_are_counted(threads: object) -> None:
+    with pytest.raises(ConfigError, match="worker_threads"):
+        p2ptrain.join(nn.Linear(2, 2), worker_threads=threads)  # type: ignore[arg-type]

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from p2ptrain.settings.peer_id import is_peer_id
 from p2ptrain.settings.presets import PRESETS
 from p2ptrain.settings.run_key import RunKey
-from p2ptrain.settings.setting import FROM_MODEL, POSITIVE, Rule, check_settings, choice, count, number, setting, text
+from p2ptrain.settings.setting import (
+    FROM_MODEL,
+    POSITIVE,
+    Rule,
+    check,
+    check_settings,
+    choice,
+    count,
+    number,
+    setting,
+    text,
+)
 
 # Not reachable from other machines, unless the user gives a host.
 LOOPBACK = "127.0.0.1"
@@ -121,6 +132,11 @@ class NetworkConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        is_used = any(maddr.endswith(f"/tcp/{self.bulk_port}") for maddr in self.host_maddrs)
+        check(
+            not (self.bulk == "on" and self.bulk_port and is_used), "bulk_port", self.bulk_port,
+            "another one than that of host_maddrs",
+        )  # fmt: skip
 
     @property
     def without_bulk(self) -> NetworkConfig:

@@ -204,7 +204,7 @@ def test_a_connection_that_breaks_costs_the_link_and_is_not_tried_soon_again() -
             for stream in [s for s in network.transports["a"].streams if s.is_bulk]:
                 stream.break_both()
             await until(lambda: link.lost.is_set() and other.lost.is_set())
-            assert "its bulk connection broke" in link.lost_reason + other.lost_reason
+            assert "its direct connection broke" in link.lost_reason + other.lost_reason
             again = await a.links.connect("b", [])
             await send(again, 5)
             await arrived(b, 6)
@@ -223,7 +223,7 @@ def test_a_path_that_carries_nothing_any_more_costs_the_link() -> None:
                 stream.receive_some = trio.sleep_forever  # type: ignore[method-assign,assignment]
             with pytest.raises(PeerLostError):
                 await send(link, 1000)
-            assert "its bulk connection broke" in link.lost_reason + other.lost_reason
+            assert "its direct connection broke" in link.lost_reason + other.lost_reason
 
     run_virtual(main)
 

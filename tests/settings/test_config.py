@@ -156,6 +156,14 @@ def test_gossip_takes_a_part_of_a_core(share: object) -> None:
     assert NetworkConfig(gossip_budget=1).gossip_budget == 1
 
 
+def test_direct_connections_have_a_port_of_their_own() -> None:
+    taken = ("/ip4/0.0.0.0/tcp/4001",)
+    with pytest.raises(ConfigError, match=r"bulk_port = 4001: must be another one than that of host_maddrs"):
+        NetworkConfig(host_maddrs=taken, bulk_port=4001)
+    assert NetworkConfig(host_maddrs=taken, bulk_port=40012).bulk_port == 40012
+    assert NetworkConfig(host_maddrs=taken, bulk_port=4001, bulk="off").without_bulk.bulk == "off"
+
+
 def test_a_peer_relays_for_some_or_none() -> None:
     assert NetworkConfig(relay_peers=0).relay_peers == 0
     with pytest.raises(ConfigError, match="relay_peers = -1"):

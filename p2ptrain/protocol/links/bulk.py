@@ -22,6 +22,7 @@ from p2ptrain.protocol.links.handshake import TRAINER
 from p2ptrain.protocol.links.link import Link
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Ack
+from p2ptrain.protocol.wire.text import shown
 from p2ptrain.protocol.wire.transport import BulkTransport, PeerId, Stream
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ RETRY_S = 600.0
 WAIT_FOR_LEAVE_S = 1.0
 # An Ack has no fields.
 MAX_ACK_BYTES = 16
+# Of the reason in the log.
+MAX_REASON = 200
 # Peers remembered for that; the oldest is forgotten.
 MAX_REMEMBERED = 4096
 
@@ -210,13 +213,16 @@ class BulkConnections:
             await link.lost.wait()
             return
         self._note_failed(link, why)
-        link.close(f"its bulk connection broke: {why}")
+        link.close(f"its direct connection broke: {why}")
 
     def _note_failed(self, link: Link, why: str) -> None:
         if link.lost.is_set() or link.has_bulk_connection:
             return  # the other side has opened one meanwhile, or there is no use for it
-        logger.debug("no bulk connection with %s: %s", link.peer_id, why)
-        self._retry_s.pop(link.peer_id, None)
+        told = logging.DEBUG if self._retry_s.pop(link.peer_id, None) else logging.INFO
+        logger.log(
+            told, "no direct connection with %s: libp2p carries rounds and state (%s)", link.peer_id,
+            shown(why, MAX_REASON),
+        )  # fmt: skip
         self._retry_s[link.peer_id] = link.hello.bulk, trio.current_time() + RETRY_S
         if len(self._retry_s) > MAX_REMEMBERED:
             del self._retry_s[next(iter(self._retry_s))]

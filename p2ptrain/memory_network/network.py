@@ -50,6 +50,7 @@ class MemoryNetwork:
             which has a buffer of 4 MiB; infinite by default.
         fault: chooses what happens to each packet.
         relays: the relay between two peers, if any; only its name.
+        offers_bulk: whether peers offer bulk connections.
         can_dial_bulk: whether the first of two peers can open a bulk connection to the second.
     """
 
@@ -57,6 +58,7 @@ class MemoryNetwork:
         self.latency_s = latency_s
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self.fault: PacketFaultRule = lambda source, target, packet: PacketFault.NONE
+        self.offers_bulk = True
         self.can_dial_bulk: Callable[[PeerId, PeerId], bool] = lambda source, target: True
         self.relays: dict[frozenset[PeerId], PeerId] = {}
         self.transports: dict[PeerId, MemoryTransport] = {}
@@ -196,7 +198,7 @@ class MemoryBulk:
     @property
     def offer(self) -> bytes:
         """A stand-in for a certificate."""
-        return self._owner.peer_id.encode()
+        return self._owner.peer_id.encode() if self._owner.network.offers_bulk else b""
 
     def admit(self, peer_id: PeerId, offer: bytes) -> None:
         self._admitted[peer_id] = offer

@@ -18,7 +18,7 @@ from p2ptrain.protocol.links.link import BULK_FROM_BYTES, Link
 from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.wire.frames import encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Attempt, Beat, Contribution, Leave, Message, PairWeights
-from tests.protocol.swarm import run_virtual
+from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, bulk_pair, offering, start_endpoint, until
 
 CHUNK = bytes(range(256)) * 264
@@ -451,14 +451,16 @@ def test_attempts_count_as_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     run_virtual(main)
 
 
-def test_of_two_peers_one_opens_it_before_a_round() -> None:
+def test_of_two_members_one_opens_it_before_a_round() -> None:
     async def main() -> None:
-        network = MemoryNetwork()
-        async with bulk_pair(network) as (a, b, link, other):
-            a.links.bulk.open_soon([link])
-            b.links.bulk.open_soon([other])
-            await trio.sleep(1)
-            assert connections(network) == 2  # both ends of one
+        async with swarm(RUN) as s:
+            for name in "abc":
+                s.start(name, founder=name == "a")
+            await s.until(lambda: all(len(s.peers[name].rounds("committed")) >= 3 for name in "abc"))
+            bulk = {(a, b.remote) for a in "abc" for b in s.network.transports[a].streams if b.is_bulk}
+            assert len(bulk) == 6
+            # From each to each one at most, but for those over which the state came.
+            assert connections(s.network) <= 8
 
     run_virtual(main)
 

@@ -15,7 +15,7 @@ from p2ptrain.protocol.links.outbox import MAX_BULK_QUEUE_BYTES, MAX_CONTROL_QUE
 from p2ptrain.protocol.links.places import MAX_GREETING, MAX_GREETING_OF_ONE
 from p2ptrain.protocol.links.receive_budget import GIVE_UP_AFTER_S, MAX_RECEIVE_BYTES, ReceiveBudget
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
-from p2ptrain.protocol.wire.frames import MAX_PAYLOAD_BYTES, encode_frame
+from p2ptrain.protocol.wire.frames import MAX_COMPRESSED_CHUNK_BYTES, MAX_PAYLOAD_BYTES, encode_frame
 from p2ptrain.protocol.wire.messages import Ack, Answer, Attempt, Contribution, Due, Hello, Message, Request
 from tests.protocol.swarm import RUN, run_virtual, swarm
 from tests.protocol.wiring import Endpoint, endpoints, hello_of, linked_pair, start_endpoint, until
@@ -220,9 +220,9 @@ def test_unfinished_frames_of_many_links_hold_no_more_than_the_budget() -> None:
 
 
 def test_small_frames_that_expand_are_counted_as_what_they_expand_to() -> None:
-    """60 partners, each a frame of a few hundred bytes on the wire and 4 MiB in memory, none of them handled soon."""
+    """60 partners, each a frame of 80 bytes on the wire and 320 KiB in memory, none of them handled soon."""
     message = Contribution("lineage", 0, Attempt(0, "b", "b.1"), 0, 1, b"", ())
-    bomb = encode_frame(message, bytes(MAX_PAYLOAD_BYTES), bulk=True, compress=True)
+    bomb = encode_frame(message, bytes(MAX_COMPRESSED_CHUNK_BYTES), bulk=True, compress=True)
     assert len(bomb) < 1024
 
     async def main() -> None:
@@ -238,11 +238,12 @@ def test_small_frames_that_expand_are_counted_as_what_they_expand_to() -> None:
                     handled -= 1
 
             a.on_frame = on_frame
+            a.links.budget._limit_bytes = 16 * MAX_COMPRESSED_CHUNK_BYTES
             for other in others:
                 link = await other.links.connect("a", [])
-                await link.send_bulk(message, bytes(MAX_PAYLOAD_BYTES), Traffic.ROUND, compress=True)
+                await link.send_bulk(message, bytes(MAX_COMPRESSED_CHUNK_BYTES), Traffic.ROUND, compress=True)
             await trio.sleep(GIVE_UP_AFTER_S)
-            assert handled == most == MAX_RECEIVE_BYTES // MAX_PAYLOAD_BYTES - 1  # each takes its wire bytes as well
+            assert handled == most == 16 - 1  # each takes its wire bytes as well
             handle.set()
             await until(lambda: len(a.of(Contribution)) == 60)
 

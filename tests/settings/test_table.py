@@ -73,6 +73,8 @@ EXAMPLES: dict[str, tuple[str, object]] = {
     "startup_timeout_s": ("3.5", 3.5),
     "peer_timeout_s": ("4.5", 4.5),
     "gossip_budget": ("0.5", 0.5),
+    "bulk": ("off", "off"),
+    "bulk_port": ("4002", 4002),
     "relay_peers": ("0", 0),
     "run_key": ("friends.key", "friends.key"),
     "allow": ("members.txt", "members.txt"),

@@ -51,7 +51,6 @@ class BulkConnections:
     """Opens and accepts the bulk connections of a peer's links.
 
     Args:
-        me: our peer id.
         transport: None: none are possible.
         live: the peer's links.
         containing: what an exception in its block costs a link, as `Links.containing`.
@@ -62,10 +61,9 @@ class BulkConnections:
     """
 
     def __init__(
-        self, me: PeerId, transport: BulkTransport | None, live: Mapping[PeerId, Link],
+        self, transport: BulkTransport | None, live: Mapping[PeerId, Link],
         containing: Callable[[Link, str], AbstractContextManager[None]], errors: ErrorLog,
     ) -> None:  # fmt: skip
-        self._me = me
         self._errors = errors
         self._transport = transport
         self._live = live
@@ -98,13 +96,9 @@ class BulkConnections:
             self._transport.admit(link.peer_id, b"")
 
     def open_soon(self, links: Iterable[Link]) -> None:
-        """Open connections to these peers, with which bulk bytes will be exchanged, where there are none.
-
-        Both sides call it, so that of two peers only the lower id dials; the other one does when it sends.
-        """
+        """Open connections to these peers, with which bulk bytes will be exchanged, where there are none."""
         for link in links:
-            if self._me < link.peer_id:
-                self._start(link)
+            self._start(link)
 
     async def opened(self, link: Link) -> None:
         """Return once it is known whether a link has a connection; opens one if possible. Takes at most 3 s."""

@@ -91,7 +91,7 @@ class Links:
         self._handshake = Handshake(transport.peer_id, hello, closed, chosen)
         self._events = events
         self._errors = errors or ErrorLog(logger)
-        self.bulk = BulkConnections(transport.peer_id, bulk, self.live, self.containing, self._errors)
+        self.bulk = BulkConnections(bulk, self.live, self.containing, self._errors)
         self._setup = LinkSetup(self._on_message, self.counters, self.budget, self.bulk.opened, peer_timeout_s)
         self._greeting: dict[trio.CancelScope, PeerId] = {}  # oldest first
         self._requests = Requests()

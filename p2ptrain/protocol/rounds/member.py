@@ -150,8 +150,8 @@ class Participation:
     async def _prepare(self, window_s: float) -> None:
         context = self._context
         if context.codec.size_bytes(context.state.num_blocks) >= BULK_FROM_BYTES:
-            # Before the roster names the reducers: a handshake takes two round trips.
-            trainers = (context.links.get(peer_id) for peer_id in context.host.trainers())
+            # Before the roster names the reducers: a handshake takes two round trips. The other side does the same.
+            trainers = (context.links.get(peer) for peer in context.host.trainers() if context.peer_id < peer)
             context.links.bulk.open_soon(link for link in trainers if link is not None)
         own = await self._taker.take(window_s)
         join = self._join(own)

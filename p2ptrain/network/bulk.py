@@ -182,8 +182,8 @@ class TlsBulk:
 
     async def _dial(self, peer_id: PeerId, host: str, port: int, context: ssl.SSLContext) -> SocketStream:
         connecting = asyncio.get_running_loop().create_connection(  # type: ignore[type-var]
-            lambda: SocketStream(remote=peer_id), host, port, ssl=context, server_hostname=self._server_name,
-            ssl_handshake_timeout=HANDSHAKE_S,
+            lambda: SocketStream(remote=peer_id, has_first_message=False), host, port, ssl=context,
+            server_hostname=self._server_name, ssl_handshake_timeout=HANDSHAKE_S,
         )  # fmt: skip
         transport, stream = await from_asyncio(connecting)
         self._own(transport, stream)
@@ -209,7 +209,7 @@ class TlsBulk:
 
     async def _greet(self, connection: socket.socket, address: str) -> None:
         """The server's side of a handshake."""
-        stream = SocketStream(remote="unknown")
+        stream = SocketStream(has_first_message=False)
         try:
             with self._errors.containing("accepting a bulk connection"), contextlib.suppress(OSError):
                 if not await self._is_named(connection):

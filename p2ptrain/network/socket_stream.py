@@ -41,17 +41,21 @@ class SocketStream:
         on_lost: called with the socket, in the event loop, when its connection has ended.
     """
 
-    def __init__(self, on_message: Callable[[SocketStream, bytes], None] | None = None, *, remote: str = "") -> None:
+    def __init__(
+        self, on_message: Callable[[SocketStream, bytes], None] | None = None,
+        *, remote: str = "", has_first_message: bool = True,
+    ) -> None:  # fmt: skip
         """
         Args:
             on_message: called once, in the event loop, with p2pd's first message.
-            remote: the other end, if it is known: then this is no connection to p2pd, and there is no first message.
+            remote: the other end, if it is known.
+            has_first_message: whether it is a connection to p2pd, which begins with a message.
         """
         self.remote = remote
         self.relay = ""
         self.on_lost: Callable[[SocketStream], object] = lambda _: None
         self._on_message = on_message
-        self._message = b"" if remote else None
+        self._message = None if has_first_message else b""
         self._chunks: list[bytes] = []
         self._buffered_bytes = 0
         self._ended = False

@@ -123,11 +123,15 @@ class Link:
     async def send_bulk(
         self, message: Message, payload: bytes | memoryview, traffic: Traffic, *, compress: bool = False
     ) -> None:
-        """Queue one chunk, waiting while the queue is full. Raises PeerLostError."""
-        if len(payload) >= BULK_FROM_BYTES and not isinstance(message, PairWeights):
-            await self._setup.open_bulk(self)
-        if (connection := self._chosen) is not None:
-            connection.used_s = trio.current_time()
+        """Queue one chunk, waiting while the queue is full, and while a bulk connection is opened: at most 3 s.
+
+        Raises PeerLostError.
+        """
+        if not isinstance(message, PairWeights):  # which keep to the stream
+            if len(payload) >= BULK_FROM_BYTES:
+                await self._setup.open_bulk(self)
+            if (connection := self._chosen) is not None:
+                connection.used_s = trio.current_time()
         await self._outbox.add_bulk(message, payload, traffic, compress=compress)
 
     def send_fragment(self, make: Callable[[], Fragment], payload: bytes, *, until_s: float = math.inf) -> None:

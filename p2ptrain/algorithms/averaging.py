@@ -93,11 +93,6 @@ def token_weights(tokens: Sequence[int]) -> list[float]:
     return [float(min(count, cap)) for count in tokens]
 
 
-def is_within(values: Array, bound: float) -> bool:
-    """Whether no value is NaN or farther than `bound` from 0. Makes no copy; `values` is not empty."""
-    return bool(-bound <= values.min() and values.max() <= bound)
-
-
 def shares_of(encoded: Sequence[tuple[Encoded, float]]) -> list[np.float32]:
     """Return w / W of each contributor. Raises WireError on weights that cannot be token counts."""
     weights = [weight for _, weight in encoded]

@@ -11,7 +11,7 @@ Stronger quantisation, pruning and sparsity are for outer gradients only. The co
 
 from __future__ import annotations
 
-from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Codec, Encoded, difference
+from p2ptrain.algorithms.codec.base import CHUNK_BLOCKS, Codec, Encoded, difference, is_within
 from p2ptrain.algorithms.codec.floats import FP16, NONE
 from p2ptrain.algorithms.codec.pruned import pruned_int8
 from p2ptrain.algorithms.codec.scaled import INT4, INT8
@@ -19,7 +19,7 @@ from p2ptrain.algorithms.codec.ternary import INT2
 from p2ptrain.algorithms.codec.topk import DENSITY, topk
 from p2ptrain.errors import ConfigError
 
-__all__ = ["CHUNK_BLOCKS", "CODECS", "Codec", "Encoded", "codec", "difference"]
+__all__ = ["CHUNK_BLOCKS", "CODECS", "Codec", "Encoded", "codec", "difference", "is_within"]
 
 _FIXED = {fixed.name: fixed for fixed in (INT8, INT4, INT2, FP16, NONE)}
 CODECS = (*_FIXED, "topk")

@@ -111,11 +111,16 @@ class Codec:
         return view
 
 
+def is_within(values: Blocks, bound: float) -> bool:
+    """Whether no value is NaN or farther than `bound` from 0. Makes no copy; `values` is not empty."""
+    return bool(-bound <= values.min() and values.max() <= bound)
+
+
 def difference(one: Blocks, other: Blocks, bound: float) -> Blocks:
     """`one - other`. Raises ValueError if a value is NaN, or farther than `bound` from 0."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = np.subtract(one, other)
-    if values.size and not (-bound <= values.min() and values.max() <= bound):
+    if values.size and not is_within(values, bound):
         raise ValueError(f"a value is not finite, or beyond {bound:g}")
     return values
 

@@ -114,10 +114,9 @@ class BulkConnections:
             await opening.wait()
             nursery.cancel_scope.cancel()
 
-    def is_impossible(self, peer_id: PeerId) -> bool:
-        """Whether a connection with this peer was tried not long ago and did not work, so that its link has none."""
-        link = self._live.get(peer_id)
-        return self._is_refused(peer_id) and (link is None or not link.has_bulk_connection)
+    def is_impossible(self, link: Link) -> bool:
+        """Whether a connection was tried not long ago and did not work, so that the link has none."""
+        return self._is_refused(link.peer_id) and not link.has_bulk_connection
 
     def _is_refused(self, peer_id: PeerId) -> bool:
         return trio.current_time() < self._retry_s.get(peer_id, (b"", -math.inf))[1]
@@ -169,12 +168,7 @@ class BulkConnections:
 
     async def _welcome(self, stream: Stream) -> None:
         link = self._live.get(stream.remote)
-        if (
-            link is None
-            or not link.hello.bulk
-            or link.num_bulk_connections >= MAX_PER_LINK
-            or self.count >= MAX_CONNECTIONS
-        ):
+        if link is None or link.num_bulk_connections >= MAX_PER_LINK or self.count >= MAX_CONNECTIONS:
             await stream.aclose()
             return
         try:

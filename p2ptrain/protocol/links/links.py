@@ -193,8 +193,8 @@ class Links:
 
     def relayed(self) -> dict[PeerId, PeerId]:
         """The linked trainers that bulk bytes reach through a relay, and which one, or ("") through libp2p alone."""
-        relays = {link.peer_id: self._transport.relay_to(link.peer_id) for link in self.trainers()}
-        return {peer: relay for peer, relay in relays.items() if relay or self.bulk.is_impossible(peer)}
+        relays = {link: self._transport.relay_to(link.peer_id) for link in self.trainers()}
+        return {link.peer_id: relay for link, relay in relays.items() if relay or self.bulk.is_impossible(link)}
 
     def struck(self, most: int) -> list[Struck]:
         """The peers struck last, the newest first."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import trio
 
-from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
+from p2ptrain.algorithms.codec import is_within
 from p2ptrain.algorithms.pairwise import Array, is_usual
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.anchor import STATE_CHUNK_BLOCKS

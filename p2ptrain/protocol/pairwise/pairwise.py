@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import trio
 
-from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
+from p2ptrain.algorithms.codec import is_within
 from p2ptrain.algorithms.pairwise import Array, pairwise_step
 from p2ptrain.errors import PeerLostError
 from p2ptrain.protocol.exchange.types import Landing, LandingKind, Snapshot, SnapshotWanted

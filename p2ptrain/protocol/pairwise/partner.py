@@ -6,8 +6,8 @@ import math
 
 import trio
 
-from p2ptrain.algorithms.averaging import MAX_MEAN, is_within
-from p2ptrain.algorithms.codec import Codec
+from p2ptrain.algorithms.averaging import MAX_MEAN
+from p2ptrain.algorithms.codec import Codec, is_within
 from p2ptrain.algorithms.pairwise import Array, pairwise_step, sample_blocks, squared_distance
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.grid import chunk_bounds

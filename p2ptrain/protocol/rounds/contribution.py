@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
-from p2ptrain.algorithms.codec import Codec, Encoded, difference
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
+from p2ptrain.algorithms.codec import Codec, Encoded, difference, is_within
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.grid import num_chunks

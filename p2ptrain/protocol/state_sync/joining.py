@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from p2ptrain.algorithms.averaging import MAX_GRADIENT, is_within
+from p2ptrain.algorithms.averaging import MAX_GRADIENT
+from p2ptrain.algorithms.codec import is_within
 from p2ptrain.algorithms.indexspace import IndexSpace
 from p2ptrain.errors import ConfigError, PeerLostError, RunMismatchError, TransientError, WireError
 from p2ptrain.protocol.anchor import AnchorState

@@ -2,10 +2,12 @@
 
 Phases with and without `peer.step()` alternate on the same live peers. In the former every step pushes a fragment, most
 merge one, and rounds are committed. A step reads its loss, as most loops do, so the next one begins with an idle GPU.
+Then rounds of two such peers, and of two with 391M parameters, without training beside them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks import bench_round
 from benchmarks.measure import Summary, milliseconds
 from benchmarks.results import Row
 from benchmarks.swarm import Phase, Setup, Step, Swarm
+from benchmarks.workloads import Pause
 from p2ptrain.settings.config import RunConfig
 from p2ptrain.training.data import Characters, load_corpus
 from p2ptrain.training.data.tokenizer import GPT2_VOCAB_SIZE
@@ -53,12 +57,30 @@ class Scale:
 
 
 GPT2 = Scale("cuda", "gpt2-124m", GPT2_VOCAB_SIZE, 8, 100, 50, torch.bfloat16, compiled=True)
+# Whose rounds are measured: 124M and 391M parameters.
+OF_ROUNDS = (GPT2, dataclasses.replace(GPT2, model="diloco-400m", vocab_size=32_000))
+ROUNDS = 4
 
 
 def run() -> list[Row]:
     if not torch.cuda.is_available():
         raise RuntimeError("torch finds no CUDA or ROCm GPU on this machine; run it where nvidia-smi or rocm-smi does")
-    return measure(GPT2)
+    return [*measure(GPT2), *(measure_round(scale) for scale in OF_ROUNDS)]
+
+
+def measure_round(scale: Scale, rounds: int = ROUNDS) -> Row:
+    """Measure rounds of two peers without training beside them."""
+    setup = Setup(functools.partial(_model, scale), Pause(0.02), sync_every=200, round_steps=2000)
+    ours = bench_round.measure(setup, peers=2, rounds=rounds)
+    wall, longest, cpu = Summary.of(ours.wall_s), Summary.of(ours.longest_s), Summary.of(ours.cpu_s)
+    return Row(
+        work=f"a round: {scale.model}, int8, two peers on one device ({scale.device}): due to landed, slower peer",
+        must_reach="",
+        measured=f"{wall.median:.2f} s median, {wall.maximum:.2f} s worst of {wall.count}; {cpu.median:.2f} s of CPU; "
+        f"a step held {milliseconds(longest.median)} longer than usual, {milliseconds(longest.maximum)} worst; "
+        f"{ours.failed} failed",
+        values={"wall_s": wall.median, "cpu_s": cpu.median, "longest_s": longest.median},
+    )
 
 
 def measure(scale: Scale) -> list[Row]:

@@ -232,7 +232,7 @@ def _run(phase: Phase, work: Callable[[], None], peer: p2ptrain.Peer) -> list[St
 @torch.no_grad()
 def _drift(model: nn.Module, generator: torch.Generator) -> None:
     for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=_DRIFT)
+        parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.device), alpha=_DRIFT)
 
 
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:

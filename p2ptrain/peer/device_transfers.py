@@ -13,7 +13,7 @@ other devices (`at_once`), and training waits for it.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 
 from p2ptrain.algorithms.blocks import BLOCK
-from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView, apply_changes
+from p2ptrain.algorithms.indexspace import BlockPlan, ParameterView, PlacedPlan, apply_changes
 from p2ptrain.algorithms.transfers import Comparison, FlatAtOnce, FragmentsAtOnce, Transfer, Transfers
 from p2ptrain.peer.side_stream import Pending, SideStream
 
@@ -65,7 +65,7 @@ class DeviceFragments:
     def gather(self, plan: BlockPlan) -> Transfer[torch.Tensor]:
         if not self._side.has_room(4 * BLOCK * len(plan.blocks)):
             return self._at_once.gather(plan)
-        gathered = self._view.gather_on_device(self._on_device(plan))
+        gathered = self._view.gather_on_device(self._placed(plan))
         values = self._side.host(*gathered.shape)
         pending = self._side.run(lambda: values.copy_(gathered, non_blocking=True), reads=[gathered], writes=[values])
         return _Queued(pending, lambda: values)
@@ -73,8 +73,8 @@ class DeviceFragments:
     def compare(self, plan: BlockPlan, received: torch.Tensor) -> Transfer[Comparison]:
         if not self._side.has_room(3 * received.nbytes):
             return self._at_once.compare(plan, received)
-        on_device, source = self._on_device(plan), self._side.pin(received)
-        own = self._view.gather_on_device(on_device)
+        placed, source = self._placed(plan), self._side.pin(received)
+        own = self._view.gather_on_device(placed)
         theirs = torch.empty_like(own)
         norms = self._side.host(2)
 
@@ -89,16 +89,16 @@ class DeviceFragments:
 
         def complete() -> _Compared:
             own_rms, rms = (norms / math.sqrt(max(1, plan.numel))).tolist()
-            return _Compared(self._view, self._side, on_device, theirs, own_rms, rms)
+            return _Compared(self._view, self._side, placed, theirs, own_rms, rms)
 
         return _Queued(self._side.run(work, reads=[source, own], writes=[theirs, norms]), complete)
 
     def pin(self, values: torch.Tensor) -> torch.Tensor:
         return self._side.pin(values)
 
-    def _on_device(self, plan: BlockPlan) -> BlockPlan:
+    def _placed(self, plan: BlockPlan) -> PlacedPlan:
         """The plan with its index on the device; 8 bytes a block, copied on the training stream."""
-        return dataclasses.replace(plan, index=_uploaded(self._side, plan.index))
+        return self._view.place(plan, upload=functools.partial(_uploaded, self._side))
 
 
 class DeviceFlat:
@@ -145,17 +145,23 @@ class _Compared:
     """Implements `Comparison`: a received fragment on the device, and its distance from θ when it was compared."""
 
     def __init__(
-        self, view: ParameterView, side: SideStream, plan: BlockPlan, theirs: torch.Tensor, own_rms: float, rms: float
+        self,
+        view: ParameterView,
+        side: SideStream,
+        placed: PlacedPlan,
+        theirs: torch.Tensor,
+        own_rms: float,
+        rms: float,
     ) -> None:
         self.own_rms = own_rms
-        self._view, self._side, self._plan, self._theirs, self._rms = view, side, plan, theirs, rms
+        self._view, self._side, self._placed, self._theirs, self._rms = view, side, placed, theirs, rms
 
     @torch.no_grad()
     def mix(self, weight: float | torch.Tensor, max_rms: float) -> float:
         if math.isfinite(self._rms) and self._rms <= max_rms:
-            mixed = self._view.gather_on_device(self._plan)
+            mixed = self._view.gather_on_device(self._placed)
             mixed.lerp_(self._theirs, weight if isinstance(weight, float) else _uploaded(self._side, weight))
-            self._view.scatter(self._plan, mixed)
+            self._view.scatter_on_device(self._placed, mixed)
         return self._rms
 
 

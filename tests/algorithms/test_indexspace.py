@@ -257,3 +257,22 @@ def test_gather_and_mix_agree_with_the_flat_vector_for_any_shapes(shapes, data) 
     mix_clipped(view, plan, -flat[plan.blocks], 0.5, None)
     flat[plan.blocks] = 0
     assert torch.equal(flatten(tensors), flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_tensors_that_lie_whole_rows_apart_are_read_and_written_together(dtype: torch.dtype) -> None:
+    """So are all of a model on a GPU, where an allocation begins at a multiple of 512 bytes. Others go one by one."""
+    apart = make_tensors(dtype)
+    memory = torch.zeros(100 * BLOCK, dtype=dtype)
+    together = [
+        places[: t.numel()].view(t.shape).copy_(t) for places, t in zip(memory.split(10 * BLOCK), apart, strict=False)
+    ]
+    ours, theirs = make_view(together), make_view(apart)
+    plan = some_plan(ours)
+    assert all(piece.is_tail for piece in ours.place(plan).apart)
+    assert torch.equal(ours.gather(plan), theirs.gather(plan))
+    for view in (ours, theirs):
+        view.scatter(plan, randn(plan))
+    assert torch.equal(flatten(together), flatten(apart))
+    used = sum(tensor.count_nonzero() for tensor in together)
+    assert memory.count_nonzero() == used  # nothing between them was written

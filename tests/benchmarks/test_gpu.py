@@ -35,3 +35,4 @@ def test_on_a_cpu_it_measures_fragments_and_rounds() -> None:
     assert step.values["landed"] > 0
     assert 0 < step.values["median_s"] <= step.values["p99_s"]
     assert training.values["share"] > 0
+    assert bench_gpu.measure_round(small, rounds=1).values["wall_s"] > 0

@@ -101,7 +101,7 @@ def test_a_fragment_that_cannot_be_compared_is_skipped(bench: Bench) -> None:
 def test_the_blocks_of_a_fragment_that_failed_while_it_was_mixed_may_have_changed(bench: Bench) -> None:
     """The processes of a group copy the weights that may have changed from rank 0."""
     bench.receive("b", blocks=(2, 7))
-    with failing(ParameterView, "scatter"):
+    with failing(ParameterView, "scatter_on_device"):
         report = bench.step()
     assert (report.merged, report.skipped) == (0, {"failed": 1})
     assert bench.exchange.take_changes().blocks.tolist() == [2, 7]

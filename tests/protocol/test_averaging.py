@@ -26,7 +26,7 @@ from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Averaging, Concl
 from p2ptrain.protocol.rounds.checks import check_roster
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire import messages
@@ -73,9 +73,9 @@ def whole_round(
     reports: dict[int, Reduced] = {}
     for i, part in enumerate(plan):
         senders = [c for c in CONTRIBUTORS if c.peer_id in (part.senders or WEIGHTS)]
-        collection = Collection(i, part, [c.peer_id for c in senders], codec, TIMEOUTS, 0.0)
+        collection = Collection(i, part, [c.peer_id for c in senders], Grid(BLOCKS), codec, TIMEOUTS, 0.0)
         for c in senders:
-            for low, high in chunk_bounds(part.start, part.stop):
+            for low, high in Grid(BLOCKS).bounds(part.start, part.stop):
                 chunk = codec.encode(factor * vectors[c.peer_id][low:high])
                 collection.add(c.peer_id, low, high, chunk, 0.0, checked=True)
         gram = collection.gram(senders, BLOCKS)
@@ -105,7 +105,7 @@ def decoded(run: RunConfig, reducers: str = "abc") -> np.ndarray:
     spans = averaging.spans(record)
     assert [low for low, _ in spans] == [0, *(high for _, high in spans[:-1])]
     assert spans[-1][1] == BLOCKS
-    bounds = [chunk for span in spans for chunk in chunk_bounds(*span)]
+    bounds = [chunk for span in spans for chunk in Grid(BLOCKS).bounds(*span)]
     means = [(averaging.mean(record, blobs.__getitem__, *chunk), chunk) for chunk in bounds]
     return np.concatenate([codec.decode(data, stop - start) for (codec, data), (start, stop) in means])
 
@@ -116,7 +116,7 @@ def test_gather_is_the_mean_of_what_was_sent_and_nothing_is_lost(mean: str) -> N
     codec, merge, vectors = gradient_codec(run), merge_of(run), gradients()
     reference = [
         merge([(codec.encode(values[low:high]), WEIGHTS[name]) for name, values in vectors.items()], codec, high - low)
-        for low, high in chunk_bounds(0, BLOCKS)
+        for low, high in Grid(BLOCKS).bounds(0, BLOCKS)
     ]
     assert decoded(run).tobytes() == np.concatenate(reference).tobytes()
     assert decoded(run, "b").tobytes() == np.concatenate(reference).tobytes()  # whoever received it
@@ -164,11 +164,11 @@ def test_a_mean_that_could_overflow_the_anchor_is_refused_before_ready(name: str
     run = dataclasses.replace(RUNS[name], round_codec=codec)
     largest = max(np.abs(values).max() for values in gradients().values())
     averaging, record, blobs = whole_round(run, factor=0.99 * MAX_GRADIENT / largest)
-    for chunk in chunk_bounds(0, BLOCKS):
+    for chunk in Grid(BLOCKS).bounds(0, BLOCKS):
         check_decodes(averaging, record, blobs.__getitem__, BLOCKS, chunk)
     averaging, record, blobs = whole_round(run, factor=10 * MAX_GRADIENT)
     with pytest.raises(WireError, match="a value is beyond"):
-        check_decodes(averaging, record, blobs.__getitem__, BLOCKS, chunk_bounds(0, BLOCKS)[0])
+        check_decodes(averaging, record, blobs.__getitem__, BLOCKS, Grid(BLOCKS).bounds(0, BLOCKS)[0])
 
 
 def test_what_an_attempt_can_lose_is_up_to_the_strategy() -> None:

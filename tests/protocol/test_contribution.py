@@ -9,10 +9,10 @@ import torch
 from p2ptrain.algorithms.codec import CODECS, codec
 from p2ptrain.protocol.exchange.types import Epoch, Snapshot
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 
 BLOCKS = 2500
-BOUNDS = chunk_bounds(0, BLOCKS)
+BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
 
 
 def values(seed: int, blocks: int = BLOCKS) -> np.ndarray:

@@ -24,6 +24,7 @@ from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.collection import Collection
 from p2ptrain.protocol.rounds.driver import RoundDriver
 from p2ptrain.protocol.rounds.events import Average, Event, Lead, LeaderEnded, Received, Send, Tick
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.leader import AVERAGING_SHARE, SENDING_SHARE, AveragingLeader
 from p2ptrain.protocol.rounds.round_state import Limits, State, deadline_s
 from p2ptrain.protocol.rounds.timeouts import (
@@ -290,7 +291,7 @@ def test_a_sender_gets_several_times_what_its_chunks_took() -> None:
 
 def test_a_reducer_does_not_give_up_its_own_outer_gradient() -> None:
     codec = gradient_codec(RunConfig())
-    collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a", "b"], codec, timeouts(), 0.0)
+    collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a", "b"], Grid(2048), codec, timeouts(), 0.0)
     assert collection.give_up_stalled(STALL_S + 1.0, {})
     assert collection.failed == {"a"}
 
@@ -302,7 +303,7 @@ def test_who_was_left_out_as_too_slow_is_given_longer_in_the_next_attempt() -> N
 
     def attempt() -> Collection:
         """Two chunks, the second of which takes six seconds."""
-        collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a"], codec, measured, 0.0)
+        collection = Collection(0, RosterPart(0, 2048, "b", ()), ["a"], Grid(2048), codec, measured, 0.0)
         collection.add("a", 0, 1024, chunk, 0.5)
         for now in (2.0, 4.0, 6.0):
             collection.give_up_stalled(now, {})

@@ -13,12 +13,13 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import MERGES, Chunks
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.expected_mean import CHUNKS_AVERAGED, ExpectedMean, without_roots
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import Contributor, RosterPart
 from p2ptrain.settings.config import RunConfig
 
 # Some whole chunks and a shorter one, not from the beginning of the vector.
 PART = RosterPart(CHUNK_BLOCKS, 11 * CHUNK_BLOCKS + 5, "a", ())
+BOUNDS = Grid(PART.stop).bounds(PART.start, PART.stop)
 CONTRIBUTORS = [Contributor(name, f"{name}.1", weight, b"") for name, weight in (("a", 2.0), ("b", 1.0), ("c", 0.5))]
 
 
@@ -26,8 +27,7 @@ def chunks_of(run: RunConfig) -> Chunks:
     codec, rng = gradient_codec(run), np.random.default_rng(0)
     return {
         c.peer_id: {
-            start: codec.encode(rng.standard_normal((stop - start, 64)).astype(np.float32))
-            for start, stop in chunk_bounds(PART.start, PART.stop)
+            start: codec.encode(rng.standard_normal((stop - start, 64)).astype(np.float32)) for start, stop in BOUNDS
         }
         for c in CONTRIBUTORS
     }
@@ -40,7 +40,7 @@ def chunks_of(run: RunConfig) -> Chunks:
 def test_it_has_the_bytes_of_the_mean_that_is_made_at_once(mean: str, codec: str) -> None:
     run = dataclasses.replace(RunConfig(), round_mean=mean, round_codec=codec)
     chunks, averaging = chunks_of(run), averaging_of(run)
-    expected, data = ExpectedMean(PART, CONTRIBUTORS, averaging.merge), b""
+    expected, data = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging.merge), b""
     while not expected.is_complete:
         data += b"".join(map(expected.average, expected.take(chunks, 1)))
     (blob,) = averaging.reduce(PART, chunks, CONTRIBUTORS)
@@ -49,9 +49,9 @@ def test_it_has_the_bytes_of_the_mean_that_is_made_at_once(mean: str, codec: str
 
 def test_chunks_are_taken_in_their_order_once_all_contributors_have_sent_them() -> None:
     everything = chunks_of(RunConfig())
-    starts = [start for start, _ in chunk_bounds(PART.start, PART.stop)]
+    starts = [start for start, _ in BOUNDS]
     arrived: Chunks = {name: {} for name in "abc"}
-    expected = ExpectedMean(PART, CONTRIBUTORS, averaging_of(RunConfig()).merge)
+    expected = ExpectedMean(BOUNDS, CONTRIBUTORS, averaging_of(RunConfig()).merge)
     assert expected.take(arrived, 1) == expected.take({}, 1) == []
     for name in "abc":
         arrived[name][starts[1]] = everything[name][starts[1]]

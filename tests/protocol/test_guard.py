@@ -19,6 +19,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.exchange.types import Snapshot
 from p2ptrain.protocol.rounds.averaging.parts import Parts
 from p2ptrain.protocol.rounds.contribution import OwnContribution
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.member import Participation
@@ -280,7 +281,7 @@ def test_a_reducer_refuses_a_gradient_whose_norm_its_leader_would_refuse() -> No
     part = RosterPart(0, 2, "r", ())
 
     def refused(value: float) -> dict[str, WireError]:
-        inspection = Inspection(part, NONE, num_blocks=2, compared=2, sealed=False)
+        inspection = Inspection(part, NONE, Grid(2), compared=2, sealed=False)
         inspection.add("x", 0, NONE.encode(np.full((2, 64), value, np.float32)), b"", ())
         by_sender = inspection.note([inspection.measure(chunk) for chunk in inspection.take({"x"}, 1)])
         assert by_sender.keys() | inspection.norms.keys() == {"x"}

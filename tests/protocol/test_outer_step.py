@@ -21,13 +21,13 @@ from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds import outer_step
 from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record
 from p2ptrain.settings.config import RunConfig
 
 # The last 300 blocks, from within the third chunk, are only averaged.
 BLOCKS, STEPPED = 3000, 2700
-BOUNDS = chunk_bounds(0, BLOCKS)
+BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
 CODEC = codec("int8")
 
 

@@ -25,7 +25,7 @@ from p2ptrain.protocol.pairwise.joining import CHUNK_TIMEOUT_S, MEET_S
 from p2ptrain.protocol.pairwise.matching import Matching
 from p2ptrain.protocol.pairwise.pairwise import PAUSE_ROUND_TRIPS, Pairwise
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.state_sync.joining import Restored
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Attempt, Call, PairOffer, PairWeights, Request
 from p2ptrain.settings.config import RunConfig
@@ -57,7 +57,9 @@ def weights(seed: int) -> np.ndarray:
 
 
 def messages_of(values: np.ndarray) -> list[tuple[PairWeights, bytes]]:
-    chunks = [(PairWeights(0, start), INT8.encode(values[start:stop])) for start, stop in chunk_bounds(0, BLOCKS)]
+    chunks = [
+        (PairWeights(0, start), INT8.encode(values[start:stop])) for start, stop in Grid(BLOCKS).bounds(0, BLOCKS)
+    ]
     return [*chunks, (PairWeights(0, BLOCKS), INT8.encode(values[sample_blocks(BLOCKS)]))]
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from p2ptrain.errors import RoundFailedError
 from p2ptrain.protocol.rounds.commit import OLDER_AVERAGED, OTHER_NAMED
-from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.leader import AveragingLeader
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.member import Participation
@@ -79,7 +78,7 @@ def test_who_has_skipped_a_round_still_accepts_a_record_with_what_it_gave_before
             takers = [s.peers[name].node.engine._taker for name in "ab"]
             await s.until(lambda: all(taker.own is not None for taker in takers))
             for taker in takers:
-                await taker.encode(chunk_bounds(0, taker._context.state.num_blocks))
+                await taker.encode(taker._context.grid.bounds(0, taker._context.state.num_blocks))
             refusing.clear()
             await s.until(lambda: all(s.peers[name].node.engine.head.round > record.round for name in "abcd"))
             for name in "abcd":

@@ -17,7 +17,7 @@ from p2ptrain.memory_network import PacketFault
 from p2ptrain.protocol.node.node import Node
 from p2ptrain.protocol.rounds.codecs import mean_codec
 from p2ptrain.protocol.rounds.events import Held
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.member import Participation
 from p2ptrain.protocol.rounds.part_store import blob_sha256
 from p2ptrain.protocol.rounds.quorum import Voter
@@ -34,7 +34,7 @@ def record_of_x(s: Swarm, named: str, blobs: dict[str, bytes]) -> Record:
     head, num_blocks = engine.head, engine.context.state.num_blocks
     contributors = tuple(Contributor(name, s.peers[name].node.incarnation, 1.0, bytes(32)) for name in named)
     codec, zeros = mean_codec(PLAIN, len(named)), np.zeros((num_blocks, 64), np.float32)
-    blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in chunk_bounds(0, num_blocks))
+    blob = b"".join(codec.encode(zeros[start:stop]) for start, stop in Grid(num_blocks).bounds(0, num_blocks))
     sha256 = blob_sha256(blob, contributors, (0, num_blocks))
     blobs[sha256] = blob
     assert head.record is not None

@@ -21,7 +21,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.expected_mean import ExpectedMean
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.inspection import Inspection, ReceivedChunk
 from p2ptrain.protocol.rounds.outer_step import Progress, check_decodes, step_chunk
 from p2ptrain.protocol.wire.messages import Contributor, Part, Record, RosterPart
@@ -30,7 +30,7 @@ from p2ptrain.settings.config import RunConfig
 # Twelve chunks and a shorter one, whose last blocks are only averaged.
 BLOCKS = 12 * CHUNK_BLOCKS + 500
 STEPPED = BLOCKS - 300
-BOUNDS = chunk_bounds(0, BLOCKS)
+BOUNDS = Grid(BLOCKS).bounds(0, BLOCKS)
 MEMBERS = ("a", "b", "c")
 
 
@@ -53,10 +53,14 @@ async def play(workers: Workers, run: RunConfig) -> tuple[object, ...]:
         )
         await in_parallel(workers, functools.partial(own.encode, state.anchor, codec), BOUNDS)
         own.seal(await in_parallel(workers, own.leaf, BOUNDS))
-    inspection = Inspection(part, codec, num_blocks=BLOCKS, compared=STEPPED, sealed=True)
+    inspection = Inspection(part, codec, Grid(BLOCKS), compared=STEPPED, sealed=True)
     received = [ReceivedChunk(name, start, own.chunks[start]) for name, own in gradients.items() for start, _ in BOUNDS]
     measures = await in_parallel(workers, inspection.measure, received)
-    expected = ExpectedMean(part, [Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS], averaging.merge)
+    expected = ExpectedMean(
+        Grid(BLOCKS).bounds(part.start, part.stop),
+        [Contributor(name, f"{name}.1", 1.0, b"") for name in MEMBERS],
+        averaging.merge,
+    )
     chunks = {name: dict(own.chunks) for name, own in gradients.items()}
     mean = b""
     while not expected.is_complete:

@@ -27,6 +27,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.rounds import collection
 from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.driver import MAX_DEFERRED
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.timeouts import REPORT_S
 from p2ptrain.protocol.rounds.transfer import Transfer
 from p2ptrain.protocol.wire.messages import (
@@ -647,7 +648,7 @@ def chunk_message(start: int, stop: int) -> Contribution:
 
 
 def test_early_chunks_take_two_encoded_models_at_most_and_one_of_each_sender() -> None:
-    early = EarlyChunks(INT8, BLOCKS)
+    early = EarlyChunks(INT8, Grid(BLOCKS))
     for sender in "abcde":
         for _ in range(3):
             for start in range(0, BLOCKS, CHUNK_BLOCKS):
@@ -671,14 +672,14 @@ def test_early_chunks_take_two_encoded_models_at_most_and_one_of_each_sender() -
     ],
 )
 def test_an_early_chunk_that_no_roster_can_want_is_refused(start: int, stop: int, data: bytes) -> None:
-    early = EarlyChunks(INT8, BLOCKS)
+    early = EarlyChunks(INT8, Grid(BLOCKS))
     with pytest.raises(WireError):
         early.add("a", chunk_message(start, stop), data)
     assert not list(early.take())
 
 
 def test_early_chunks_that_are_dropped_anyway_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    early, checked = EarlyChunks(INT8, BLOCKS), 0
+    early, checked = EarlyChunks(INT8, Grid(BLOCKS)), 0
 
     def check(*_: object) -> None:
         nonlocal checked

@@ -26,7 +26,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.membership.peer_records import bucket_of, encode_record, member_key
 from p2ptrain.protocol.node.requests import MAX_SERVED_AT_ONCE
 from p2ptrain.protocol.rounds.averaging import averaging_of
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.history import History, lineage_of
 from p2ptrain.protocol.rounds.outer_step import Progress, step_chunk
 from p2ptrain.protocol.rounds.part_store import PARTS_AT_ONCE, PartStore, blob_sha256
@@ -121,7 +121,9 @@ class Donor:
         half, parts = 6 * STATE_CHUNK_BLOCKS, []
         contributors = (Contributor("a", "a.1", 1.0, bytes(32)),)
         for start, stop in ((0, half), (half, BLOCKS)):
-            chunks = (rng.standard_normal((high - low, 64), np.float32) for low, high in chunk_bounds(start, stop))
+            chunks = (
+                rng.standard_normal((high - low, 64), np.float32) for low, high in Grid(BLOCKS).bounds(start, stop)
+            )
             mean = b"".join(map(codec("int8").encode, chunks))
             sha256 = blob_sha256(mean, contributors, (start, stop))
             self.parts.add(sha256, mean)
@@ -144,7 +146,7 @@ class Donor:
             0.0,
         )
         progress = Progress(record)
-        for chunk in chunk_bounds(0, BLOCKS):
+        for chunk in Grid(BLOCKS).bounds(0, BLOCKS):
             step_chunk(self.state, averaging_of(RUN), progress, self.parts.get, None, chunk)
         self.state.rehash()
         head = head_of(self.state, round_=round_)

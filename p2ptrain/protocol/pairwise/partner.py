@@ -10,7 +10,7 @@ from p2ptrain.algorithms.averaging import MAX_MEAN
 from p2ptrain.algorithms.codec import Codec, is_within
 from p2ptrain.algorithms.pairwise import Array, pairwise_step, sample_blocks, squared_distance
 from p2ptrain.errors import WireError
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -29,7 +29,7 @@ class PartnerWeights:
         self.heard_s = now
         self.complete = trio.Event()
         self._codec = codec
-        self._bounds = chunk_bounds(0, num_blocks)
+        self._bounds = Grid(num_blocks).bounds(0, num_blocks)
         self._sampled = sample_blocks(num_blocks)
         self._chunks: list[bytes] = []
 

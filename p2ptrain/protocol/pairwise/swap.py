@@ -16,7 +16,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.nursery import nursery_raising
 from p2ptrain.protocol.pairwise.partner import PartnerWeights
 from p2ptrain.protocol.rounds.context import RoundContext
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import PairWeights
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -101,7 +101,7 @@ class Swaps:
 
     async def _send(self, link: Link, number: int, snapshot: Snapshot, anchor: Array) -> None:
         codec, own = self._context.codec, snapshot.weights.numpy()
-        for start, stop in chunk_bounds(0, len(own)):
+        for start, stop in Grid(len(own)).bounds(0, len(own)):
             payload = await self._context.compute(codec.encode, own[start:stop])
             await link.send_bulk(PairWeights(number, start), payload, Traffic.ROUND)
         sample = codec.encode(anchor[sample_blocks(len(own))])

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import trio
 
-from p2ptrain.algorithms.codec import CHUNK_BLOCKS, Codec, Encoded
+from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.merkle import HASH_BYTES, MAX_PROOF, leaf_hash
 from p2ptrain.errors import PeerLostError, WireError
 from p2ptrain.protocol.links.link import Link
@@ -32,7 +32,7 @@ from p2ptrain.protocol.links.outbox import Traffic
 from p2ptrain.protocol.links.strikes import MAX_STRIKES
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, Chunks
 from p2ptrain.protocol.rounds.contribution import OwnContribution
-from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds, chunk_range
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.part_store import PartStore, blob_sha256, fetch_pipelined
 from p2ptrain.protocol.wire.messages import Accuse, Answer, Contributor, Part, Record, Request, RosterPart
 from p2ptrain.protocol.wire.transport import Compute, PeerId
@@ -99,14 +99,10 @@ class Audited:
     def part(self) -> Part:
         return self.record.parts[self.draw.part]
 
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        return chunk_bounds(self.part.start, self.part.stop)
 
-
-def _copy_of(own: OwnContribution, part: Part) -> list[bytes]:
-    """Our encoded chunks of a part."""
-    return [bytes(own.chunks[start]) for start, _ in chunk_bounds(part.start, part.stop)]
+def _copy_of(own: OwnContribution, bounds: list[tuple[int, int]]) -> list[bytes]:
+    """Some of our encoded chunks."""
+    return [bytes(own.chunks[start]) for start, _ in bounds]
 
 
 class Audits:
@@ -118,7 +114,7 @@ class Audits:
 
     def __init__(
         self, peer_id: PeerId, run: RunConfig, links: Links, compute: Compute, parts: PartStore, averaging: Averaging,
-        codec: Codec, num_blocks: int,
+        codec: Codec, grid: Grid,
     ) -> None:  # fmt: skip
         self.avoid: Callable[[PeerId], None] = lambda _: None
         self._peer_id = peer_id
@@ -128,7 +124,7 @@ class Audits:
         self._parts = parts
         self._averaging = averaging
         self._codec = codec
-        self._num_blocks = num_blocks
+        self._grid = grid
         self._last: Record | None = None
         self._audited: Audited | None = None
         self._checking = trio.Lock()
@@ -144,8 +140,8 @@ class Audits:
         from_holder = self._parts.accepted() == record and self._parts.giver(part.sha256) == part.holder
         roots = {c.peer_id: c.root for c in record.contributors}
         if own is not None and own.tree is not None and own.tree.root == roots.get(self._peer_id):
-            chunks = await self._compute(_copy_of, own, part)
-            chunks.append(b"".join(own.tree.proof(*chunk_range(part.start, part.stop))))
+            chunks = await self._compute(_copy_of, own, self._grid.bounds(part.start, part.stop))
+            chunks.append(b"".join(own.tree.proof(*self._grid.numbers(part.start, part.stop))))
         self._audited = Audited(record, draw, from_holder, record.sha256, chunks)
 
     async def audit(self) -> None:
@@ -261,7 +257,8 @@ class Audits:
 
     async def _chunks_of(self, c: Contributor, audited: Audited) -> dict[int, Encoded]:
         """A contributor's chunks of the part by first block, checked by its root. Raises PeerLostError, WireError."""
-        part, bounds = audited.part, audited.bounds
+        part = audited.part
+        bounds = self._grid.bounds(part.start, part.stop)
         if c.peer_id != self._peer_id:
             got = await self._fetch(c, audited.subject, len(bounds) + 1)
         elif audited.chunks:
@@ -276,14 +273,14 @@ class Audits:
         def check() -> None:
             hashes = [proof[i : i + HASH_BYTES] for i in range(0, len(proof), HASH_BYTES)]
             leaves = [leaf_hash(got[i]) for i in range(len(bounds))]
-            check_leaves(leaves, part.start, self._num_blocks, hashes, c.root)
+            self._grid.check_leaves(leaves, part.start, hashes, c.root)
 
         await self._compute(check)
         return {start: got[i] for i, (start, _) in enumerate(bounds)}
 
     async def _fetch(self, c: Contributor, subject: str, count: int) -> dict[int, bytes]:
         """All chunks and the proof of one contributor, by index. Raises PeerLostError if it does not give them."""
-        most_bytes = max(self._codec.size_bytes(CHUNK_BLOCKS), MAX_PROOF * HASH_BYTES)
+        most_bytes = max(self._codec.size_bytes(self._grid.chunk_blocks), MAX_PROOF * HASH_BYTES)
         got: dict[int, bytes] = {}
 
         async def fetch_chunk(index: int) -> None:

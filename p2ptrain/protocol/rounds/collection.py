@@ -14,7 +14,7 @@ from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.metrics import encoded_gram
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.averaging.strategy import Chunks
-from p2ptrain.protocol.rounds.grid import check_chunk, chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.timeouts import Timeouts
 from p2ptrain.protocol.wire.messages import Contribution, Contributor, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
@@ -42,7 +42,14 @@ class Collection:
     """
 
     def __init__(
-        self, number: int, part: RosterPart, senders: Sequence[PeerId], codec: Codec, timeouts: Timeouts, now: float
+        self,
+        number: int,
+        part: RosterPart,
+        senders: Sequence[PeerId],
+        grid: Grid,
+        codec: Codec,
+        timeouts: Timeouts,
+        now: float,
     ) -> None:
         self.number = number
         self.part = part
@@ -51,7 +58,7 @@ class Collection:
         self.chunks: Chunks = {sender: {} for sender in senders}
         self._codec = codec
         self._timeouts = timeouts
-        self._bounds = dict(chunk_bounds(part.start, part.stop))
+        self._bounds = dict(grid.bounds(part.start, part.stop))
         # Of senders whose chunks are awaited.
         self._progress_at = dict.fromkeys(senders, now)
 
@@ -145,18 +152,18 @@ class EarlyChunks:
         overrun: members whose chunk was dropped for lack of room, or whose link broke; they cannot become complete.
     """
 
-    def __init__(self, codec: Codec, num_blocks: int) -> None:
+    def __init__(self, codec: Codec, grid: Grid) -> None:
         self.overrun: set[PeerId] = set()
         self._codec = codec
-        self._num_blocks = num_blocks
-        self._model_bytes = codec.size_bytes(num_blocks)
+        self._grid = grid
+        self._model_bytes = codec.size_bytes(grid.num_blocks)
         self._held: dict[PeerId, dict[tuple[int, int], tuple[Contribution, bytes]]] = {}
         self._held_bytes: dict[PeerId, int] = {}
 
     def add(self, sender: PeerId, message: Contribution, data: bytes) -> None:
         """Keep one chunk, or mark its sender as overrun. Raises WireError if it fits no roster."""
         start, stop = message.start, message.stop
-        check_chunk(start, stop, self._num_blocks)
+        self._grid.check_chunk(start, stop)
         held, held_bytes = self._held.setdefault(sender, {}), self._held_bytes.get(sender, 0)
         if (start, stop) in held or sender in self.overrun:
             return

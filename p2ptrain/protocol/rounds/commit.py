@@ -21,7 +21,6 @@ from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.fetching import RecordFetcher
-from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.os_memory import LARGE_BYTES, release_pages, release_unused
 from p2ptrain.protocol.rounds.outer_step import Progress, head_of, step_chunk
 from p2ptrain.protocol.rounds.part_store import KEEP_ALL_S
@@ -214,7 +213,7 @@ class Committer:
         land = functools.partial(own.land, context.codec) if own is not None and adds else None
         step = functools.partial(step_chunk, context.state, context.averaging, progress, context.parts.get, land)
         for span in context.averaging.spans(record):
-            await in_parallel(context.compute, step, chunk_bounds(*span))
+            await in_parallel(context.compute, step, context.grid.bounds(*span))
         if progress.landing is None:
             if included:
                 self._taker.note_included()
@@ -234,7 +233,7 @@ class Committer:
         context = self._context
         why = "it came too late"
         if context.run.round_guard == "exclude":
-            bounds = chunk_bounds(0, context.state.num_blocks)
+            bounds = context.grid.bounds(0, context.state.num_blocks)
             square = await context.compute(own.squared_norm, context.codec, bounds, context.state.num_stepped)
             why = f"its norm, {math.sqrt(square):.3g}, is above the limit, or {why}"
         logger.warning("our outer gradient was left out of round %d: %s", record.round, why)

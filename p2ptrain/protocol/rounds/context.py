@@ -17,6 +17,7 @@ from p2ptrain.protocol.rounds.averaging import averaging_of
 from p2ptrain.protocol.rounds.averaging.strategy import Averaging, is_audited
 from p2ptrain.protocol.rounds.checks import MAX_CONTRIBUTORS
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.liveness import Liveness
 from p2ptrain.protocol.rounds.mean_guard import MeanGuard
 from p2ptrain.protocol.rounds.part_store import PartStore
@@ -78,6 +79,7 @@ class RoundContext:
     liveness: Liveness = field(init=False)
     averaging: Averaging = field(init=False)
     codec: Codec = field(init=False)
+    grid: Grid = field(init=False)
     parts: PartStore = field(init=False)
     timeouts: Timeouts = field(init=False)
     audited: bool = field(init=False)
@@ -91,15 +93,13 @@ class RoundContext:
         self.liveness = Liveness((self.peer_id, self.incarnation), links, self.host.trainers)
         self.averaging = averaging_of(run)
         self.mean_guard = MeanGuard()
-        self.codec = gradient_codec(run)
+        self.codec, self.grid = gradient_codec(run), Grid(self.state.num_blocks)
         self.audited = is_audited(run, self.averaging)
         codecs = (self.codec, mean_codec(run, MAX_CONTRIBUTORS))
         model_bytes = max(codec.size_bytes(self.state.num_blocks) for codec in codecs)
         self.parts = PartStore(
             links, self.compute, self.averaging,
-            mean_bytes=codecs[1].size_bytes, spare_bytes=SPARE_MODELS * model_bytes,
+            mean_bytes=codecs[1].size_bytes, piece_bytes=self.grid.piece_bytes, spare_bytes=SPARE_MODELS * model_bytes,
         )  # fmt: skip
         self.timeouts = Timeouts(peer_timeout_s=links.peer_timeout_s, round_timeout_s=run.round_timeout_s)
-        self.audits = Audits(
-            self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.state.num_blocks
-        )
+        self.audits = Audits(self.peer_id, run, links, self.compute, self.parts, self.averaging, self.codec, self.grid)

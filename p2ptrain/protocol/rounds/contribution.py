@@ -11,7 +11,7 @@ from p2ptrain.algorithms.averaging import MAX_GRADIENT
 from p2ptrain.algorithms.codec import Codec, Encoded, difference, is_within
 from p2ptrain.algorithms.merkle import Tree, leaf_hash
 from p2ptrain.protocol.exchange.types import Snapshot
-from p2ptrain.protocol.rounds.grid import num_chunks
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.rounds.os_memory import release_pages
 
 # Chunks that a worker thread encodes at a time: 1 MiB of int8.
@@ -102,7 +102,7 @@ class OwnContribution:
     @property
     def is_whole(self) -> bool:
         """Whether all chunks are encoded."""
-        return len(self.chunks) == num_chunks(len(self.snapshot.weights))
+        return len(self.chunks) == Grid(len(self.snapshot.weights)).num_chunks
 
     @property
     def name(self) -> bytes:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from p2ptrain.algorithms.codec import Encoded
 from p2ptrain.protocol.rounds.averaging.strategy import Chunks
-from p2ptrain.protocol.rounds.grid import chunk_bounds
-from p2ptrain.protocol.wire.messages import Contributor, RosterPart
+from p2ptrain.protocol.wire.messages import Contributor
 
 # Chunks that a worker thread averages at a time; it also encodes and measures (guess).
 CHUNKS_AVERAGED = 8
@@ -24,7 +23,7 @@ class ExpectedMean:
     """The chunks of the mean that are not made yet.
 
     Args:
-        part: of the roster.
+        bounds: the chunks of the part.
         contributors: those that the roster expects.
         merge: makes the encoded mean of one chunk, as `Averaging.merge`.
 
@@ -33,12 +32,12 @@ class ExpectedMean:
     """
 
     def __init__(
-        self, part: RosterPart, contributors: Sequence[Contributor],
+        self, bounds: Sequence[tuple[int, int]], contributors: Sequence[Contributor],
         merge: Callable[[Sequence[tuple[Encoded, float]], int], bytes],
     ) -> None:  # fmt: skip
         self.contributors = tuple(contributors)
         self._merge = merge
-        self._left = deque(chunk_bounds(part.start, part.stop))
+        self._left = deque(bounds)
 
     @property
     def is_complete(self) -> bool:

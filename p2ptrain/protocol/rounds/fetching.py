@@ -11,7 +11,6 @@ from p2ptrain.errors import PeerLostError, RoundFailedError, WireError
 from p2ptrain.protocol.parallel import in_parallel
 from p2ptrain.protocol.rounds.context import RoundContext, StartSoon
 from p2ptrain.protocol.rounds.draw import rank
-from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.outer_step import check_decodes
 from p2ptrain.protocol.rounds.record import check_advance, check_record
@@ -92,7 +91,8 @@ class RecordFetcher:
                     check_decodes, context.averaging, record, context.parts.get, context.state.num_stepped
                 )
                 for span in context.averaging.spans(record):
-                    fetch.norms.append((span, sum(await in_parallel(context.compute, check, chunk_bounds(*span)))))
+                    norms = await in_parallel(context.compute, check, context.grid.bounds(*span))
+                    fetch.norms.append((span, sum(norms)))
             except (RoundFailedError, PeerLostError, WireError) as error:
                 fetch.error = error
             except Exception as error:

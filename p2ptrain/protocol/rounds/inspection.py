@@ -13,7 +13,7 @@ from p2ptrain.algorithms.codec import Codec, Encoded
 from p2ptrain.algorithms.merkle import leaf_hash
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds.checks import most_square
-from p2ptrain.protocol.rounds.grid import check_leaves, chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 
@@ -48,16 +48,16 @@ class Inspection:
         roots: the Merkle roots of the same members, checked; empty ones if not `sealed`.
     """
 
-    def __init__(self, part: RosterPart, codec: Codec, *, num_blocks: int, compared: int, sealed: bool) -> None:
+    def __init__(self, part: RosterPart, codec: Codec, grid: Grid, *, compared: int, sealed: bool) -> None:
         self.norms: dict[PeerId, float] = {}
         self.roots: dict[PeerId, bytes] = {}
         self._codec = codec
         self._compared = compared
         self._sealed = sealed
-        self._bounds = dict(chunk_bounds(part.start, part.stop))
+        self._bounds = dict(grid.bounds(part.start, part.stop))
         self._most_square = most_square(part.stop - part.start)
         self._start = part.start
-        self._num_blocks = num_blocks
+        self._grid = grid
         self._unmeasured: list[ReceivedChunk] = []
         self._seals: dict[PeerId, tuple[bytes, tuple[bytes, ...]]] = {}
         self._measured: dict[PeerId, dict[int, Measured]] = {}
@@ -110,5 +110,5 @@ class Inspection:
             return b""
         root, proof = self._seals.get(sender, (b"", ()))
         leaves = [self._measured[sender][start].leaf for start in self._bounds]
-        check_leaves(leaves, self._start, self._num_blocks, proof, root)
+        self._grid.check_leaves(leaves, self._start, proof, root)
         return root

@@ -19,7 +19,6 @@ from p2ptrain.protocol.rounds.collection import EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import OwnContribution
 from p2ptrain.protocol.rounds.events import Event, Fetch, Held, MemberFailed, Prepared
-from p2ptrain.protocol.rounds.grid import chunk_bounds
 from p2ptrain.protocol.rounds.mean_guard import SpanNorms
 from p2ptrain.protocol.rounds.record import check_company, check_proposal, expected, name_of
 from p2ptrain.protocol.rounds.snapshot import SnapshotTaker
@@ -59,7 +58,7 @@ class Participation:
         self._apply = apply
         self._avoid = avoid
         self._orders_send, self._orders = trio.open_memory_channel[Order](MAX_ORDERS)
-        self._early = EarlyChunks(context.codec, context.state.num_blocks)
+        self._early = EarlyChunks(context.codec, context.grid)
         self._transfer: Transfer | None = None
         self._fetching = self._held = False
 
@@ -214,9 +213,10 @@ class Participation:
     async def _avoid_largest(self, record: Record, norms: SpanNorms, own: OwnContribution) -> None:
         """Avoid the reducer whose part of the mean exceeds our own outer gradient the most."""
         codec, compared = self._context.codec, self._context.state.num_stepped
+        grid = self._context.grid
 
         def excess() -> list[float]:
-            return [norm / max(own.squared_norm(codec, chunk_bounds(*span), compared), 1e-30) for span, norm in norms]
+            return [norm / max(own.squared_norm(codec, grid.bounds(*span), compared), 1e-30) for span, norm in norms]
 
         excesses = await self._context.compute(excess)
         (start, _), _ = norms[excesses.index(max(excesses))]

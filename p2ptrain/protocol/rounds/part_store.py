@@ -23,8 +23,6 @@ from p2ptrain.protocol.rounds.bounded_buffer import BoundedBuffer
 from p2ptrain.protocol.wire.messages import Answer, Attempt, Contributor, Mean, Part, Record, Request, Roster, pack
 from p2ptrain.protocol.wire.transport import Compute, PeerId
 
-# One piece of a part on the wire: small, so that control frames can pass in between.
-PIECE_BYTES = 128 * 1024
 # Pieces requested at once from one peer, to hide the round trip (guess).
 PIPELINE = 4
 # After this time a piece is requested from another peer (a 64 KiB/s link takes 2 s; guess).
@@ -149,6 +147,7 @@ class PartStore:
 
     Args:
         mean_bytes: the most bytes that the encoded mean of so many blocks has.
+        piece_bytes: of a piece of a part on the wire.
         spare_bytes: at most so much is kept of what we reduced in attempts that ended without an outcome.
 
     Attributes:
@@ -158,10 +157,11 @@ class PartStore:
 
     def __init__(
         self, links: Links, compute: Compute, averaging: Averaging, *,
-        mean_bytes: Callable[[int], int], spare_bytes: int = 0,
+        mean_bytes: Callable[[int], int], piece_bytes: int = 2**17, spare_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.accepted: Callable[[], Record | None] = lambda: None
         self.mean_bytes = mean_bytes
+        self._piece_bytes = piece_bytes
         self._spare_bytes = spare_bytes
         self._attempt: Attempt | None = None
         self._pushed: dict[PeerId, _Pushed] = {}
@@ -204,10 +204,10 @@ class PartStore:
     async def _push(self, link: Link, mean: MeanPush) -> None:
         roster, start = mean.roster, 0
         while self._attempt == roster.attempt and not mean.is_given_up:
-            if len(mean.data) < start + PIECE_BYTES and not mean.has_ended:
+            if len(mean.data) < start + self._piece_bytes and not mean.has_ended:
                 await mean.changed.wait()
                 continue
-            piece = mean.data[start : start + PIECE_BYTES]
+            piece = mean.data[start : start + self._piece_bytes]
             if not piece:
                 return
             message = Mean(roster.lineage, roster.round, roster.attempt, mean.sha256, start)
@@ -284,7 +284,7 @@ class PartStore:
     async def serve(self, link: Link, request: Request) -> None:
         """Answer a request for one piece of a part."""
         data = self._parts.get(request.subject, b"")
-        piece = memoryview(data)[request.index * PIECE_BYTES : (request.index + 1) * PIECE_BYTES]
+        piece = memoryview(data)[request.index * self._piece_bytes : (request.index + 1) * self._piece_bytes]
         answer = Answer(request.request, len(piece) > 0, "part")
         await link.send_bulk(answer, piece, Traffic.ROUND, compress=True)
 
@@ -390,17 +390,17 @@ class PartStore:
 
         async def fetch_piece(index: int) -> None:
             answer, piece = await self._links.request(link, "part", part.sha256, index, timeout_s=PIECE_TIMEOUT_S)
-            start = index * PIECE_BYTES
+            start = index * self._piece_bytes
             if not answer.found:
                 raise _NotThereError(f"{link.peer_id} does not have the part")
-            if len(piece) != min(PIECE_BYTES, size - start):
+            if len(piece) != min(self._piece_bytes, size - start):
                 raise WireError(f"piece {index} has {len(piece)} bytes")
             if not data:
                 data.extend(bytes(size))  # only now: who has none of it costs no memory
             data[start : start + len(piece)] = piece
 
         try:
-            await fetch_pipelined(-(-size // PIECE_BYTES), fetch_piece)
+            await fetch_pipelined(-(-size // self._piece_bytes), fetch_piece)
         except _NotThereError:
             return None
         return data

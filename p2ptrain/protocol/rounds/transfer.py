@@ -20,7 +20,6 @@ from p2ptrain.protocol.rounds.collection import Collection, EarlyChunks
 from p2ptrain.protocol.rounds.context import RoundContext, Tell
 from p2ptrain.protocol.rounds.contribution import CHUNKS_PER_VISIT, OwnContribution
 from p2ptrain.protocol.rounds.expected_mean import ExpectedMean
-from p2ptrain.protocol.rounds.grid import chunk_bounds, chunk_range
 from p2ptrain.protocol.rounds.inspection import Inspection
 from p2ptrain.protocol.rounds.part_store import MeanPush, blob_sha256
 from p2ptrain.protocol.rounds.policy import parts_of
@@ -65,13 +64,12 @@ class Transfer:
         for number, part in enumerate(roster.parts):
             if part.reducer == context.peer_id:
                 senders, now = part.senders or roster.members, trio.current_time()
-                self._collection = Collection(number, part, senders, context.codec, context.timeouts, now)
+                self._collection = Collection(number, part, senders, context.grid, context.codec, context.timeouts, now)
                 self._inspection = Inspection(
-                    part, context.codec, num_blocks=context.state.num_blocks, compared=context.state.num_stepped,
-                    sealed=context.audited,
+                    part, context.codec, context.grid, compared=context.state.num_stepped, sealed=context.audited
                 )  # fmt: skip
                 if roster.expected and context.averaging.reduces:
-                    self._expected = ExpectedMean(part, roster.expected, context.averaging.merge)
+                    self._expected = ExpectedMean(self._chunks_of(number), roster.expected, context.averaging.merge)
                     self._expected_push = MeanPush(
                         roster, BoundedBuffer(context.parts.mean_bytes(part.stop - part.start))
                     )
@@ -162,7 +160,7 @@ class Transfer:
                 self._encoded.set()
                 self._encoded = trio.Event()
             if self._context.audited and own.tree is None:
-                compute, bounds = self._context.compute, chunk_bounds(0, self._context.state.num_blocks)
+                compute, bounds = self._context.compute, self._context.grid.bounds(0, self._context.state.num_blocks)
                 await compute(own.seal, await in_parallel(compute, own.leaf, bounds))
             elif not self._context.averaging.reduces:
                 await self._context.compute(own.digest)
@@ -170,7 +168,7 @@ class Transfer:
 
     def _chunks_of(self, number: int) -> list[tuple[int, int]]:
         part = self._roster.parts[number]
-        return chunk_bounds(part.start, part.stop)
+        return self._context.grid.bounds(part.start, part.stop)
 
     def _visits(self) -> Iterator[list[tuple[int, int]]]:
         """Chunks to encode at a time, round-robin over the parts, so that no reducer waits."""
@@ -195,7 +193,7 @@ class Transfer:
                 if stop == part.stop:
                     await self._sealed.wait()
                     if own.tree is not None:
-                        proof = own.tree.proof(*chunk_range(part.start, part.stop))
+                        proof = own.tree.proof(*context.grid.numbers(part.start, part.stop))
                         message = Contribution(*self._attempt, start, stop, own.tree.root, proof)
                 if link is None:
                     self.collect(context.peer_id, message, encoded[start], checked=True)

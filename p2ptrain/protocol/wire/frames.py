@@ -15,14 +15,14 @@ import zstandard
 from p2ptrain.errors import WireError
 from p2ptrain.protocol.wire.messages import KIND_OF, KINDS, Answer, Contribution, Mean, Message, pack, unpack
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 # A roster of 64 members and their parts takes a few KiB, a record with 512 part hashes 40 KiB.
 MAX_HEADER_BYTES = 256 * 1024
 # The largest payloads are fragments of large models.
 MAX_PAYLOAD_BYTES = 4 * 1024 * 1024
 
-# A chunk of a round has 256 KiB as float32; a few bytes could expand to much more.
-MAX_COMPRESSED_CHUNK_BYTES = 320 * 1024
+# A chunk of a round has at most 1 MiB as float32; a few bytes could expand to much more.
+MAX_COMPRESSED_CHUNK_BYTES = 1280 * 1024
 
 _PREFIX = struct.Struct("!BBBxIIIQ")
 PREFIX_BYTES = _PREFIX.size

@@ -16,7 +16,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Blob, Blobs, Chunks, Conclusion, Encoding, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec
-from p2ptrain.protocol.rounds.grid import chunk_bounds
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -49,7 +49,7 @@ class Gather:
 
     def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
         """Join each contributor's chunks to one blob, without averaging."""
-        bounds = chunk_bounds(part.start, part.stop)
+        bounds = Grid(part.stop).bounds(0, part.stop)
         return [bytearray().join(chunks[c.peer_id].pop(start) for start, _ in bounds) for c in contributors]
 
     def merge(self, encoded: Sequence[tuple[Encoded, float]], num_blocks: int) -> bytes:

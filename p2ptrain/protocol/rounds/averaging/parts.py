@@ -7,6 +7,7 @@ mean, whatever the number of members. The mean is encoded again.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from p2ptrain.algorithms.codec import Encoded
@@ -14,7 +15,7 @@ from p2ptrain.errors import WireError
 from p2ptrain.protocol.rounds import policy
 from p2ptrain.protocol.rounds.averaging.strategy import Blob, Blobs, Chunks, Conclusion, Encoding, Plan, merge_of
 from p2ptrain.protocol.rounds.codecs import gradient_codec, mean_codec
-from p2ptrain.protocol.rounds.grid import check_parts, chunk_bounds, split_parts
+from p2ptrain.protocol.rounds.grid import Grid
 from p2ptrain.protocol.wire.messages import Contributor, Join, Part, Record, Reduced, Roster, RosterPart
 from p2ptrain.protocol.wire.transport import PeerId
 from p2ptrain.settings.config import RunConfig
@@ -33,11 +34,11 @@ class Parts:
     def plan(self, joins: Mapping[PeerId, Join], avoided: Collection[PeerId], num_blocks: int) -> Plan:
         """One part for each reducer, or for the best of them if the vector has fewer chunks."""
         reducers = policy.reducers_of(joins, avoided)
-        bounds = split_parts(num_blocks, len(reducers))
+        bounds = Grid(num_blocks).split(len(reducers))
         return [RosterPart(start, stop, reducers[i], ()) for i, (start, stop) in enumerate(bounds)]
 
     def check_plan(self, roster: Roster, num_blocks: int) -> None:
-        check_parts(((part.start, part.stop) for part in roster.parts), num_blocks)
+        Grid(num_blocks).check_parts((part.start, part.stop) for part in roster.parts)
         if any(part.senders for part in roster.parts):
             raise WireError("a part that only some members send")
 
@@ -45,9 +46,10 @@ class Parts:
         return len(left) == len(plan)
 
     def reduce(self, part: RosterPart, chunks: Chunks, contributors: Sequence[Contributor]) -> Sequence[Blob]:
+        starts = sorted(chunks[contributors[0].peer_id])
         means = (
             self.merge([(chunks[c.peer_id].pop(start), c.weight) for c in contributors], stop - start)
-            for start, stop in chunk_bounds(part.start, part.stop)
+            for start, stop in itertools.pairwise([*starts, part.stop])
         )
         return [b"".join(means)]
 
@@ -66,7 +68,7 @@ class Parts:
         return Conclusion(tuple(parts), tuple(reports[i].gram for i in sorted(reports)))
 
     def check_record(self, record: Record, num_blocks: int) -> None:
-        check_parts(((part.start, part.stop) for part in record.parts), num_blocks)
+        Grid(num_blocks).check_parts((part.start, part.stop) for part in record.parts)
 
     def size_bytes(self, record: Record, part: Part) -> int:
         return mean_codec(self._run, len(record.contributors)).size_bytes(part.stop - part.start)

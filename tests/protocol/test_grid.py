@@ -1,0 +1,60 @@
+"""The grid of chunks: that of small models, and of large ones, of which a swarm makes rounds with the same bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from p2ptrain.errors import WireError
+from p2ptrain.protocol.rounds import grid
+from p2ptrain.protocol.rounds.grid import LARGE_BLOCKS, Grid
+from tests.protocol.swarm import RUN, run_virtual, swarm
+
+
+def test_large_models_have_larger_chunks() -> None:
+    assert (Grid(LARGE_BLOCKS - 1).chunk_blocks, Grid(LARGE_BLOCKS).chunk_blocks) == (1024, 4096)
+    assert (Grid(LARGE_BLOCKS - 1).piece_bytes, Grid(LARGE_BLOCKS).piece_bytes) == (2**17, 2**19)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 1024, 3 * 1024 + 5, LARGE_BLOCKS, LARGE_BLOCKS + 4097])
+@pytest.mark.parametrize("reducers", [1, 3, 64])
+def test_parts_are_runs_of_whole_chunks_that_cover_all_blocks(num_blocks: int, reducers: int) -> None:
+    chunks = Grid(num_blocks)
+    parts = chunks.split(reducers)
+    chunks.check_parts(parts)
+    assert len(parts) == min(reducers, chunks.num_chunks)
+    bounds = [bounds for part in parts for bounds in chunks.bounds(*part)]
+    assert bounds == chunks.bounds(0, num_blocks)
+    assert len(bounds) == chunks.num_chunks
+    assert [number for part in parts for number in range(*chunks.numbers(*part))] == list(range(chunks.num_chunks))
+    for start, stop in bounds:
+        chunks.check_chunk(start, stop)
+
+
+def test_a_large_model_has_no_small_chunks() -> None:
+    large = Grid(LARGE_BLOCKS)
+    with pytest.raises(WireError, match="is no chunk"):
+        large.check_chunk(0, 1024)
+    with pytest.raises(WireError, match="does not continue"):
+        large.check_parts([(0, 1024), (1024, LARGE_BLOCKS)])
+
+
+@pytest.mark.parametrize("averaging", ["parts", "gather"])
+def test_peers_make_rounds_of_large_chunks(averaging: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Audits included, which fetch the chunks of a part."""
+    monkeypatch.setattr(grid, "LARGE_BLOCKS", 4096)
+    run = dataclasses.replace(RUN, averaging=averaging, audit_rate=1.0)
+
+    async def main() -> None:
+        async with swarm(run, shapes=[("w", (3 * 4096 + 100, 64)), ("b", (65,))]) as s:
+            peers = [s.start(name, founder=name == "a") for name in "abc"]
+            await s.until(lambda: all(len(peer.rounds("committed")) >= 4 for peer in peers))
+            rounds = [{event["round"]: event for event in peer.rounds("committed")} for peer in peers]
+            shared = sorted(set.intersection(*map(set, rounds)))
+            assert len(shared) >= 3
+            for number in shared:
+                assert len({of[number]["anchor_hash"] for of in rounds}) == 1
+            assert rounds[0][shared[-1]]["group_size"] == len(peers)
+
+    run_virtual(main)
